@@ -1,0 +1,197 @@
+"""Which samples of an epoch does which rank take next? Pure arithmetic, the same on every rank.
+
+An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one
+number, ``position``: how many samples of that order committed steps have used. World size, batch size and
+accumulation decide only how the *next* global batch ``order[position : position + step_size(...)]`` is cut up, never
+which samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails; a
+step that failed is drawn again by calling the same functions with the same position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Progress:
+    """How far the job has come in its data; of two values the larger one is further on.
+
+    Attributes:
+        epoch: number of epochs finished, >= 0.
+        position: samples of this epoch's order that committed steps have used, >= 0.
+    """
+
+    epoch: int = 0
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        _check_count("epoch", self.epoch, at_least=0)
+        _check_count("position", self.position, at_least=0)
+
+    def advance(self, samples: int) -> Progress:
+        """The progress after a committed step that used `samples` samples."""
+        _check_count("samples", samples, at_least=0)
+        return Progress(epoch=self.epoch, position=self.position + samples)
+
+    def next_epoch(self) -> Progress:
+        """The progress at the start of the epoch that follows."""
+        return Progress(epoch=self.epoch + 1, position=0)
+
+
+def step_size(*, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
+    """Size of the next global batch, so that every rank has at least one sample in every step.
+
+    Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l < world_size,
+    which could not be shared out, this step takes ``batch_size - (world_size - l)`` so that the last one has
+    exactly `world_size` samples; where that would leave this step itself fewer than `world_size` (batch_size is
+    less than ``2 * world_size - l``), it takes the leftover along: ``batch_size + l``, at most one sample more per
+    rank.
+    With `drop_last` a tail shorter than `batch_size` is dropped (0), and no step is ever adapted.
+
+    Args:
+        position: samples of the epoch's order used so far, 0..total.
+        total: samples in the epoch's order.
+        batch_size: global batch size, >= world_size.
+        world_size: ranks that share the step.
+        drop_last: drop a tail shorter than `batch_size`.
+
+    Returns:
+        0, or a size in world_size..batch_size + world_size - 1.
+
+    Raises:
+        ValueError: bad input, or fewer samples are left than there are ranks. The latter never happens to a job
+            that asks `can_switch` before a planned change: a failure only makes the group smaller.
+
+    >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
+    [8, 8, 5, 0]
+    >>> [step_size(position=p, total=18, batch_size=8, world_size=4) for p in (0, 8, 14)]
+    [8, 6, 4]
+    """
+    remaining = _remaining(position=position, total=total, world_size=world_size)
+    _check_count("batch_size", batch_size, at_least=1)
+    if batch_size < world_size:
+        raise ValueError(
+            f"batch_size must be at least the world size {world_size}, so that every worker has a sample in every "
+            f"step, but got {batch_size}; use a larger batch or fewer workers"
+        )
+    if remaining == 0 or (drop_last and remaining < batch_size):
+        return 0
+    if remaining < world_size:
+        raise ValueError(
+            f"{remaining} of {total} samples are left for {world_size} workers, so some would have none; "
+            f"use at most {remaining} workers here or drop_last=True"
+        )
+    if remaining <= batch_size:
+        return remaining
+    leftover = remaining - batch_size
+    if drop_last or leftover >= world_size:
+        return batch_size
+    shortened = remaining - world_size
+    return shortened if shortened >= world_size else remaining
+
+
+def can_switch(*, position: int, total: int, world_size: int) -> bool:
+    """Whether a generation of `world_size` workers may start here; if not, a planned change waits.
+
+    True if the samples that are left give each worker at least one, or if none are left and the next epoch, taken
+    to be as long as this one, will.
+    """
+    remaining = _remaining(position=position, total=total, world_size=world_size)
+    return (remaining or total) >= world_size
+
+
+def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
+    """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be empty.
+
+    Returns:
+        min(micro_steps, floor(count / world_size)), which is at least 1 and the same on every rank.
+
+    Raises:
+        ValueError: bad input, or count < world_size.
+    """
+    _check_count("world_size", world_size, at_least=1)
+    _check_count("micro_steps", micro_steps, at_least=1)
+    _check_count("count", count, at_least=0)
+    if count < world_size:
+        raise ValueError(
+            f"count must be at least the world size {world_size}, one sample a worker, but got {count}"
+        )
+    return min(micro_steps, count // world_size)
+
+
+def split(count: int, *, world_size: int, micro_steps: int = 1) -> Indices:
+    """Sizes of the pieces into which a step of `count` samples is cut.
+
+    Returns:
+        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, any two entries differ
+        by at most 1, so do any two ranks' sums, and the whole sums to `count`. Earlier ranks take the larger shares.
+
+    Raises:
+        ValueError: bad input, or count < world_size.
+
+    >>> split(11, world_size=2, micro_steps=2).tolist()
+    [[3, 3], [3, 2]]
+    """
+    steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps)
+    shares = _even(np.array([count], dtype=np.int64), world_size)[0]
+    return _even(shares, steps)
+
+
+def rank_slices(count: int, *, rank: int, world_size: int, micro_steps: int = 1) -> list[slice]:
+    """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count.
+
+    A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
+
+    Raises:
+        ValueError: bad input, rank outside 0..world_size-1, or count < world_size.
+    """
+    sizes = split(count, world_size=world_size, micro_steps=micro_steps)
+    _check_count("rank", rank, at_least=0)
+    if rank >= world_size:
+        raise ValueError(f"rank must be in 0..{world_size - 1} for world size {world_size}, but got {rank}")
+    start = int(sizes[:rank].sum())
+    edges = [start, *(start + int(edge) for edge in np.cumsum(sizes[rank]))]
+    return [slice(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_steps: int = 1) -> list[Indices]:
+    """The indices that `rank` takes in each micro-step of the step that uses `step_indices`.
+
+    Over all ranks and micro-steps the pieces are disjoint and together `step_indices`, in their order.
+
+    Raises:
+        ValueError: bad input, rank outside 0..world_size-1, or fewer indices than ranks.
+    """
+    if step_indices.ndim != 1:
+        raise ValueError(f"step_indices must have one dimension, but got shape {step_indices.shape}")
+    slices = rank_slices(len(step_indices), rank=rank, world_size=world_size, micro_steps=micro_steps)
+    return [step_indices[piece] for piece in slices]
+
+
+def _even(counts: Indices, parts: int) -> Indices:
+    """Each count [n] cut into `parts` sizes that differ by at most 1, larger ones first: [n, parts]."""
+    base, extra = np.divmod(counts[:, None], parts)
+    return np.asarray(base + (np.arange(parts)[None, :] < extra), dtype=np.int64)
+
+
+def _remaining(*, position: int, total: int, world_size: int) -> int:
+    _check_count("total", total, at_least=0)
+    _check_count("position", position, at_least=0)
+    _check_count("world_size", world_size, at_least=1)
+    if position > total:
+        raise ValueError(f"position must be in 0..{total}, the samples of the epoch, but got {position}")
+    return total - position
+
+
+def _check_count(name: str, value: Any, *, at_least: int) -> None:
+    # bool is an int to Python, and a True that slips in as a size hides a mix-up of arguments
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, but got {value!r} of type {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, but got {value}")
