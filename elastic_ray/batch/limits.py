@@ -1,0 +1,143 @@
+"""What a user allows the batch to be, and what it is at one moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Limits of a job's batch size, in samples.
+
+    Attributes:
+        init_batch_size: global batch M0 that the user's learning rate belongs to.
+        max_batch_size: largest global batch; None = the batch stays M0 whatever the number of workers.
+        local_bsz_bounds: least and largest samples a worker takes in one micro-step, either None for no
+            bound. A fixed batch is split as it must be, so the least bound is for adaptive ones only.
+        gradient_accumulation: whether a step may consist of several micro-steps.
+
+    Raises:
+        TypeError: a value is of another type.
+        ValueError: a value is out of range, or the bounds exclude the batch size.
+    """
+
+    init_batch_size: int
+    max_batch_size: int | None = None
+    local_bsz_bounds: tuple[int | None, int | None] | None = None
+    gradient_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        _positive("batch_size", self.init_batch_size)
+        if not isinstance(self.gradient_accumulation, bool):
+            raise TypeError(
+                f"gradient_accumulation must be True or False, but got {self.gradient_accumulation!r}"
+            )
+        if self.max_batch_size is not None:
+            _positive("max_batch_size", self.max_batch_size)
+            if self.max_batch_size < self.init_batch_size:
+                raise ValueError(
+                    f"max_batch_size must be at least batch_size ({self.init_batch_size}), "
+                    f"but got {self.max_batch_size}; None keeps the batch fixed"
+                )
+        if self.local_bsz_bounds is not None:
+            self._check_bounds(self.local_bsz_bounds)
+
+    def _check_bounds(self, bounds: Any) -> None:
+        if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+            raise TypeError(f"local_bsz_bounds must be a pair (least, largest) or None, but got {bounds!r}")
+        for name, value in zip(("least", "largest"), bounds, strict=True):
+            if value is not None:
+                _positive(f"the {name} of local_bsz_bounds", value)
+        object.__setattr__(self, "local_bsz_bounds", tuple(bounds))
+        least, largest = self.lower, self.upper
+        if largest is not None and least > largest:
+            raise ValueError(
+                f"local_bsz_bounds must be (least, largest) with least <= largest, but got {bounds!r}"
+            )
+        if least > self.init_batch_size:
+            raise ValueError(
+                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but the least is
+                {least}; " "lower it or raise batch_size"
+            )
+        if largest is not None and largest < self.init_batch_size and not self.gradient_accumulation:
+            raise ValueError(
+                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but one worker may take
+                at most " f"{largest}; raise the bound or set gradient_accumulation=True"
+            )
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the global batch stays M0."""
+        return self.max_batch_size is None
+
+    @property
+    def lower(self) -> int:
+        """Least samples per worker and micro-step."""
+        return (self.local_bsz_bounds[0] if self.local_bsz_bounds else None) or 1
+
+    @property
+    def upper(self) -> int | None:
+        """Largest samples per worker and micro-step; None = no bound."""
+        return self.local_bsz_bounds[1] if self.local_bsz_bounds else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class BatchChoice:
+    """How a global batch is cut.
+
+    Attributes:
+        atomic_bsz: m >= 1, most samples a worker takes in one micro-step.
+        accum_steps: s >= 0, micro-steps before the one that synchronises.
+    """
+
+    atomic_bsz: int
+    accum_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _positive("atomic_bsz", self.atomic_bsz)
+        if self.accum_steps < 0:
+            raise ValueError(f"accum_steps must be 0 or more, but got {self.accum_steps}")
+
+    def batch_size(self, replicas: int) -> int:
+        """Global batch M = R m (s + 1)."""
+        return replicas * self.atomic_bsz * (self.accum_steps + 1)
+
+
+def split(
+    batch_size: int,
+    replicas: int,
+    *,
+    lower: int = 1,
+    upper: int | None = None,
+    accumulation: bool = False,
+    limit: int | None = None,
+) -> BatchChoice:
+    """The cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
+
+    share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
+
+    Args:
+        batch_size: wanted M.
+        replicas: R.
+        lower: least m; the batch grows where shares are smaller.
+        upper: largest m; without accumulation the batch shrinks where shares are larger.
+        accumulation: whether k may be above 1.
+        limit: largest M; honoured while every worker has a sample and its least m.
+    """
+    share = -(-batch_size // replicas)
+    k = -(-share // upper) if upper is not None and accumulation else 1
+    m = -(-share // k)
+    if limit is not None:
+        m = min(m, limit // (replicas * k))
+    m = max(m, lower, 1)
+    if upper is not None:
+        m = min(m, upper)
+    return BatchChoice(atomic_bsz=m, accum_steps=k - 1)
+
+
+def _positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number of samples, but got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more samples, but got {value}")

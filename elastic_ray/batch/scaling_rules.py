@@ -1,0 +1,172 @@
+"""Learning-rate rules: by what factor the rate grows when the batch is ``scale`` times the initial one.
+
+A rule is a pure value: it gets the scale, the noise of each parameter group and the progress, and returns one
+factor per group. The optimizer wrapper multiplies by it inside ``optimizer.step`` and restores the rate
+afterwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from placement.goodput import NoiseScale
+
+
+@runtime_checkable
+class ScalingRule(Protocol):
+    """What the optimizer wrapper asks before each step. Users may bring their own."""
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        """One finite factor above or equal to 0 per parameter group.
+
+        Args:
+            scale: global batch M / initial batch M0, above 0; below 1 where memory forces a smaller batch.
+            noise: noise scale of each parameter group, None where there is no estimate yet.
+            progress: epochs of data trained on so far, fractions included.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdaScale:
+    """The gain: one step at the larger batch does the work of that many small ones. For SGD, momentum
+    included.
+
+        factor = (var + sqr) / (var / scale + sqr)        between 1 (no noise) and scale (nothing but noise)
+
+    The factor is min(1, scale) while a group has no estimate. Source: Johnson et al., AdaScale SGD (ICML
+    2020), algorithm 1.
+    """
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        return tuple(step_gain(scale, group) for group in noise)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdamScale:
+    """The square root of the gain, on preconditioned statistics. For Adam and its kin.
+
+        factor = ((var + sqr) / (var / scale + sqr))^power,  power = 1/2
+
+    Adam's step is already divided by the gradient's size, so noise enters it with its root. Source: AdaptDL's
+    AdamScale (Pollux, OSDI 2021); Malladi et al. 2022 for the square root.
+    """
+
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.power <= 1:
+            raise ValueError(f"power must be above 0 and at most 1, but got {self.power}")
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        return tuple(step_gain(scale, group) ** self.power for group in noise)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        return (_checked(scale),) * len(noise)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sqrt:
+    """factor = sqrt(scale): keeps the variance of a step. Source: Krizhevsky 2014; Hoffer et al. 2017."""
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        return (math.sqrt(_checked(scale)),) * len(noise)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Legw:
+    """Square root with linear-epoch gradual warm-up: the warm-up grows with the batch.
+
+        factor = sqrt(scale) x min(1, progress / (warmup_epochs x scale))
+
+    The factor is 0 at progress 0, and a batch that grows during the warm-up lengthens what is left of it.
+    Source: You et al. 2019, "Large-Batch Training for LSTM and Beyond".
+
+    Attributes:
+        warmup_epochs: warm-up at the initial batch, in epochs; 0 = none.
+    """
+
+    warmup_epochs: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.warmup_epochs >= 0 and math.isfinite(self.warmup_epochs)):
+            raise ValueError(f"warmup_epochs must be 0 or more epochs, but got {self.warmup_epochs}")
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        warmup = self.warmup_epochs * _checked(scale)
+        warmed = 1.0 if progress >= warmup else max(progress, 0.0) / warmup
+        return (math.sqrt(scale) * warmed,) * len(noise)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unscaled:
+    """factor = 1: the rate is the user's own business."""
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        return (1.0,) * len(noise)
+
+
+RULES: dict[str, Callable[[], ScalingRule]] = {
+    "adascale": AdaScale,
+    "adamscale": AdamScale,
+    "linear": Linear,
+    "sqrt": Sqrt,
+    "legw": Legw,
+    "none": Unscaled,
+}
+"""Every rule by the name that users give it; tests run over all of them."""
+
+
+def by_name(name: str) -> ScalingRule:
+    """The rule of that name, with its default options.
+
+    Raises:
+        ValueError: no such rule; the message lists those there are.
+    """
+    if name not in RULES:
+        raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")
+    return RULES[name]()
+
+
+def default_rule(*, adam_like: bool) -> ScalingRule:
+    """AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
+    return AdamScale() if adam_like else AdaScale()
+
+
+def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
+    """The rule a user means by a name, an object of their own, or nothing."""
+    if rule is None:
+        return default_rule(adam_like=adam_like)
+    if isinstance(rule, str):
+        return by_name(rule)
+    if isinstance(rule, type) or not isinstance(rule, ScalingRule):
+        raise TypeError(
+            "learning-rate rule must be a name or an object with factors(scale, noise, progress), "
+            f"but got {rule!r}; names: {', '.join(sorted(RULES))}"
+        )
+    return rule
+
+
+def step_gain(scale: float, noise: NoiseScale | None) -> float:
+    """Scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
+
+    r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise; AdaScale adds these up and ends, or
+    steps a schedule, at a given sum. min(1, scale), the least that it can be, while there is no estimate.
+    Source: AdaScale SGD (ICML 2020), section 4.
+    """
+    _checked(scale)
+    return min(1.0, scale) if noise is None else float(noise.gain(scale))
+
+
+def _checked(scale: float) -> float:
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be batch size / initial batch size, above 0, but got {scale}")
+    return scale

@@ -1,0 +1,323 @@
+"""Gradient statistics on flat buckets: what the synchronisation engine calls, a few kernels per bucket and
+step.
+
+Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
+reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
+read: ``noise_scale.estimate_groups`` and ``PairNorms.estimates`` give None for them.
+
+Attention, replicas: a learning rate depends on these numbers, so ranks must compute them from identical
+tensors (reduced gradients, reduced norms, optimizer state after the broadcast) or parameters drift apart.
+Hence ``BucketPreconditioner.invalidate`` and ``SuccessiveGradients.reset`` at every change of generation, on
+every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_ray.batch.noise_scale import estimate_successive
+from placement.goodput import NoiseScale
+
+WARM_STEPS = 5
+"""Steps before a second moment is worth dividing by; until then the preconditioner is the identity (AdaptDL:
+5)."""
+
+
+def squared_norm(flat: Tensor, precond: Tensor | None = None) -> Tensor:
+    """||P g||^2 of a flat gradient g as a 0-dim tensor, in one dot product; P is diagonal, None = identity.
+
+    Half-precision gradients are added up in float32. Gradients under a loss scale c give c^2 ||P g||^2:
+    divide.
+    """
+    weighted = _weighted(flat, precond)
+    return torch.dot(weighted, weighted)
+
+
+def _weighted(flat: Tensor, precond: Tensor | None) -> Tensor:
+    flat = flat.detach()
+    if flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()
+    return flat if precond is None else flat * precond
+
+
+# --- preconditioning
+# ------------------------------------------------------------------------------------------------
+
+_State = Mapping[str, Any]
+
+
+def _second_moment(state: _State, group: _State) -> Tensor:
+    """Adam, AdamW, NAdam, RAdam: sqrt(v / (1 - beta2^t)) + eps, with the running maximum of v under
+    AMSGrad."""
+    moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    correction = 1.0 - float(group["betas"][1]) ** _step(state)
+    return torch.sqrt(moment / correction).add_(float(group["eps"]))
+
+
+def _rms(state: _State, group: _State) -> Tensor:
+    """RMSprop: sqrt(v) + eps, less the squared mean where it is centred; v is not corrected, as the step's is
+    not."""
+    moment = state["square_avg"]
+    if "grad_avg" in state:
+        moment = (moment - state["grad_avg"].square()).clamp_(min=0)
+    return torch.sqrt(moment).add_(float(group["eps"]))
+
+
+def _infinity_norm(state: _State, group: _State) -> Tensor:
+    """Adamax: u, which holds eps already."""
+    return torch.as_tensor(state["exp_inf"])
+
+
+def _sum_of_squares(state: _State, group: _State) -> Tensor:
+    """Adagrad: sqrt(sum) + eps."""
+    return torch.sqrt(state["sum"]).add_(float(group["eps"]))
+
+
+_DENOMINATORS: dict[str, Callable[[_State, _State], Tensor]] = {
+    "exp_avg_sq": _second_moment,
+    "square_avg": _rms,
+    "exp_inf": _infinity_norm,
+    "sum": _sum_of_squares,
+}
+_ADAM_LIKE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+)
+
+
+def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer divides its step by a running size of the gradient, per coordinate.
+
+    Known by class, or by its state (``exp_avg_sq``, ``square_avg``, ``exp_inf``) for optimizers from
+    elsewhere. Adadelta and Adafactor are not: their step has a size of its own, or their second moment is
+    factored.
+    """
+    if isinstance(optimizer, _ADAM_LIKE):
+        return True
+    return any(_denominator(state) is not None for state in optimizer.state.values())
+
+
+def _denominator(state: _State) -> Callable[[_State, _State], Tensor] | None:
+    if "acc_delta" in state:
+        return None
+    return next(
+        (function for key, function in _DENOMINATORS.items() if isinstance(state.get(key), Tensor)), None
+    )
+
+
+def _step(state: _State) -> float:
+    """Steps behind a state; optimizers that keep no count are taken to be warm."""
+    step = state.get("step", WARM_STEPS)
+    return float(step)
+
+
+@torch.no_grad()
+def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+    """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer divides by, laid out like ``params``
+    flattened.
+
+    Entry for entry as ``torch.cat([p.reshape(-1) for p in params])``, in float32 (float64 for float64
+    parameters). 1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had
+    a gradient would count with up to 1 / eps = 1e8; denominators are therefore floored at a thousandth of
+    their parameter's root mean square, so that one waking coordinate cannot pass for the whole gradient.
+
+    Returns:
+        None where the whole bucket has no second moments yet, or the optimizer keeps none (SGD): the
+        identity.
+    """
+    groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    pieces: list[Tensor | None] = [
+        _piece(optimizer.state.get(p, {}), groups.get(id(p), {}), p) for p in params
+    ]
+    if all(piece is None for piece in pieces):
+        return None
+    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    flat = torch.ones(sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    position = 0
+    for param, piece in zip(params, pieces, strict=True):
+        if piece is not None:
+            flat[position : position + param.numel()].copy_(piece.reshape(-1))
+        position += param.numel()
+    return flat
+
+
+def _piece(state: _State, group: _State, param: torch.nn.Parameter) -> Tensor | None:
+    denominator = _denominator(state)
+    if denominator is None or _step(state) < WARM_STEPS:
+        return None
+    size = denominator(state, group).to(torch.promote_types(param.dtype, torch.float32))
+    floor = size.square().mean().sqrt().mul_(1e-3).clamp_(min=torch.finfo(size.dtype).tiny)
+    return torch.reciprocal(torch.maximum(size, floor))
+
+
+class BucketPreconditioner:
+    """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same tensor.
+
+    ``at(step)`` recomputes where step // interval changes, so ranks that count the same steps refresh
+    together. The tensor does not move with the optimizer's state in between; moments with beta2 = 0.999
+    hardly do either.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter], *, interval: int = 16
+    ) -> None:
+        if interval < 1:
+            raise ValueError(f"interval must be 1 or more steps, but got {interval}")
+        self._optimizer = optimizer
+        self._params = tuple(params)
+        self._interval = interval
+        self._round: int | None = None
+        self._flat: Tensor | None = None
+
+    def at(self, step: int) -> Tensor | None:
+        """The preconditioner for this step; None = identity."""
+        current = step // self._interval
+        # A fresh state must not stay the identity for a whole interval once the moments are warm.
+        if current != self._round or (self._flat is None and step <= WARM_STEPS):
+            self._flat = preconditioner(self._optimizer, self._params)
+            self._round = current
+        return self._flat
+
+    def invalidate(self) -> None:
+        """Forget the tensor: to be called on every rank when the generation or the optimizer's state
+        changes."""
+        self._round = None
+
+
+# --- one replica: successive gradients
+# ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PairNorms:
+    """Norms of two consecutive gradients, on device.
+
+    Attributes:
+        sums: [parameter groups, 3]: ||g'||^2, ||g||^2 and <g', g> of each parameter group.
+        batch_size: samples behind each of the two gradients.
+    """
+
+    sums: Tensor
+    batch_size: int
+
+    def estimates(self, init_batch_size: int) -> tuple[NoiseScale, ...] | None:
+        """Raw noise scale of each parameter group; None where a gradient was not finite. Waits for the
+        device."""
+        scale = self.batch_size / init_batch_size
+        rows = self.sums.tolist()
+        if not all(math.isfinite(value) for row in rows for value in row):
+            return None
+        return tuple(
+            estimate_successive(prev_sq_norm=prev, sq_norm=now, dot=dot, scale=scale)
+            for prev, now, dot in rows
+        )
+
+
+class SuccessiveGradients:
+    """Keeps the flat gradients of one step in ``every`` and pairs them with the next step's.
+
+    Cost: the size of the gradients in memory; per ``every`` steps one copy and three dot products per bucket.
+
+    Per step, after backward and before ``optimizer.step``::
+
+        if pairs.wants(step):
+            for each bucket: pairs.add(step, index, flat, group=..., batch_size=M, precond=...,
+            grad_scale=...) norms = pairs.take()     # PairNorms at the second step of a pair, else None
+    """
+
+    def __init__(self, *, groups: int = 1, every: int = 8) -> None:
+        if groups < 1:
+            raise ValueError(f"groups must be 1 or more parameter groups, but got {groups}")
+        if every < 2:
+            raise ValueError(f"every must be 2 or more steps, as a pair takes two, but got {every}")
+        self._groups = groups
+        self._every = every
+        self._kept: dict[int, tuple[Tensor, float | Tensor]] = {}
+        self._first: tuple[int, int] | None = None  # step and batch size of the kept gradients
+        self._sums: Tensor | None = None
+        self._batch_size = 0
+
+    def wants(self, step: int) -> bool:
+        """Whether this step belongs to a pair."""
+        return step % self._every in (0, 1)
+
+    def add(
+        self,
+        step: int,
+        bucket: int,
+        flat: Tensor,
+        *,
+        batch_size: int,
+        group: int = 0,
+        precond: Tensor | None = None,
+        grad_scale: float | Tensor = 1.0,
+    ) -> None:
+        """Take in one bucket of a step; no-op for steps that belong to no pair.
+
+        Pairs whose steps do not follow each other or differ in batch size are dropped.
+
+        Args:
+            step: number of the step, counting up by one.
+            bucket: any key of the bucket; its size must not change until ``reset``.
+            flat: its gradient, flat; a bucket of several parameter groups is added in pieces under different
+                keys.
+            batch_size: global batch M of the step.
+            group: parameter group of the bucket.
+            precond: diagonal preconditioner, the present one for both gradients.
+            grad_scale: AMP's loss scale that is still in ``flat``; divided out.
+        """
+        phase = step % self._every
+        if phase == 0:
+            self._keep(step, bucket, flat.detach(), batch_size, grad_scale)
+        elif phase == 1 and self._first == (step - 1, batch_size) and bucket in self._kept:
+            previous, previous_scale = self._kept[bucket]
+            u, v = _weighted(previous, precond), _weighted(flat, precond)
+            row = torch.stack((torch.dot(u, u), torch.dot(v, v), torch.dot(u, v))).to(torch.float32)
+            row = row / _scales(previous_scale, grad_scale, row)
+            if self._sums is None:
+                self._sums = torch.zeros(self._groups, 3, device=row.device)
+            self._sums[group] += row
+            self._batch_size = batch_size
+
+    def _keep(
+        self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor
+    ) -> None:
+        if self._first != (step, batch_size):
+            self._first, self._sums = (step, batch_size), None
+        kept = self._kept.get(bucket)
+        if kept is not None and kept[0].shape == flat.shape and kept[0].dtype == flat.dtype:
+            buffer = kept[0].copy_(flat)
+        else:
+            buffer = flat.clone()
+        # The scaler changes its tensor in place.
+        self._kept[bucket] = (buffer, grad_scale.clone() if isinstance(grad_scale, Tensor) else grad_scale)
+
+    def take(self) -> PairNorms | None:
+        """The norms of a pair just completed, once; None in between."""
+        if self._sums is None:
+            return None
+        norms = PairNorms(sums=self._sums, batch_size=self._batch_size)
+        self._sums = self._first = None
+        return norms
+
+    def reset(self) -> None:
+        """Drop kept gradients and their memory: when replicas join, or parameters change by other means."""
+        self._kept.clear()
+        self._first = self._sums = None
+
+
+def _scales(previous: float | Tensor, now: float | Tensor, like: Tensor) -> Tensor:
+    """c'^2, c^2 and c' c, the factors by which loss scales c' and c have blown up the three norms."""
+    p, n = (torch.as_tensor(c, dtype=like.dtype, device=like.device).reshape(()) for c in (previous, now))
+    return torch.stack((p * p, n * n, p * n))

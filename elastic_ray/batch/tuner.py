@@ -1,0 +1,362 @@
+"""The batch tuner: remembers how long steps took, and says when another batch is worth the change.
+
+Pure: it has no clock, no threads, and knows neither Ray nor torch. Fits take milliseconds to tens of them;
+callers with a training loop to protect run ``fit_snapshot(tuner.snapshot())`` in a thread and hand the result
+to ``set_model``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import OrderedDict, deque
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from placement.goodput import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
+
+__all__ = [
+    "BatchChoice",
+    "BatchDecision",
+    "BatchDoesNotFitError",
+    "BatchLimits",
+    "BatchTuner",
+    "TunerSnapshot",
+    "fit_snapshot",
+]
+
+HYSTERESIS = 0.05
+"""Predicted gain in goodput below which the batch stays."""
+
+MIN_STEPS = 10
+"""Steps that must have been measured at a global batch before it may grow further."""
+
+MAX_GROWTH = 2
+"""Factor by which the global batch grows at most in one decision."""
+
+_REPORTS = 15  # latest reports of a configuration whose median counts
+_CONFIGURATIONS = 64  # configurations remembered; the one not seen for longest goes first
+_MAX_COUNT = 100  # steps beyond which a configuration weighs no more in a fit
+
+
+class BatchDoesNotFitError(RuntimeError):
+    """Not even the smallest local batch fits into a worker's memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDecision:
+    """What the batch should be.
+
+    Attributes:
+        choice: the cut, per worker.
+        batch_size: the global batch that it makes on the workers it was made for.
+        reason: why, a sentence.
+        changed: whether the global batch or its cut differs from the current one.
+        goodput: predicted [samples/s]; None before there is a model.
+    """
+
+    choice: BatchChoice
+    batch_size: int
+    reason: str
+    changed: bool
+    goodput: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TunerSnapshot:
+    """All that a tuner knows, frozen: for a fit in a thread, for a checkpoint, for another process.
+
+    Attributes:
+        limits: the user's limits.
+        observations: median times of each configuration, the latest seen last.
+        noise: the latest noise scale.
+        upper: largest local batch by bounds and out-of-memory errors; None = no bound.
+        batch_size: global batch of the latest observation, 0 before the first.
+        steps: steps observed in a row at that batch.
+    """
+
+    limits: BatchLimits
+    observations: tuple[Observation, ...] = ()
+    noise: NoiseScale | None = None
+    upper: int | None = None
+    batch_size: int = 0
+    steps: int = 0
+
+
+def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
+    """The goodput model of what was observed; None while steps or the noise scale are missing."""
+    if not snapshot.observations or snapshot.noise is None:
+        return None
+    return GoodputModel(fit(snapshot.observations), snapshot.noise, snapshot.limits.init_batch_size)
+
+
+@dataclasses.dataclass(slots=True)
+class _Record:
+    """Latest reports of one configuration."""
+
+    steps: int = 0
+    step_times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_REPORTS))
+    grad_times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_REPORTS))
+
+
+_Configuration = tuple[int, int, int, int]  # nodes, replicas, atomic_bsz, accum_steps
+
+
+class BatchTuner:
+    """Collects observations of one job and decides its batch.
+
+    Per configuration (N, R, m, s) the median of the latest reports counts, so that a warm-up, a pause or
+    another tenant's burst does not, and a lasting change of speed does after a few reports.
+    """
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._records: OrderedDict[_Configuration, _Record] = OrderedDict()
+        self._throughput: ThroughputModel | None = None
+        self._noise: NoiseScale | None = None
+        self._upper = limits.upper
+        self._batch_size = 0
+        self._steps = 0
+
+    # --- what is known
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def upper(self) -> int | None:
+        """Largest local batch by bounds and out-of-memory errors; None = no bound."""
+        return self._upper
+
+    @property
+    def atomic_bsz_range(self) -> tuple[int | None, int | None] | None:
+        """Bounds of the local batch as they are now, for ``GoodputModel.best``; None = no bounds."""
+        lower = None if self.limits.fixed else self.limits.lower
+        return None if lower is None and self._upper is None else (lower, self._upper)
+
+    @property
+    def model(self) -> GoodputModel | None:
+        """The latest fit with the latest noise scale; None before there are both."""
+        if self._throughput is None or self._noise is None:
+            return None
+        return GoodputModel(self._throughput, self._noise, self.limits.init_batch_size)
+
+    def observe(
+        self,
+        *,
+        nodes: int,
+        replicas: int,
+        atomic_bsz: int,
+        accum_steps: int,
+        step_time: float,
+        grad_time: float = 0.0,
+        steps: int = 1,
+    ) -> None:
+        """Take in a report: mean times over ``steps`` steps of one configuration.
+
+        Args:
+            nodes: N the replicas lie on.
+            replicas: R.
+            atomic_bsz: m.
+            accum_steps: s.
+            step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
+            grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
+            steps: steps behind the means.
+        """
+        if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
+            return
+        key = (nodes, replicas, atomic_bsz, accum_steps)
+        record = self._records.setdefault(key, _Record())
+        self._records.move_to_end(key)
+        record.steps += steps
+        record.step_times.append(step_time)
+        if math.isfinite(grad_time) and grad_time > 0:
+            record.grad_times.append(grad_time)
+        if len(self._records) > _CONFIGURATIONS:
+            self._records.popitem(last=False)
+        batch_size = replicas * atomic_bsz * (accum_steps + 1)
+        self._steps = steps + (self._steps if batch_size == self._batch_size else 0)
+        self._batch_size = batch_size
+
+    def set_noise(self, noise: NoiseScale | None) -> None:
+        """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
+        self._noise = noise or self._noise
+
+    def snapshot(self) -> TunerSnapshot:
+        """All that the tuner knows, as a value."""
+        return TunerSnapshot(
+            limits=self.limits,
+            observations=tuple(_observation(*item) for item in self._records.items()),
+            noise=self._noise,
+            upper=self._upper,
+            batch_size=self._batch_size,
+            steps=self._steps,
+        )
+
+    @classmethod
+    def from_snapshot(cls, snapshot: TunerSnapshot) -> BatchTuner:
+        """A tuner that knows what the snapshot does; fit again to have its model."""
+        tuner = cls(snapshot.limits)
+        for o in snapshot.observations:
+            tuner.observe(
+                nodes=o.nodes,
+                replicas=o.replicas,
+                atomic_bsz=int(o.atomic_bsz),
+                accum_steps=o.accum_steps,
+                step_time=o.step_time,
+                grad_time=o.grad_time,
+                steps=max(int(o.count), 1),
+            )
+        tuner._noise, tuner._upper = snapshot.noise, snapshot.upper
+        tuner._batch_size, tuner._steps = snapshot.batch_size, snapshot.steps
+        return tuner
+
+    def fit(self) -> GoodputModel | None:
+        """Fit now and use the result; None while steps or the noise scale are missing."""
+        self.set_model(fit_snapshot(self.snapshot()))
+        return self.model
+
+    def set_model(self, model: GoodputModel | None) -> None:
+        """Use a fit from now on; None keeps the one there is. The noise scale stays the latest set."""
+        if model is not None:
+            self._throughput = model.throughput_model
+            self._noise = self._noise or model.noise
+
+    # --- what to do
+    # -------------------------------------------------------------------------------------------------
+
+    def out_of_memory(self, atomic_bsz: int) -> str:
+        """Lower the local bound after a worker failed with this many samples; returns what was done, a
+        sentence.
+
+        The new bound is half of what failed, or the largest local batch below it that is known to run.
+        Reports of one failure by several workers lower it once. A decision must follow: the current choice
+        may be above the bound.
+
+        Raises:
+            BatchDoesNotFitError: the failing batch was the smallest allowed.
+        """
+        lower = 1 if self.limits.fixed else self.limits.lower
+        if atomic_bsz <= lower:
+            raise BatchDoesNotFitError(
+                f"a worker ran out of memory with {atomic_bsz} samples, the smallest local batch allowed; "
+                + ("lower local_bsz_bounds, " if lower > 1 else "")
+                + "use a smaller model or sample, or workers with more memory"
+            )
+        known = [
+            m for (_, _, m, _), r in self._records.items() if m <= 0.9 * atomic_bsz and r.steps >= MIN_STEPS
+        ]
+        bound = max([atomic_bsz // 2, lower, *known])
+        if self._upper is not None and self._upper <= bound:
+            return f"a worker ran out of memory with {atomic_bsz} samples; the local bound is {self._upper}
+            already"
+        self._upper = bound
+        return f"a worker ran out of memory with {atomic_bsz} samples; the local bound is now {bound}"
+
+    def decide(
+        self, nodes: int, replicas: int, current: BatchChoice | None, *, current_replicas: int | None = None
+    ) -> BatchDecision:
+        """The batch for R workers on N nodes.
+
+        Args:
+            nodes: N.
+            replicas: R.
+            current: the cut in use; None before the first.
+            current_replicas: workers it is in use on, where that is not ``replicas`` (at a resize).
+        """
+        now = current.batch_size(current_replicas or replicas) if current else 0
+        keep = self._keep(replicas, current, now)
+        choice, reason = self._choose(nodes, replicas, keep, now)
+        model, batch_size = self.model, choice.batch_size(replicas)
+        goodput = None
+        if model is not None:
+            goodput = float(model.goodput(nodes, replicas, choice.atomic_bsz, choice.accum_steps))
+        return BatchDecision(
+            choice=choice,
+            batch_size=batch_size,
+            reason=reason,
+            changed=choice != current or batch_size != now,
+            goodput=goodput,
+        )
+
+    def _choose(self, nodes: int, replicas: int, keep: BatchChoice, now: int) -> tuple[BatchChoice, str]:
+        """The best batch within reach where it beats the hysteresis, else ``keep``; and why."""
+        if self.limits.fixed:
+            return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
+        model, limit, stays = self.model, self._limit(now), f"the batch stays {keep.batch_size(replicas)}"
+        forced = self._forced(keep, replicas, now)
+        if model is None:
+            missing = "noise scale" if self._noise is None else "throughput model"
+            return keep, forced or f"{stays}: no {missing} yet"
+        goodput, atomic_bsz, accum_steps = model.best(
+            nodes,
+            replicas,
+            max_batch_size=limit,
+            atomic_bsz_range=self.atomic_bsz_range,
+            accumulation=self.limits.gradient_accumulation,
+        )
+        if goodput <= 0:
+            return keep, forced or f"{stays}: no other batch within the limits fits {replicas} workers"
+        kept = model.goodput(nodes, replicas, keep.atomic_bsz, keep.accum_steps)
+        predicted = f"goodput {kept:,.0f} -> {goodput:,.0f} samples/s ({goodput / kept - 1:+.0%})"
+        if goodput > kept * (1 + HYSTERESIS):
+            best = BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
+            return best, f"{predicted} with {_cut(best, replicas)} instead of {_cut(keep, replicas)}"
+        return keep, forced or (
+            f"{stays}: {predicted} with the best up to {limit}, not above the hysteresis of {HYSTERESIS:.0%}"
+        )
+
+    def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
+        """The cut that comes nearest to the current global batch and is allowed."""
+        if self.limits.fixed:
+            # Fewer samples per micro-step in more of them: the batch the user fixed outlives a shortage of
+            # memory.
+            return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
+        fits = current is not None and (self._upper is None or current.atomic_bsz <= self._upper)
+        if current is not None and fits and current.batch_size(replicas) == now:
+            return current
+        return split(
+            max(now, self.limits.init_batch_size),
+            replicas,
+            lower=self.limits.lower,
+            upper=self._upper,
+            accumulation=self.limits.gradient_accumulation,
+            limit=self.limits.max_batch_size,
+        )
+
+    def _limit(self, now: int) -> int:
+        """Largest global batch this decision may choose: growth is gentle, and only from where was
+        measured."""
+        limits = self.limits
+        start = max(now, limits.init_batch_size)
+        measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
+        limit = start * MAX_GROWTH if measured else start
+        return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
+
+    def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
+        """Why the batch is another without any gain in view: bounds and numbers of workers; None where it is
+        not."""
+        batch_size = keep.batch_size(replicas)
+        wanted = max(now, self.limits.init_batch_size)
+        if batch_size == wanted:
+            return None
+        if batch_size < wanted and self._upper is not None and keep.atomic_bsz == self._upper:
+            return f"the batch falls from {wanted} to {_cut(keep, replicas)}: no worker may take more at once"
+        return f"the batch of {wanted} becomes {_cut(keep, replicas)}, the nearest cut within the limits"
+
+
+def _cut(choice: BatchChoice, replicas: int) -> str:
+    """``128 = 2 workers x 32 samples x 2 micro-steps``."""
+    text = f"{choice.batch_size(replicas)} = {replicas} workers x {choice.atomic_bsz} samples"
+    return text + (f" x {choice.accum_steps + 1} micro-steps" if choice.accum_steps else "")
+
+
+def _observation(key: _Configuration, record: _Record) -> Observation:
+    nodes, replicas, atomic_bsz, accum_steps = key
+    return Observation(
+        nodes=nodes,
+        replicas=replicas,
+        atomic_bsz=atomic_bsz,
+        accum_steps=accum_steps,
+        step_time=statistics.median(record.step_times),
+        grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
+        count=float(min(record.steps, _MAX_COUNT)),
+    )
