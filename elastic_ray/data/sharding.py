@@ -2,13 +2,14 @@
 
 An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one
 number, ``position``: how many samples of that order committed steps have used. World size, batch size and
-accumulation decide only how the *next* global batch ``order[position : position + step_size(...)]`` is cut up, never
-which samples are left. Hence every sample is used exactly once per epoch however the job grows, shrinks or fails; a
-step that failed is drawn again by calling the same functions with the same position.
+accumulation decide only how the *next* global batch ``order[position : position + step_size(...)]`` is cut
+up, never which samples are left. Hence every sample is used exactly once per epoch however the job grows,
+shrinks or fails; a step that failed is drawn again by calling the same functions with the same position.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,21 @@ class Progress:
         return Progress(epoch=self.epoch + 1, position=0)
 
 
+def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
+    """Random numbers that depend on the seed and the epoch alone: the same on every rank."""
+    _check_count("seed", seed, at_least=0)
+    _check_count("epoch", epoch, at_least=0)
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
+
+
 def step_size(*, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
     """Size of the next global batch, so that every rank has at least one sample in every step.
 
-    Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l < world_size,
-    which could not be shared out, this step takes ``batch_size - (world_size - l)`` so that the last one has
-    exactly `world_size` samples; where that would leave this step itself fewer than `world_size` (batch_size is
-    less than ``2 * world_size - l``), it takes the leftover along: ``batch_size + l``, at most one sample more per
-    rank.
+    Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
+    world_size, which could not be shared out, this step takes ``batch_size - (world_size - l)`` so that the
+    last one has exactly `world_size` samples; where that would leave this step itself fewer than `world_size`
+    (batch_size is less than ``2 * world_size - l``), it takes the leftover along: ``batch_size + l``, at most
+    one sample more per rank.
     With `drop_last` a tail shorter than `batch_size` is dropped (0), and no step is ever adapted.
 
     Args:
@@ -65,8 +73,8 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
         0, or a size in world_size..batch_size + world_size - 1.
 
     Raises:
-        ValueError: bad input, or fewer samples are left than there are ranks. The latter never happens to a job
-            that asks `can_switch` before a planned change: a failure only makes the group smaller.
+        ValueError: bad input, or fewer samples are left than there are ranks. The latter never happens to a
+            job that asks `can_switch` before a planned change: a failure only makes the group smaller.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -77,8 +85,8 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     _check_count("batch_size", batch_size, at_least=1)
     if batch_size < world_size:
         raise ValueError(
-            f"batch_size must be at least the world size {world_size}, so that every worker has a sample in every "
-            f"step, but got {batch_size}; use a larger batch or fewer workers"
+            f"batch_size must be at least the world size {world_size}, one sample a worker, but got "
+            f"{batch_size}; use a larger batch or fewer workers"
         )
     if remaining == 0 or (drop_last and remaining < batch_size):
         return 0
@@ -99,8 +107,8 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
     """Whether a generation of `world_size` workers may start here; if not, a planned change waits.
 
-    True if the samples that are left give each worker at least one, or if none are left and the next epoch, taken
-    to be as long as this one, will.
+    True if the samples that are left give each worker at least one, or if none are left and the next epoch,
+    taken to be as long as this one, will.
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
     return (remaining or total) >= world_size
@@ -129,8 +137,9 @@ def split(count: int, *, world_size: int, micro_steps: int = 1) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
     Returns:
-        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, any two entries differ
-        by at most 1, so do any two ranks' sums, and the whole sums to `count`. Earlier ranks take the larger shares.
+        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, any two entries
+        differ by at most 1, so do any two ranks' sums, and the whole sums to `count`. Earlier ranks take the
+        larger shares.
 
     Raises:
         ValueError: bad input, or count < world_size.
@@ -157,7 +166,7 @@ def rank_slices(count: int, *, rank: int, world_size: int, micro_steps: int = 1)
         raise ValueError(f"rank must be in 0..{world_size - 1} for world size {world_size}, but got {rank}")
     start = int(sizes[:rank].sum())
     edges = [start, *(start + int(edge) for edge in np.cumsum(sizes[rank]))]
-    return [slice(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
 def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_steps: int = 1) -> list[Indices]:

@@ -1,0 +1,156 @@
+"""Sharding: an epoch's samples are used exactly once, whatever happens to the group that uses them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ray.data.sharding import (
+    Progress,
+    can_switch,
+    epoch_generator,
+    micro_steps_for,
+    rank_indices,
+    rank_slices,
+    split,
+    step_size,
+)
+
+worlds = st.integers(1, 8)
+attempts = st.lists(
+    st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.booleans()), min_size=1, max_size=60
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(total=st.integers(1, 300), schedule=attempts, drop_last=st.booleans(), seed=st.integers(0, 5))
+def test_each_sample_exactly_once_under_any_schedule(
+    total: int, schedule: list[tuple[int, int, int, bool]], drop_last: bool, seed: int
+) -> None:
+    order = epoch_generator(seed=seed, epoch=0).permutation(total)
+    world, position, used, tries = 1, 0, [], 0
+    while True:
+        wanted, extra, micro_steps, killed = schedule[tries % len(schedule)]
+        tries += 1
+        if can_switch(position=position, total=total, world_size=wanted):
+            world = wanted
+        batch_size = world + extra
+        count = step_size(
+            position=position, total=total, batch_size=batch_size, world_size=world, drop_last=drop_last
+        )
+        if count == 0:
+            break
+        assert world <= count <= batch_size + world - 1
+        step = order[position : position + count]
+        assert len(step) == count
+        pieces = [rank_indices(step, rank=r, world_size=world, micro_steps=micro_steps) for r in range(world)]
+        assert len({len(mine) for mine in pieces}) == 1  # every rank synchronises after as many micro-steps
+        assert all(len(piece) >= 1 for mine in pieces for piece in mine)
+        np.testing.assert_array_equal(np.concatenate([piece for mine in pieces for piece in mine]), step)
+        if killed and world > 1 and tries < 200:
+            world -= 1  # not committed: the survivors draw the same samples again
+            continue
+        used.extend(step.tolist())
+        position += count
+    if drop_last:
+        assert total - len(used) < batch_size
+        assert used == order[: len(used)].tolist()
+    else:
+        assert sorted(used) == list(range(total))
+
+
+@given(world=worlds, batch=st.integers(1, 40), total=st.integers(1, 200))
+def test_a_fixed_group_ends_every_epoch_it_can_start(world: int, batch: int, total: int) -> None:
+    batch = max(batch, world)
+    if total < world:
+        assert not can_switch(position=0, total=total, world_size=world)
+        return
+    position = 0
+    while count := step_size(position=position, total=total, batch_size=batch, world_size=world):
+        assert count >= world
+        position += count
+    assert position == total
+
+
+@pytest.mark.parametrize(
+    ("total", "batch", "world", "drop_last", "sizes"),
+    [
+        (21, 8, 4, False, [8, 8, 5]),
+        (18, 8, 4, False, [8, 6, 4]),  # the leftover of 2 is filled up to one sample a rank
+        (17, 8, 4, False, [8, 5, 4]),
+        (9, 4, 4, False, [4, 5]),  # nothing to take from: the leftover goes along
+        (11, 4, 4, False, [4, 7]),
+        (3, 8, 3, False, [3]),
+        (18, 8, 4, True, [8, 8]),
+        (3, 8, 4, True, []),
+        (16, 8, 4, True, [8, 8]),
+    ],
+)
+def test_step_sizes(total: int, batch: int, world: int, drop_last: bool, sizes: list[int]) -> None:
+    got, position = [], 0
+    while count := step_size(
+        position=position, total=total, batch_size=batch, world_size=world, drop_last=drop_last
+    ):
+        got.append(count)
+        position += count
+    assert got == sizes
+
+
+@given(count=st.integers(1, 500), world=worlds, micro_steps=st.integers(1, 9))
+def test_split_is_even(count: int, world: int, micro_steps: int) -> None:
+    if count < world:
+        with pytest.raises(ValueError, match="at least the world size"):
+            split(count, world_size=world, micro_steps=micro_steps)
+        return
+    sizes = split(count, world_size=world, micro_steps=micro_steps)
+    assert sizes.shape == (world, micro_steps_for(count, world_size=world, micro_steps=micro_steps))
+    assert sizes.sum() == count
+    assert sizes.min() >= 1
+    assert sizes.max() - sizes.min() <= 1
+    assert np.ptp(sizes.sum(axis=1)) <= 1
+    assert (sizes.shape[1] == micro_steps) == (count >= world * micro_steps)
+
+
+def test_slices_of_a_rank_are_contiguous() -> None:
+    assert rank_slices(11, rank=1, world_size=2, micro_steps=2) == [slice(6, 9), slice(9, 11)]
+
+
+def test_can_switch_waits_for_the_tail() -> None:
+    assert can_switch(position=6, total=10, world_size=4)
+    assert not can_switch(position=7, total=10, world_size=4)
+    assert can_switch(position=10, total=10, world_size=4)
+    assert not can_switch(position=3, total=3, world_size=4), "the next epoch could not start"
+
+
+def test_progress_moves_on_and_compares() -> None:
+    start = Progress(epoch=2, position=5)
+    assert start.advance(3) == Progress(epoch=2, position=8)
+    assert start.next_epoch() == Progress(epoch=3, position=0) > start.advance(100) > start
+    assert {start: 1}[Progress(epoch=2, position=5)] == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Progress(epoch=-1), ValueError, "epoch must be at least 0, but got -1"),
+        (lambda: Progress(position=1.5), TypeError, "position must be an integer, but got 1.5 of type float"),
+        (lambda: step_size(position=11, total=10, batch_size=4, world_size=2), ValueError, "0..10"),
+        (lambda: step_size(position=0, total=10, batch_size=1, world_size=2), ValueError, "fewer workers"),
+        (
+            lambda: step_size(position=8, total=10, batch_size=4, world_size=3),
+            ValueError,
+            "at most 2 workers",
+        ),
+        (lambda: step_size(position=0, total=10, batch_size=True, world_size=1), TypeError, "batch_size"),
+        (lambda: can_switch(position=0, total=10, world_size=0), ValueError, "world_size must be at least 1"),
+        (lambda: split(4, world_size=2, micro_steps=0), ValueError, "micro_steps must be at least 1"),
+        (lambda: rank_slices(4, rank=2, world_size=2), ValueError, r"rank must be in 0\.\.1"),
+        (lambda: rank_indices(np.zeros((2, 2), np.int64), rank=0, world_size=1), ValueError, "one dimension"),
+        (lambda: epoch_generator(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
+    ],
+)
+def test_bad_input_names_the_value(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
