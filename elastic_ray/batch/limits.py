@@ -57,13 +57,13 @@ class BatchLimits:
             )
         if least > self.init_batch_size:
             raise ValueError(
-                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but the least is
-                {least}; " "lower it or raise batch_size"
+                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but the least is "
+                f"{least}; lower it or raise batch_size"
             )
         if largest is not None and largest < self.init_batch_size and not self.gradient_accumulation:
             raise ValueError(
-                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but one worker may take
-                at most " f"{largest}; raise the bound or set gradient_accumulation=True"
+                f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but one worker may "
+                f"take at most {largest}; raise the bound or set gradient_accumulation=True"
             )
 
     @property

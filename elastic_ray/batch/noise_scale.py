@@ -1,14 +1,12 @@
 """The gradient noise scale: how much of a gradient is signal, how much is noise of sampling.
 
 For a loss with true gradient G and per-sample covariance Sigma, a gradient g averaged over B samples has
-E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). Throughout, with M0 the initial
-batch,
+E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With M0 the initial batch,
 
     sqr = ||G||^2                the signal
     var = tr(Sigma) / M0         the noise of a gradient at the initial batch
 
-All values are per parameter group until ``SmoothedNoise.value`` adds the groups up. Nothing here touches
-torch.
+All values are per parameter group until ``SmoothedNoise.value`` adds the groups up. No torch here.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from typing import Any
 from placement.goodput import NoiseScale
 
 TINY = 1e-30
-"""Floor of a smoothed ``sqr`` and ``var``: keeps every ratio of them finite and is below any gradient of
-interest."""
+"""Floor of a smoothed ``sqr`` and ``var``: their ratios stay finite, and no gradient of interest is below."""
 
 WINDOW = 1000.0
 """Longest memory of the smoothing, in steps at the initial batch (AdaptDL's 0.999 per step at scale 1)."""
@@ -34,8 +31,9 @@ WINDOW_SHARE = 0.25
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
     """Signal and noise from K gradients of equal size that were averaged into one.
 
-    With K = ``samples``, a = ``mean_sq_norm`` = (1/K) sum ||g_i||^2 and b = ``sq_norm_of_mean`` = ||(1/K) sum
-    g_i||^2, where the mean is a gradient at batch ``scale`` x M0:
+    Where the mean of all is a gradient at batch ``scale`` x M0:
+
+        a = (1/K) sum ||g_i||^2              b = ||(1/K) sum g_i||^2
 
         sqr = (K b - a) / (K - 1)            var = (a - b) scale / (K - 1)
 
@@ -80,9 +78,10 @@ def estimate_successive(*, prev_sq_norm: float, sq_norm: float, dot: float, scal
 
         a = (||g'||^2 + ||g||^2) / 2         b = ||(g' + g) / 2||^2 = (||g'||^2 + ||g||^2 + 2 <g', g>) / 4
 
-        sqr = 2 b - a           = <g', g>                          E = <G', G>
-        var = (a - b) 2 M / M0  = (||g' - g||^2 / 2) M / M0        E = tr(Sigma) / M0 + ||G' - G||^2 M / (2
-        M0)
+        sqr = 2 b - a           = <g', g>
+        var = (a - b) 2 M / M0  = (||g' - g||^2 / 2) M / M0
+
+        E sqr = <G', G>         E var = tr(Sigma) / M0 + (||G' - G||^2 / 2) M / M0
 
     For G' = G that is what ``estimate`` gives for several replicas; a G that turns within one step adds to
     the noise and takes from the signal, so the one-replica estimate errs towards a noisier gradient.
@@ -112,8 +111,7 @@ def estimate_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothedNoise:
-    """Moving averages of ``sqr`` and ``var`` per parameter group, as plain numbers that any process can be
-    sent.
+    """Moving averages of ``sqr`` and ``var`` per parameter group, plain numbers that any process can be sent.
 
     An update after n steps at scale S decays what was known by theta = exp(-n S / w), so that memory is
     counted in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what
@@ -144,8 +142,8 @@ class SmoothedNoise:
             raise ValueError(f"window must be above 0 steps at the initial batch, but got {self.window}")
         if len(self.sqr) != len(self.var):
             raise ValueError(
-                f"sqr and var must have one value per parameter group, but got {len(self.sqr)} and
-                {len(self.var)}"
+                f"sqr and var must have one value per parameter group, but got {len(self.sqr)} "
+                f"and {len(self.var)}"
             )
 
     def update(
@@ -171,29 +169,42 @@ class SmoothedNoise:
         new_sqr, new_var = _values(sqr), _values(var)
         if len(new_sqr) != len(new_var) or (self.sqr and len(new_sqr) != len(self.sqr)):
             raise ValueError(
-                f"sqr and var must have one value for each of the {len(self.sqr) or len(new_sqr)} parameter
-                groups, " f"but got {len(new_sqr)} and {len(new_var)}"
+                f"sqr and var must have one value for each of the {len(self.sqr) or len(new_sqr)} parameter "
+                f"groups, but got {len(new_sqr)} and {len(new_var)}"
             )
         if not all(map(math.isfinite, (*new_sqr, *new_var))):
             return self
         elapsed = steps * scale + (self.elapsed if successive == self.successive else 0.0)
         span = min(max(elapsed * WINDOW_SHARE, MIN_WINDOW), self.window)
-        theta = math.exp(-steps * scale / span)
+        fresh = -math.expm1(-steps * scale / span)  # 1 - theta, and not 0 for a small scale
         zeros = (0.0,) * len(new_sqr)
         return dataclasses.replace(
             self,
-            sqr=_decayed(self.sqr or zeros, new_sqr, theta),
-            var=_decayed(self.var or zeros, new_var, theta),
-            weight=theta * self.weight + (1 - theta),
+            sqr=_decayed(self.sqr or zeros, new_sqr, fresh),
+            var=_decayed(self.var or zeros, new_var, fresh),
+            weight=(1 - fresh) * self.weight + fresh,
             elapsed=elapsed,
             successive=successive,
             updates=self.updates + 1,
         )
 
+    def add(
+        self,
+        estimates: Sequence[NoiseScale] | None,
+        scale: float,
+        *,
+        steps: float = 1.0,
+        successive: bool = False,
+    ) -> SmoothedNoise:
+        """``update`` with raw estimates, one per parameter group; self for None (a step that overflowed)."""
+        if estimates is None:
+            return self
+        sqr, var = [group.sqr for group in estimates], [group.var for group in estimates]
+        return self.update(sqr, var, scale, steps=steps, successive=successive)
+
     @property
     def groups(self) -> tuple[NoiseScale, ...]:
-        """The average of each parameter group, both values at least ``TINY``; empty before the first
-        update."""
+        """The average of each parameter group, both values at least ``TINY``; empty before any update."""
         return tuple(
             NoiseScale(sqr=max(sqr / self.weight, TINY), var=max(var / self.weight, TINY))
             for sqr, var in zip(self.sqr, self.var, strict=True)
@@ -203,8 +214,7 @@ class SmoothedNoise:
     def value(self) -> NoiseScale | None:
         """The whole model's average, both values at least ``TINY``; None before the first update.
 
-        Groups are added before the floor is applied, so that negative estimates of one group cancel what they
-        should.
+        Groups are added up before the floor, so that a group's negative estimate cancels what it should.
         """
         if not self.updates:
             return None
@@ -213,8 +223,7 @@ class SmoothedNoise:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for checkpoints and joiners (``torch.load(weights_only=True)`` reads
-        them)."""
+        """Plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**state, "sqr": list(self.sqr), "var": list(self.var)}
 
@@ -224,8 +233,8 @@ class SmoothedNoise:
         return cls(**{**state, "sqr": tuple(state["sqr"]), "var": tuple(state["var"])})
 
 
-def _decayed(old: Sequence[float], new: Sequence[float], theta: float) -> tuple[float, ...]:
-    return tuple(theta * o + (1 - theta) * n for o, n in zip(old, new, strict=True))
+def _decayed(old: Sequence[float], new: Sequence[float], fresh: float) -> tuple[float, ...]:
+    return tuple((1 - fresh) * o + fresh * n for o, n in zip(old, new, strict=True))
 
 
 def _values(values: float | Sequence[float]) -> tuple[float, ...]:

@@ -32,8 +32,7 @@ class ScalingRule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AdaScale:
-    """The gain: one step at the larger batch does the work of that many small ones. For SGD, momentum
-    included.
+    """The gain: one step at the larger batch does the work of that many small ones. For SGD (with momentum).
 
         factor = (var + sqr) / (var / scale + sqr)        between 1 (no noise) and scale (nothing but noise)
 

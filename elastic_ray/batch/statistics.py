@@ -1,5 +1,4 @@
-"""Gradient statistics on flat buckets: what the synchronisation engine calls, a few kernels per bucket and
-step.
+"""Gradient statistics on flat buckets: what the synchronisation engine calls, a few kernels per bucket.
 
 Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
 reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
@@ -25,15 +24,13 @@ from elastic_ray.batch.noise_scale import estimate_successive
 from placement.goodput import NoiseScale
 
 WARM_STEPS = 5
-"""Steps before a second moment is worth dividing by; until then the preconditioner is the identity (AdaptDL:
-5)."""
+"""Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
 
 
 def squared_norm(flat: Tensor, precond: Tensor | None = None) -> Tensor:
     """||P g||^2 of a flat gradient g as a 0-dim tensor, in one dot product; P is diagonal, None = identity.
 
-    Half-precision gradients are added up in float32. Gradients under a loss scale c give c^2 ||P g||^2:
-    divide.
+    Half-precision gradients are added up in float32. A loss scale c still in g gives c^2 times that.
     """
     weighted = _weighted(flat, precond)
     return torch.dot(weighted, weighted)
@@ -46,27 +43,25 @@ def _weighted(flat: Tensor, precond: Tensor | None) -> Tensor:
     return flat if precond is None else flat * precond
 
 
-# --- preconditioning
-# ------------------------------------------------------------------------------------------------
+# --- preconditioning ---
 
 _State = Mapping[str, Any]
 
 
 def _second_moment(state: _State, group: _State) -> Tensor:
-    """Adam, AdamW, NAdam, RAdam: sqrt(v / (1 - beta2^t)) + eps, with the running maximum of v under
-    AMSGrad."""
+    """Adam, AdamW, NAdam, RAdam: sqrt(v / (1 - beta2^t)) + eps; under AMSGrad v is the running maximum."""
     moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    correction = 1.0 - float(group["betas"][1]) ** _step(state)
-    return torch.sqrt(moment / correction).add_(float(group["eps"]))
+    betas = group.get("betas")
+    correction = 1.0 - float(betas[1]) ** _step(state) if betas is not None else 1.0
+    return torch.sqrt(moment / correction).add_(_eps(group))
 
 
 def _rms(state: _State, group: _State) -> Tensor:
-    """RMSprop: sqrt(v) + eps, less the squared mean where it is centred; v is not corrected, as the step's is
-    not."""
+    """RMSprop: sqrt(v) + eps, less the squared mean where it is centred; its v has no bias correction."""
     moment = state["square_avg"]
     if "grad_avg" in state:
         moment = (moment - state["grad_avg"].square()).clamp_(min=0)
-    return torch.sqrt(moment).add_(float(group["eps"]))
+    return torch.sqrt(moment).add_(_eps(group))
 
 
 def _infinity_norm(state: _State, group: _State) -> Tensor:
@@ -76,7 +71,7 @@ def _infinity_norm(state: _State, group: _State) -> Tensor:
 
 def _sum_of_squares(state: _State, group: _State) -> Tensor:
     """Adagrad: sqrt(sum) + eps."""
-    return torch.sqrt(state["sum"]).add_(float(group["eps"]))
+    return torch.sqrt(state["sum"]).add_(_eps(group))
 
 
 _DENOMINATORS: dict[str, Callable[[_State, _State], Tensor]] = {
@@ -100,8 +95,7 @@ def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides its step by a running size of the gradient, per coordinate.
 
     Known by class, or by its state (``exp_avg_sq``, ``square_avg``, ``exp_inf``) for optimizers from
-    elsewhere. Adadelta and Adafactor are not: their step has a size of its own, or their second moment is
-    factored.
+    elsewhere. Adadelta (its steps have a size of their own) and Adafactor (its moments are factored) are not.
     """
     if isinstance(optimizer, _ADAM_LIKE):
         return True
@@ -116,16 +110,20 @@ def _denominator(state: _State) -> Callable[[_State, _State], Tensor] | None:
     )
 
 
+def _eps(group: _State) -> float:
+    """The group's eps; optimizers from elsewhere may have several under that name, or none."""
+    eps = group.get("eps")
+    return float(eps) if isinstance(eps, (int, float)) else 1e-8
+
+
 def _step(state: _State) -> float:
     """Steps behind a state; optimizers that keep no count are taken to be warm."""
-    step = state.get("step", WARM_STEPS)
-    return float(step)
+    return float(state.get("step", WARM_STEPS))
 
 
 @torch.no_grad()
 def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> Tensor | None:
-    """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer divides by, laid out like ``params``
-    flattened.
+    """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
     Entry for entry as ``torch.cat([p.reshape(-1) for p in params])``, in float32 (float64 for float64
     parameters). 1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had
@@ -133,8 +131,7 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
     their parameter's root mean square, so that one waking coordinate cannot pass for the whole gradient.
 
     Returns:
-        None where the whole bucket has no second moments yet, or the optimizer keeps none (SGD): the
-        identity.
+        None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     pieces: list[Tensor | None] = [
@@ -190,13 +187,11 @@ class BucketPreconditioner:
         return self._flat
 
     def invalidate(self) -> None:
-        """Forget the tensor: to be called on every rank when the generation or the optimizer's state
-        changes."""
+        """Forget the tensor: for every rank, when the generation or the optimizer's state changes."""
         self._round = None
 
 
-# --- one replica: successive gradients
-# ------------------------------------------------------------------------------
+# --- one replica: successive gradients ---
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +207,7 @@ class PairNorms:
     batch_size: int
 
     def estimates(self, init_batch_size: int) -> tuple[NoiseScale, ...] | None:
-        """Raw noise scale of each parameter group; None where a gradient was not finite. Waits for the
-        device."""
+        """Raw noise scale per parameter group; None where a gradient was not finite. Waits for the device."""
         scale = self.batch_size / init_batch_size
         rows = self.sums.tolist()
         if not all(math.isfinite(value) for row in rows for value in row):
@@ -232,8 +226,9 @@ class SuccessiveGradients:
     Per step, after backward and before ``optimizer.step``::
 
         if pairs.wants(step):
-            for each bucket: pairs.add(step, index, flat, group=..., batch_size=M, precond=...,
-            grad_scale=...) norms = pairs.take()     # PairNorms at the second step of a pair, else None
+            for index, flat in enumerate(buckets):
+                pairs.add(step, index, flat, batch_size=M, group=..., precond=..., grad_scale=...)
+            norms = pairs.take()  # PairNorms at the second step of a pair, else None
     """
 
     def __init__(self, *, groups: int = 1, every: int = 8) -> None:

@@ -118,8 +118,7 @@ class BatchTuner:
         self._batch_size = 0
         self._steps = 0
 
-    # --- what is known
-    # ----------------------------------------------------------------------------------------------
+    # --- what is known ---
 
     @property
     def upper(self) -> int | None:
@@ -220,12 +219,10 @@ class BatchTuner:
             self._throughput = model.throughput_model
             self._noise = self._noise or model.noise
 
-    # --- what to do
-    # -------------------------------------------------------------------------------------------------
+    # --- what to do ---
 
     def out_of_memory(self, atomic_bsz: int) -> str:
-        """Lower the local bound after a worker failed with this many samples; returns what was done, a
-        sentence.
+        """Lower the local bound after a worker failed with this many samples; returns what was done.
 
         The new bound is half of what failed, or the largest local batch below it that is known to run.
         Reports of one failure by several workers lower it once. A decision must follow: the current choice
@@ -235,9 +232,10 @@ class BatchTuner:
             BatchDoesNotFitError: the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
+        failed = f"a worker ran out of memory with {atomic_bsz} samples"
         if atomic_bsz <= lower:
             raise BatchDoesNotFitError(
-                f"a worker ran out of memory with {atomic_bsz} samples, the smallest local batch allowed; "
+                f"{failed}, the smallest local batch allowed; "
                 + ("lower local_bsz_bounds, " if lower > 1 else "")
                 + "use a smaller model or sample, or workers with more memory"
             )
@@ -246,10 +244,9 @@ class BatchTuner:
         ]
         bound = max([atomic_bsz // 2, lower, *known])
         if self._upper is not None and self._upper <= bound:
-            return f"a worker ran out of memory with {atomic_bsz} samples; the local bound is {self._upper}
-            already"
+            return f"{failed}; the local bound is {self._upper} already"
         self._upper = bound
-        return f"a worker ran out of memory with {atomic_bsz} samples; the local bound is now {bound}"
+        return f"{failed}; the local bound is now {bound}"
 
     def decide(
         self, nodes: int, replicas: int, current: BatchChoice | None, *, current_replicas: int | None = None
@@ -307,8 +304,7 @@ class BatchTuner:
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
         """The cut that comes nearest to the current global batch and is allowed."""
         if self.limits.fixed:
-            # Fewer samples per micro-step in more of them: the batch the user fixed outlives a shortage of
-            # memory.
+            # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
         fits = current is not None and (self._upper is None or current.atomic_bsz <= self._upper)
         if current is not None and fits and current.batch_size(replicas) == now:
@@ -323,8 +319,7 @@ class BatchTuner:
         )
 
     def _limit(self, now: int) -> int:
-        """Largest global batch this decision may choose: growth is gentle, and only from where was
-        measured."""
+        """Largest global batch this decision may choose: growth is gentle, and from measured ground only."""
         limits = self.limits
         start = max(now, limits.init_batch_size)
         measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
@@ -332,8 +327,7 @@ class BatchTuner:
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
-        """Why the batch is another without any gain in view: bounds and numbers of workers; None where it is
-        not."""
+        """Why the batch must be another although nothing is gained by it; None where it need not."""
         batch_size = keep.batch_size(replicas)
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:

@@ -1,0 +1,99 @@
+"""Learning-rate rules: promises that all of them keep, and what each computes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.scaling_rules import (
+    RULES,
+    AdamScale,
+    AdaScale,
+    Legw,
+    ScalingRule,
+    by_name,
+    default_rule,
+    resolve,
+    step_gain,
+)
+from placement.goodput import NoiseScale
+
+noises = st.none() | st.builds(
+    NoiseScale, sqr=st.floats(-1e6, 1e6, allow_subnormal=False), var=st.floats(-1, 1e6, allow_subnormal=False)
+)
+BALANCED = NoiseScale(sqr=1.0, var=1.0)
+
+
+@pytest.mark.parametrize("name", RULES)
+class TestEveryRule:
+    @given(groups=st.lists(noises, max_size=4), scale=st.floats(1e-2, 1e4), progress=st.floats(0, 1e4))
+    def test_gives_one_finite_factor_per_group(
+        self, name: str, groups: list[NoiseScale | None], scale: float, progress: float
+    ) -> None:
+        factors = by_name(name).factors(scale, groups, progress)
+        assert len(factors) == len(groups)
+        assert all(0 <= factor <= max(scale, 1) * (1 + 1e-9) for factor in factors)
+
+    def test_is_one_at_the_initial_batch(self, name: str) -> None:
+        assert by_name(name).factors(1.0, [BALANCED, None], 100.0) == (1.0, 1.0)
+
+    def test_never_falls_as_the_batch_grows(self, name: str) -> None:
+        factors = [by_name(name).factors(scale, [BALANCED], 1e6)[0] for scale in (0.5, 1, 2, 5, 100)]
+        assert factors == sorted(factors)
+
+    def test_is_a_value(self, name: str) -> None:
+        rule = by_name(name)
+        assert isinstance(rule, ScalingRule)
+        assert pickle.loads(pickle.dumps(rule)) == rule == by_name(name)
+
+
+@pytest.mark.parametrize(
+    "name, factor",
+    [("adascale", 1.6), ("adamscale", math.sqrt(1.6)), ("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)],
+)
+def test_known_factors(name: str, factor: float) -> None:
+    assert by_name(name).factors(4.0, [BALANCED], 0.0) == pytest.approx((factor,))
+
+
+def test_adascale_lies_between_its_limits_per_group() -> None:
+    signal, noise = NoiseScale(sqr=1.0, var=0.0), NoiseScale(sqr=0.0, var=1.0)
+    assert AdaScale().factors(8.0, [signal, noise, None], 0.0) == pytest.approx((1.0, 8.0, 1.0))
+
+
+def test_legw_warms_up_longer_for_a_larger_batch() -> None:
+    rule = Legw(warmup_epochs=2.0)
+    assert [rule.factors(4.0, [None], epoch)[0] for epoch in (0, 2, 4, 8, 50)] == [0.0, 0.5, 1.0, 2.0, 2.0]
+    assert Legw(warmup_epochs=0).factors(4.0, [None], 0.0) == (2.0,)
+
+
+def test_step_gain_is_the_gain_or_the_least_it_can_be() -> None:
+    assert step_gain(4.0, BALANCED) == pytest.approx(1.6)
+    assert (step_gain(4.0, None), step_gain(0.5, None)) == (1.0, 0.5)
+
+
+def test_names_and_objects_resolve() -> None:
+    assert default_rule(adam_like=True) == AdamScale() == resolve(None, adam_like=True)
+    assert resolve(None, adam_like=False) == AdaScale()
+    assert resolve("legw", adam_like=True) == Legw()
+    assert resolve(Legw(warmup_epochs=3), adam_like=True) == Legw(warmup_epochs=3)
+    with pytest.raises(
+        ValueError, match="one of adamscale, adascale, legw, linear, none, sqrt, but got 'adam'"
+    ):
+        by_name("adam")
+    for wrong in (7, AdaScale):
+        with pytest.raises(TypeError, match="must be a name or an object with factors"):
+            resolve(wrong, adam_like=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
+def test_bad_options_and_scales_are_named(bad: float) -> None:
+    with pytest.raises(ValueError, match="scale must be"):
+        by_name("sqrt").factors(bad, [None], 0.0)
+    with pytest.raises(ValueError, match="power must be"):
+        AdamScale(power=bad)
+    with pytest.raises(ValueError, match="warmup_epochs must be"):
+        Legw(warmup_epochs=-1.0)
