@@ -1,0 +1,120 @@
+"""What the allocator core is told, what it answers, and what it remembers: plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from placement.cluster import Cluster
+from placement.jobs import JobView
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobHeartbeat:
+    """A job's controller says how the job stands; the first one is the job's arrival."""
+
+    view: JobView
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded:
+    """A job is over and gives back everything."""
+
+    job: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodesChanged:
+    """The cluster as it is now."""
+
+    cluster: Cluster
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Allocate:
+    """Tell the job's controller to have these workers on these nodes; idempotent.
+
+    Attributes:
+        job: whom to tell.
+        nodes: workers per node id; empty lets the job wait.
+        reason: the decision's reason, a sentence.
+        repeated: the job was told before and is not there yet.
+    """
+
+    job: str
+    nodes: Mapping[str, int]
+    reason: str
+    repeated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Unsatisfiable:
+    """Tell the job's controller that no node of this cluster, even empty, could run the job's minimum."""
+
+    job: str
+    reason: str
+
+
+Instruction: TypeAlias = Allocate | Unsatisfiable
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """One line of the decision log: what changed for one job, and why.
+
+    Attributes:
+        time_s: the ``now_s`` of the event.
+        trigger: what led to the decision: ``arrival``, ``end``, ``nodes``, ``limits``, ``model``,
+            ``refresh``, ``silence`` (the job was dropped), ``refused`` (the policy's answer was invalid and
+            nothing changed).
+        job: the job; of a refusal, empty.
+        from_workers: planned workers before.
+        to_workers: planned workers after.
+        nodes: planned workers per node id after.
+        reason: a sentence.
+    """
+
+    time_s: float
+    trigger: str
+    job: str
+    from_workers: int
+    to_workers: int
+    nodes: Mapping[str, int]
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.job:
+            return f"decision {self.trigger}: {self.reason}"
+        return (
+            f"job {self.job}: {self.from_workers}->{self.to_workers} workers ({self.trigger}; {self.reason})"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What the allocator knows of one job."""
+
+    view: JobView
+    target: Mapping[str, int]
+    reason: str
+    heard_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSnapshot:
+    """The allocator at one moment, for the CLI, dashboards and tests."""
+
+    policy: str
+    settled: bool
+    cluster: Cluster
+    jobs: Mapping[str, JobState]
+    log: tuple[DecisionRecord, ...]

@@ -1,0 +1,170 @@
+"""What an allocation policy may see of a job, and how fast the job would run on how many workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import Resources
+
+if TYPE_CHECKING:
+    from placement.goodput import GoodputModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One job as its controller reports it with every heartbeat.
+
+    Attributes:
+        job: name, unique in the cluster.
+        bundle: resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
+        min_workers: with fewer workers the job does not run at all.
+        max_workers: with more workers it does not want to run.
+        submitted_s: when the job was submitted [s since the epoch]; earlier jobs are admitted first.
+        held_at: the user holds the job at exactly this many workers; None leaves it to the policy.
+        allocation: bundles held now by node id: every reservation that is fulfilled, whether or not its
+            worker has joined yet, and every leaving worker's until it is given back.
+        most_workers: the most workers the job has trained with so far; bounds exploration before ``goodput``
+            is known.
+        goodput: the fitted model, None before there is one.
+        init_batch_size: the global batch size M0 the user asked for [samples].
+        max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
+        atomic_bsz_range: least and most samples of one worker in one micro-step.
+        accumulation: whether the job may accumulate gradients over several micro-steps.
+        resize_cost_s: training time lost by one change of size [s], measured or estimated.
+        label_selector: node labels that a worker's node must have.
+    """
+
+    job: str
+    bundle: Resources
+    min_workers: int = 1
+    max_workers: int = 1
+    submitted_s: float = 0.0
+    held_at: int | None = None
+    allocation: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    most_workers: int = 0
+    goodput: GoodputModel | None = None
+    init_batch_size: int | None = None
+    max_batch_size: int | None = None
+    atomic_bsz_range: tuple[int, int] | None = None
+    accumulation: bool = False
+    resize_cost_s: float = 0.2
+    label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"of job {self.job!r}"
+        if not self.job:
+            raise ValueError("job must be a non-empty name, but got ''")
+        if not any(amount > 0 for amount in self.bundle.values()):
+            raise ValueError(
+                f"bundle {where} must name a resource above 0, such as {{'CPU': 1}}, but got {self.bundle}"
+            )
+        if any(not amount >= 0 for amount in self.bundle.values()):
+            raise ValueError(f"bundle {where} must hold amounts of 0 or more, but got {self.bundle}")
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"min_workers and max_workers {where} must satisfy 1 <= min <= max, "
+                f"but got {self.min_workers} and {self.max_workers}"
+            )
+        if self.held_at is not None and not self.min_workers <= self.held_at <= self.max_workers:
+            raise ValueError(
+                f"held_at {where} must lie between min_workers and max_workers "
+                f"({self.min_workers} to {self.max_workers}), but got {self.held_at}"
+            )
+        if any(workers < 1 for workers in self.allocation.values()):
+            raise ValueError(
+                f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}"
+            )
+        if self.most_workers < 0:
+            raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
+        if not self.resize_cost_s >= 0:
+            raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
+        self._check_batch(where)
+
+    def _check_batch(self, where: str) -> None:
+        for name in ("init_batch_size", "max_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {where} must be 1 sample or more, but got {value}")
+        bounds = self.atomic_bsz_range
+        if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
+            )
+
+    @property
+    def workers(self) -> int:
+        """Workers held now."""
+        return sum(self.allocation.values())
+
+    @property
+    def arrival(self) -> tuple[float, str]:
+        """Sort key of the order of arrival; the name breaks ties."""
+        return (self.submitted_s, self.job)
+
+    @property
+    def useful_workers(self) -> int:
+        """The most workers worth giving to this job now.
+
+        At most ``max_workers``; at most so many that each gets its least micro-batch out of the largest
+        global batch; before a model exists at most twice what the job has run with (1 -> 2 -> 4..., as Pollux
+        explores), since nothing is known about larger sizes. Never below ``min_workers``.
+        """
+        most = self.max_workers
+        batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
+        if batch is not None:
+            most = min(most, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
+        if self.goodput is None:
+            most = min(most, max(2 * self.most_workers, self.workers))
+        return max(most, self.min_workers)
+
+
+def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
+    """A job's speed on 0..n workers, each size on as few nodes as it fits.
+
+    speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1) with k1 the smallest size that can run at all, so
+    that speeds of different jobs compare. Without a model, speed[k] = k: linear, within
+    ``JobView.useful_workers``.
+
+    Args:
+        view: the job.
+        slots: how many of its workers fit on each node; only used for nodes(k), in any order.
+        most: the largest size of interest; ``view.useful_workers`` by default.
+
+    Returns:
+        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more.
+        Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
+        the gain.
+    """
+    n = min(view.useful_workers if most is None else most, int(sum(slots)))
+    if view.goodput is None or n == 0:
+        return np.arange(n + 1, dtype=np.float64)
+    nodes = tuple((np.searchsorted(np.cumsum(sorted(slots, reverse=True)), np.arange(1, n + 1)) + 1).tolist())
+    return _fitted_speeds(view.goodput, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation)
+
+
+@functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
+def _fitted_speeds(
+    model: GoodputModel,
+    nodes: tuple[int, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+) -> NDArray[np.float64]:
+    best, _, _ = model.best(
+        np.array(nodes),
+        np.arange(1, len(nodes) + 1),
+        max_batch_size=None if max_batch_size is None else max(max_batch_size, model.init_batch_size),
+        atomic_bsz_range=atomic_bsz_range,
+        accumulation=accumulation,
+    )
+    values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    positive = values[values > 0]
+    speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
+    speed.flags.writeable = False
+    return speed

@@ -1,0 +1,178 @@
+"""One decision, from views to nodes: ask the policy, hold it to the rules, place the workers. All pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster import TOLERANCE, Allocation, AllocationError, Cluster, check, slots
+from placement.jobs import JobView, speeds
+from placement.packing import Packing, pack
+from placement.policies.base import Policy, Target, describe
+from placement.room import Room
+
+_ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who is to have which workers where, and a reason per job."""
+
+    allocation: Allocation
+    reasons: Mapping[str, str]
+
+
+def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
+    """Decide the counts, check them, and place them.
+
+    Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
+    sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
+    may use it.
+
+    Raises:
+        AllocationError: the policy broke a rule; nothing is to be changed.
+    """
+    asked = {view.job: view for view in views}
+    reasons: dict[str, str] = {}
+    packing = Packing(allocation={}, short={})
+    for _ in range(_ROUNDS):
+        order = sorted(asked.values(), key=lambda view: view.arrival)
+        targets = policy.decide(order, cluster, now_s)
+        check_targets(targets, order, cluster)
+        reasons.update({job: target.reason for job, target in targets.items()})
+        packing = pack({job: target.workers for job, target in targets.items()}, order, cluster)
+        if not packing.short:
+            break
+        for job, short in packing.short.items():
+            fits = targets[job].workers - short
+            reasons[job] = (
+                f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle"
+            )
+            view = asked.pop(job)
+            if fits >= view.min_workers:
+                held = None if view.held_at is None else min(view.held_at, fits)
+                asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
+    check(packing.allocation, {view.job: view.bundle for view in views}, cluster)
+    return Plan(allocation=packing.allocation, reasons=reasons)
+
+
+def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
+    """Hold a policy's answer to the rules that need no placement.
+
+    Raises:
+        AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``,
+            ``maximum`` or ``capacity``.
+    """
+    known = {view.job: view for view in views}
+    for job in targets:
+        if job not in known:
+            raise AllocationError("known job", f"a target for {job!r}, which is not one of {sorted(known)}")
+    room = Room(cluster)
+    used: dict[str, float] = {}
+    for job, view in known.items():
+        if job not in targets:
+            raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
+        workers = targets[job].workers
+        _check_count(view, workers)
+        if workers > int(room.slots(view).sum()):
+            raise AllocationError(
+                "capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}"
+            )
+        for name, need in view.bundle.items():
+            used[name] = used.get(name, 0.0) + workers * need
+    for name, amount in sorted(used.items()):
+        free = sum(node.free.get(name, 0.0) for node in cluster.nodes if not node.draining)
+        if amount > free + TOLERANCE * max(1.0, free):
+            raise AllocationError(
+                "capacity", f"all targets together use {amount:g} {name}, but {free:g} are free"
+            )
+
+
+def _check_count(view: JobView, workers: int) -> None:
+    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 0:
+        raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
+    if 0 < workers < view.min_workers:
+        raise AllocationError(
+            "minimum", f"job {view.job!r} was given {workers}, but runs with {view.min_workers} at least"
+        )
+    if workers > view.max_workers:
+        raise AllocationError(
+            "maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most"
+        )
+
+
+def _fits(view: JobView, room: Room) -> str:
+    return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
+
+
+def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
+    """Whether a heartbeat says something that a decision depends on: ``limits``, ``model`` or None.
+
+    A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
+    speeds all differ by less than ``model_change``, relatively.
+    """
+    if before is after:
+        return None
+    for field in ("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"):
+        if getattr(before, field) != getattr(after, field):
+            return "limits"
+    if before.goodput is None and after.goodput is None:
+        return "model" if _sizes(before) != _sizes(after) else None
+    if before.goodput is None or after.goodput is None:
+        return "model"
+    if _sizes(before)[1:] != _sizes(after)[1:]:
+        return "model"
+    if before.goodput == after.goodput:
+        return None
+    old, new = (speeds(view, [1] * after.max_workers) for view in (before, after))
+    # On one node and on several: the two extremes of the model's communication cost.
+    old1, new1 = (speeds(view, [after.max_workers]) for view in (before, after))
+    return "model" if _differ(old, new, model_change) or _differ(old1, new1, model_change) else None
+
+
+def _sizes(view: JobView) -> tuple[object, ...]:
+    return (
+        view.useful_workers,
+        view.init_batch_size,
+        view.max_batch_size,
+        view.atomic_bsz_range,
+        view.accumulation,
+    )
+
+
+def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float) -> bool:
+    return len(old) != len(new) or bool(np.any(np.abs(new - old) > relative * np.maximum(old, new)))
+
+
+def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
+    """Why the job's minimum could not run even if all nodes were empty.
+
+    None if it could, or as long as no nodes are known.
+    """
+    if not cluster.nodes:
+        return None
+    nodes = [node for node in cluster.nodes if node.matches(view.label_selector)]
+    if not nodes:
+        return f"no node has the labels {dict(view.label_selector)}; change label_selector or add such a node"
+    for name, need in sorted(view.bundle.items()):
+        most = max(node.total.get(name, 0.0) for node in nodes)
+        if need > most + TOLERANCE:
+            return (
+                f"one worker needs {need:g} {name}, but the largest node has {most:g}; "
+                "lower resources_per_worker or add a larger node"
+            )
+    possible = sum(slots(node.total, view.bundle) for node in nodes)
+    if possible >= view.min_workers:
+        return None
+    if possible == 0:
+        return (
+            f"no single node has {describe(view.bundle)} together; "
+            "lower resources_per_worker or add such a node"
+        )
+    return (
+        f"at least {view.min_workers} workers of {describe(view.bundle)} are needed, but the cluster "
+        f"holds {possible} even when it is empty; lower the minimum of num_workers or add nodes"
+    )

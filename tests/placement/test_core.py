@@ -1,0 +1,272 @@
+"""The allocator's brain, driven by plain events."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster import Cluster, check
+from placement.core import AllocatorConfig, AllocatorCore
+from placement.events import (
+    Allocate,
+    Event,
+    Instruction,
+    JobEnded,
+    JobHeartbeat,
+    NodesChanged,
+    Tick,
+    Unsatisfiable,
+)
+from placement.jobs import JobView
+from placement.policies import FixedPolicy, GoodputPolicy, Policy, Target
+from tests.placement.views import cluster, model, node, view
+
+
+class World:
+    """Jobs that do at once what they are told, and report it with their next heartbeat."""
+
+    def __init__(self, *cpus: float, policy: Policy | None = None, settling: bool = False) -> None:
+        self.core = AllocatorCore(policy or GoodputPolicy(), settling=settling)
+        self.views: dict[str, JobView] = {}
+        self.now_s = 0.0
+        self.send(NodesChanged(cluster=cluster(*cpus)))
+
+    def send(self, event: Event, after_s: float = 0.1) -> list[Instruction]:
+        self.now_s += after_s
+        instructions = self.core.handle(event, self.now_s)
+        for instruction in instructions:
+            if isinstance(instruction, Allocate) and instruction.job in self.views:
+                before = self.views[instruction.job]
+                most = max(before.most_workers, sum(instruction.nodes.values()))
+                self.views[instruction.job] = dataclasses.replace(
+                    before, allocation=dict(instruction.nodes), most_workers=most
+                )
+        return instructions
+
+    def beat(self, job: str, after_s: float = 0.1) -> list[Instruction]:
+        return self.send(JobHeartbeat(view=self.views[job]), after_s)
+
+    def arrive(self, new: JobView, after_s: float = 0.1) -> list[Instruction]:
+        self.views[new.job] = new
+        return self.beat(new.job, after_s)
+
+    def end(self, job: str) -> list[Instruction]:
+        del self.views[job]
+        return self.send(JobEnded(job=job))
+
+    def sizes(self) -> dict[str, int]:
+        return {job: sum(state.target.values()) for job, state in self.core.snapshot().jobs.items()}
+
+
+def test_arrivals_and_ends_are_decided_at_once() -> None:
+    world = World(8)
+    assert [i.job for i in world.arrive(view("a"))] == ["a"]
+    assert world.sizes() == {"a": 8}
+    shrink, start = world.arrive(view("b", submitted_s=1.0))
+    assert (shrink.job, start.job) == ("a", "b")  # those that give back come first
+    assert world.sizes() == {"a": 4, "b": 4}
+    (grow,) = world.end("a")
+    assert isinstance(grow, Allocate)
+    assert grow.nodes == {"n0": 8}
+    assert "goodput: 4 -> 8 workers" in grow.reason
+
+
+def test_heartbeats_without_news_decide_nothing() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    length = len(world.core.log)
+    assert [i for _ in range(100) for i in world.beat("a")] == []
+    assert len(world.core.log) == length
+
+
+def test_a_job_that_is_not_where_it_should_be_is_told_again() -> None:
+    world = World(4)
+    (first,) = world.arrive(view("a"))
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation={"n0": 1})
+    (again,) = world.beat("a")
+    assert isinstance(first, Allocate)
+    assert again == dataclasses.replace(first, repeated=True)
+
+
+def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    world.arrive(view("b", submitted_s=1.0))
+    world.views["b"] = dataclasses.replace(world.views["b"], goodput=model(noise=0.01, sync_s=5.0))
+    assert world.beat("b") == []
+    world.send(Tick(), 2.0)
+    assert world.sizes() == {"a": 7, "b": 1}
+    assert world.core.log[-1].trigger == "model"
+
+
+def test_exploration_doubles() -> None:
+    world = World(8)
+    world.arrive(view("a", goodput=None))
+    seen = [world.sizes()["a"]]
+    for _ in range(4):
+        world.beat("a", 2.1)
+        seen.append(world.sizes()["a"])
+    assert seen == [1, 2, 4, 8, 8]
+
+
+def test_a_lost_node_is_decided_at_once_and_survivors_stay() -> None:
+    world = World(4, 4)
+    world.arrive(view("a"))
+    (told,) = world.send(NodesChanged(cluster=cluster(4)))
+    assert isinstance(told, Allocate)
+    assert told.nodes == {"n0": 4}
+    assert (world.core.log[-1].from_workers, world.core.log[-1].trigger) == (8, "nodes")
+
+
+def test_others_use_of_the_cluster_is_respected() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    world.send(NodesChanged(cluster=Cluster(nodes=(node("n0", 8, free=5),))))
+    assert world.sizes() == {"a": 5}
+    world.send(NodesChanged(cluster=cluster(8)), 3.0)
+    assert world.sizes() == {"a": 8}
+
+
+def test_holding_and_releasing() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    world.views["a"] = dataclasses.replace(world.views["a"], held_at=2)
+    world.beat("a")
+    assert world.sizes() == {"a": 2}
+    world.views["a"] = dataclasses.replace(world.views["a"], held_at=None)
+    world.beat("a")
+    assert world.sizes() == {"a": 8}
+
+
+def test_silent_jobs_are_dropped_and_others_grow() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    world.arrive(view("b", submitted_s=1.0))
+    for _ in range(12):
+        world.beat("a", 1.0)
+        world.send(Tick(), 0.0)
+    assert world.sizes() == {"a": 8}
+    assert "no heartbeat for" in next(
+        record.reason for record in world.core.log if record.trigger == "silence"
+    )
+
+
+def test_a_restarted_allocator_shuffles_nobody() -> None:
+    before = World(4, 4)
+    for i, job in enumerate("abc"):
+        before.arrive(view(job, submitted_s=float(i)))
+    after = World(4, 4, settling=True)
+    instructions = [i for known in before.views.values() for i in after.arrive(known)]
+    assert instructions == []
+    assert [after.beat(job, 1.0) for job in "abc"] == [[], [], []]
+    assert after.sizes() == before.sizes()
+    assert after.core.snapshot().settled
+
+
+def test_an_allocator_that_slept_drops_nobody() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    assert world.send(Tick(), 3600.0) == []
+    assert world.sizes() == {"a": 8}
+
+
+def test_impossible_jobs_are_told_what_is_missing() -> None:
+    world = World(4)
+    world.arrive(view("a", bundle={"CPU": 1.0, "GPU": 1.0}))
+    assert world.send(Tick(), 1.0) == []
+    (told,) = world.send(Tick(), 3.0)
+    assert isinstance(told, Unsatisfiable)
+    assert "one worker needs 1 GPU, but the largest node has 0" in told.reason
+    assert world.send(Tick(), 1.0) == []
+    (told,) = [i for _ in range(2) for i in world.arrive(view("b", min_workers=6), 3.0) if i.job == "b"]
+    assert "holds 4 even when it is empty" in told.reason
+
+
+def test_a_waiting_job_is_told_why() -> None:
+    world = World(2)
+    world.arrive(view("a", min_workers=2, max_workers=2))
+    (told,) = world.arrive(view("b", submitted_s=1.0))
+    assert isinstance(told, Allocate)
+    assert told.nodes == {}
+    assert "waits: needs at least 1 x 1 CPU" in told.reason
+
+
+@dataclasses.dataclass
+class Broken:
+    """A policy that can be told to misbehave."""
+
+    workers: int = 2
+    name: str = "broken"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        if self.workers < 0:
+            raise RuntimeError("out of ideas")
+        return {job.job: Target(workers=self.workers, reason="because") for job in jobs}
+
+
+def test_a_policy_that_breaks_a_rule_changes_nothing_and_is_named() -> None:
+    policy = Broken()
+    world = World(4, policy=policy)
+    world.arrive(view("a"))
+    for workers, rule in ((6, "capacity"), (9, "maximum"), (-1, "RuntimeError")):
+        policy.workers = workers
+        assert world.send(NodesChanged(cluster=cluster(4.0 + workers / 100)), 3.0) == []
+        assert world.sizes() == {"a": 2}
+        record = world.core.log[-1]
+        assert (record.trigger, record.job) == ("refused", "")
+        assert f"policy 'broken' broke rule '{rule}'" in record.reason
+
+
+def test_bundles_that_find_no_node_leave_their_share_to_others() -> None:
+    world = World(3, 3, policy=FixedPolicy())
+    world.arrive(view("large", bundle={"CPU": 2.0}, max_workers=3))
+    world.arrive(view("small", submitted_s=1.0))
+    assert world.sizes() == {"large": 2, "small": 2}
+
+
+def test_config_errors_say_what_would_be_right() -> None:
+    with pytest.raises(ValueError, match=r"silence_s must be 0 or more, but got -1\.0"):
+        AllocatorConfig(silence_s=-1.0)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 3)),
+        st.tuples(st.just("end"), st.integers(0, 5), st.just(0)),
+        st.tuples(st.just("nodes"), st.integers(0, 6), st.integers(0, 6)),
+        st.tuples(st.just("time"), st.integers(1, 3), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(script=steps)
+def test_whatever_happens_targets_fit_and_the_same_events_give_the_same_log(
+    script: list[tuple[str, int, int]],
+) -> None:
+    def play() -> World:
+        world = World(4, 4)
+        for kind, x, y in script:
+            if kind == "arrive" and f"j{x}" not in world.views:
+                world.arrive(view(f"j{x}", min_workers=y, bundle={"CPU": 0.5 * y}, submitted_s=world.now_s))
+            elif kind == "end" and f"j{x}" in world.views:
+                world.end(f"j{x}")
+            elif kind == "nodes":
+                world.send(NodesChanged(cluster=cluster(x, y)))
+            elif kind == "time":
+                world.send(Tick(), float(x))
+                for job in list(world.views):
+                    world.beat(job)
+            state = world.core.snapshot()
+            targets = {job: s.target for job, s in state.jobs.items() if s.target}
+            check(targets, {job: s.view.bundle for job, s in state.jobs.items()}, state.cluster)
+            for job, s in state.jobs.items():
+                assert not s.target or s.view.min_workers <= sum(s.target.values()) <= s.view.max_workers, job
+        return world
+
+    assert play().core.log == play().core.log
