@@ -306,16 +306,26 @@ class BatchTuner:
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
-        fits = current is not None and (self._upper is None or current.atomic_bsz <= self._upper)
-        if current is not None and fits and current.batch_size(replicas) == now:
+        if current is not None and current.batch_size(replicas) == now and self._allows(current, now):
             return current
+        limit = self.limits.max_batch_size
+        wanted = max(now, self.limits.init_batch_size)
         return split(
-            max(now, self.limits.init_batch_size),
+            wanted if limit is None else min(wanted, limit),
             replicas,
             lower=self.limits.lower,
             upper=self._upper,
             accumulation=self.limits.gradient_accumulation,
-            limit=self.limits.max_batch_size,
+            limit=limit,
+        )
+
+    def _allows(self, cut: BatchChoice, batch_size: int) -> bool:
+        """Whether an adaptive batch may have this cut: not after a failure, nor if from other limits."""
+        limits = self.limits
+        return (
+            limits.lower <= cut.atomic_bsz <= (self._upper or cut.atomic_bsz)
+            and (limits.gradient_accumulation or cut.accum_steps == 0)
+            and batch_size <= (limits.max_batch_size or batch_size)
         )
 
     def _limit(self, now: int) -> int:

@@ -1,0 +1,340 @@
+"""The batch tuner: when it changes the batch, by how much, and what it says; limits and cuts."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.limits import split
+from elastic_ray.batch.tuner import (
+    HYSTERESIS,
+    BatchChoice,
+    BatchDoesNotFitError,
+    BatchLimits,
+    BatchTuner,
+    fit_snapshot,
+)
+from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
+
+# A pass costs 10 ms and 0.1 ms per sample, synchronisation 5 ms.
+TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
+NOISY = NoiseScale(sqr=1.0, var=20.0)
+ADAPTIVE = BatchLimits(
+    init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(16, 512), gradient_accumulation=True
+)
+
+
+def choice(atomic_bsz: int, accum_steps: int = 0) -> BatchChoice:
+    return BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
+
+
+def measure(
+    tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 20, slow: float = 1.0
+) -> None:
+    tuner.observe(
+        nodes=1,
+        replicas=replicas,
+        atomic_bsz=cut.atomic_bsz,
+        accum_steps=cut.accum_steps,
+        step_time=slow * float(TRUTH.step_time(1, replicas, cut.atomic_bsz, cut.accum_steps)),
+        grad_time=float(TRUTH.grad_time(cut.atomic_bsz)),
+        steps=steps,
+    )
+
+
+def tuner_at(cut: BatchChoice, noise: NoiseScale = NOISY, limits: BatchLimits = ADAPTIVE) -> BatchTuner:
+    tuner = BatchTuner(limits)
+    measure(tuner, cut)
+    tuner.set_noise(noise)
+    tuner.set_model(GoodputModel(TRUTH, noise, limits.init_batch_size))
+    return tuner
+
+
+# --- growth and hysteresis ---
+
+
+def test_the_batch_grows_where_goodput_does_and_at_most_doubles() -> None:
+    decision = tuner_at(choice(64)).decide(1, 1, choice(64))
+    assert decision.changed
+    assert 64 < decision.batch_size <= 128
+    assert decision.reason.startswith("goodput ")
+    assert "instead of 64 = 1 workers x 64 samples" in decision.reason
+    model = GoodputModel(TRUTH, NOISY, 64)
+    assert decision.goodput == model.goodput(1, 1, decision.choice.atomic_bsz, 0)
+    assert decision.goodput > (1 + HYSTERESIS) * model.goodput(1, 1, 64, 0)
+
+
+def test_the_batch_waits_for_enough_steps_at_its_size() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    tuner.set_model(GoodputModel(TRUTH, NOISY, 64))
+    measure(tuner, choice(64), steps=9)
+    assert not tuner.decide(1, 1, choice(64)).changed
+    measure(tuner, choice(64), steps=1)
+    assert tuner.decide(1, 1, choice(64)).changed
+    measure(tuner, choice(128), steps=9)
+    assert not tuner.decide(1, 1, choice(128)).changed
+
+
+def test_repeated_decisions_reach_the_best_batch_and_rest_there() -> None:
+    tuner, cut = tuner_at(choice(64)), choice(64)
+    for _ in range(10):
+        decision = tuner.decide(1, 1, cut)
+        cut = decision.choice
+        measure(tuner, cut)
+        assert tuner.fit() is not None
+    assert not decision.changed
+    best, _, _ = GoodputModel(TRUTH, NOISY, 64).best(
+        1, 1, max_batch_size=4096, atomic_bsz_range=(16, 512), accumulation=True
+    )
+    assert decision.goodput is not None
+    assert decision.goodput >= best / (1 + HYSTERESIS) * 0.97  # the fit's own error on top
+
+
+def test_a_small_gain_changes_nothing() -> None:
+    model = GoodputModel(TRUTH, NOISY, 64)
+    _, best, _ = model.best(1, 1, max_batch_size=4096, atomic_bsz_range=(16, 512))
+    near = choice(int(best * 0.85))
+    decision = tuner_at(near).decide(1, 1, near)
+    assert not decision.changed
+    assert "not above the hysteresis of 5%" in decision.reason
+
+
+def test_a_gradient_without_noise_keeps_or_takes_back_the_initial_batch() -> None:
+    signal = NoiseScale(sqr=1.0, var=1e-9)
+    assert not tuner_at(choice(64), signal).decide(1, 1, choice(64)).changed
+    assert tuner_at(choice(512), signal).decide(1, 1, choice(512)).batch_size == 64
+
+
+def test_the_noise_scale_counts_as_soon_as_it_is_set() -> None:
+    tuner = tuner_at(choice(64), NoiseScale(sqr=1.0, var=1e-9))
+    tuner.set_noise(NOISY)
+    tuner.set_noise(None)
+    assert tuner.model is not None
+    assert tuner.model.noise == NOISY
+    assert tuner.decide(1, 1, choice(64)).changed
+
+
+# --- before there is a model ---
+
+
+def test_without_a_model_the_batch_stays_and_says_what_is_missing() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    assert tuner.fit() is None
+    first = tuner.decide(1, 2, None)
+    assert (first.choice, first.changed, first.goodput) == (choice(32), True, None)
+    assert first.reason == "the batch stays 64: no noise scale yet"
+    tuner.set_noise(NOISY)
+    assert tuner.decide(1, 2, choice(32)).reason == "the batch stays 64: no throughput model yet"
+    assert fit_snapshot(tuner.snapshot()) is None
+
+
+def test_a_resize_keeps_the_global_batch_as_near_as_can_be() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    assert tuner.decide(1, 4, choice(128), current_replicas=1).choice == choice(32)
+    assert tuner.decide(1, 1, choice(512), current_replicas=4).choice == choice(512, 3)
+    raised = tuner.decide(1, 8, choice(64), current_replicas=1)
+    assert (raised.choice, raised.batch_size) == (choice(16), 128)
+    assert "the nearest cut within the limits" in raised.reason
+
+
+# --- a fixed batch ---
+
+
+@given(init=st.integers(1, 5000), replicas=st.integers(1, 64), upper=st.integers(1, 5000))
+def test_a_fixed_batch_is_split_over_the_workers(init: int, replicas: int, upper: int) -> None:
+    limits = BatchLimits(init_batch_size=init, local_bsz_bounds=(None, upper), gradient_accumulation=True)
+    decision = BatchTuner(limits).decide(1, replicas, None)
+    cut = decision.choice
+    assert cut.atomic_bsz <= upper
+    assert 0 <= decision.batch_size - init < replicas * (cut.accum_steps + 1)
+    assert decision.reason.startswith(f"the batch is fixed at {init}: ")
+
+
+def test_a_fixed_batch_stays_when_a_larger_one_would_be_better() -> None:
+    limits = BatchLimits(init_batch_size=64)
+    tuner = tuner_at(choice(64), limits=limits)
+    assert not tuner.decide(1, 1, choice(64)).changed
+    assert tuner.decide(1, 4, choice(64), current_replicas=1).choice == choice(16)
+
+
+# --- out of memory ---
+
+
+def test_out_of_memory_halves_the_bound_and_accumulates_instead() -> None:
+    tuner = tuner_at(choice(512))
+    assert (
+        tuner.out_of_memory(512) == "a worker ran out of memory with 512 samples; the local bound is now 256"
+    )
+    assert tuner.out_of_memory(512).endswith("the local bound is 256 already")  # another worker, same failure
+    decision = tuner.decide(1, 1, choice(512))
+    assert decision.changed
+    assert decision.choice.atomic_bsz <= 256
+    assert tuner.atomic_bsz_range == (16, 256)
+
+
+def test_out_of_memory_stops_at_what_is_known_to_run() -> None:
+    tuner = tuner_at(choice(400))
+    tuner.out_of_memory(512)
+    assert tuner.upper == 400
+
+
+def test_out_of_memory_without_accumulation_lowers_the_batch_and_says_so() -> None:
+    limits = BatchLimits(init_batch_size=64, max_batch_size=256)
+    tuner = tuner_at(choice(64), limits=limits)
+    tuner.out_of_memory(64)
+    decision = tuner.decide(1, 1, choice(64))
+    assert decision.choice == choice(32)
+    assert decision.reason == (
+        "the batch falls from 64 to 32 = 1 workers x 32 samples: no worker may take more at once"
+    )
+    assert not tuner.decide(1, 1, choice(32)).changed
+
+
+def test_out_of_memory_keeps_a_fixed_batch_by_accumulating() -> None:
+    tuner = BatchTuner(BatchLimits(init_batch_size=64))
+    tuner.out_of_memory(64)
+    decision = tuner.decide(1, 1, choice(64))
+    assert (decision.choice, decision.batch_size) == (choice(32, 1), 64)
+
+
+@pytest.mark.parametrize("limits", [ADAPTIVE, BatchLimits(init_batch_size=64)])
+def test_out_of_memory_ends_at_the_lower_bound(limits: BatchLimits) -> None:
+    tuner, failing = BatchTuner(limits), 64
+    lowest = 1 if limits.fixed else 16
+    while failing > lowest:
+        tuner.out_of_memory(failing)
+        assert tuner.upper is not None
+        assert lowest <= tuner.upper < failing
+        failing = tuner.upper
+    with pytest.raises(
+        BatchDoesNotFitError, match=f"with {lowest} samples, the smallest local batch allowed"
+    ):
+        tuner.out_of_memory(failing)
+
+
+# --- observations ---
+
+
+def test_outliers_and_nonsense_do_not_count() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    measure(tuner, choice(64), slow=50.0)  # warm-up
+    for _ in range(6):
+        measure(tuner, choice(64))
+    measure(tuner, choice(64), slow=20.0)
+    for bad in (math.nan, math.inf, 0.0, -1.0):
+        tuner.observe(nodes=1, replicas=1, atomic_bsz=64, accum_steps=0, step_time=bad)
+    (observation,) = tuner.snapshot().observations
+    assert observation.step_time == TRUTH.step_time(1, 1, 64, 0)
+
+
+def test_a_lasting_change_of_speed_counts_after_a_few_reports() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    for slow in [1.0] * 100 + [3.0] * 8:
+        measure(tuner, choice(64), slow=slow)
+    (observation,) = tuner.snapshot().observations
+    assert observation.step_time == 3 * TRUTH.step_time(1, 1, 64, 0)
+
+
+def test_memory_is_bounded_and_keeps_the_latest() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    for atomic_bsz in range(1, 500):
+        measure(tuner, choice(atomic_bsz))
+    observations = tuner.snapshot().observations
+    assert len(observations) == 64
+    assert observations[-1].atomic_bsz == 499
+
+
+def test_a_snapshot_is_a_value_that_another_tuner_goes_on_from() -> None:
+    tuner = tuner_at(choice(64))
+    measure(tuner, choice(128))
+    tuner.out_of_memory(512)
+    snapshot = pickle.loads(pickle.dumps(tuner.snapshot()))
+    assert snapshot == tuner.snapshot()
+    again = BatchTuner.from_snapshot(snapshot)
+    assert again.snapshot() == snapshot
+    assert again.fit() == fit_snapshot(snapshot) == tuner.fit()
+    assert again.decide(1, 1, choice(128)) == tuner.decide(1, 1, choice(128))
+
+
+# --- limits ---
+
+
+@given(
+    init=st.integers(1, 300),
+    growth=st.integers(1, 8),
+    bounds=st.none() | st.tuples(st.integers(1, 64), st.integers(64, 600)),
+    accumulation=st.booleans(),
+    replicas=st.integers(1, 16),
+    current=st.none() | st.builds(choice, st.integers(1, 600), st.integers(0, 3)),
+    measured=st.booleans(),
+)
+def test_decisions_keep_the_limits_settle_and_have_a_reason(
+    init: int,
+    growth: int,
+    bounds: tuple[int, int] | None,
+    accumulation: bool,
+    replicas: int,
+    current: BatchChoice | None,
+    measured: bool,
+) -> None:
+    init = max(init, bounds[0] if bounds else 1)
+    accumulation = accumulation or bool(bounds and bounds[1] < init)
+    limits = BatchLimits(
+        init_batch_size=init,
+        max_batch_size=init * growth,
+        local_bsz_bounds=bounds,
+        gradient_accumulation=accumulation,
+    )
+    tuner = tuner_at(current or choice(init), limits=limits) if measured else BatchTuner(limits)
+    decision = tuner.decide(1, replicas, current)
+    cut = decision.choice
+    assert limits.lower <= cut.atomic_bsz <= (limits.upper or init * growth)
+    assert accumulation or cut.accum_steps == 0
+    # Every worker takes its least, whatever the limit.
+    assert decision.batch_size <= max(init * growth, replicas * limits.lower * (cut.accum_steps + 1))
+    assert decision.reason
+    # Asked again without news, the decision stands unless the step count lets the batch grow on.
+    if not measured:
+        assert tuner.decide(1, replicas, cut).choice == cut
+
+
+def test_split_prefers_few_large_micro_steps() -> None:
+    assert split(64, 3) == choice(22)
+    assert split(1000, 2, upper=200, accumulation=True) == choice(167, 2)
+    assert split(64, 3, limit=64) == choice(21)
+    assert split(4, 8) == choice(1)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"init_batch_size": 0}, ValueError, "batch_size must be 1 or more samples, but got 0"),
+        ({"init_batch_size": 6.5}, TypeError, "batch_size must be a whole number of samples, but got 6.5"),
+        ({"init_batch_size": True}, TypeError, "batch_size must be a whole number"),
+        ({"max_batch_size": 32}, ValueError, "max_batch_size must be at least batch_size .64., but got 32"),
+        ({"max_batch_size": "1024"}, TypeError, "max_batch_size must be a whole number"),
+        ({"local_bsz_bounds": 16}, TypeError, "local_bsz_bounds must be a pair"),
+        ({"local_bsz_bounds": (1, 2, 3)}, TypeError, "local_bsz_bounds must be a pair"),
+        ({"local_bsz_bounds": (0, 64)}, ValueError, "the least of local_bsz_bounds must be 1 or more"),
+        ({"local_bsz_bounds": (64, 32)}, ValueError, "least <= largest, but got .64, 32."),
+        ({"local_bsz_bounds": (65, 128)}, ValueError, "not exclude batch_size=64, but the least is 65"),
+        ({"local_bsz_bounds": (1, 63)}, ValueError, "take at most 63; .* set gradient_accumulation=True"),
+        ({"gradient_accumulation": 2}, TypeError, "gradient_accumulation must be True or False, but got 2"),
+    ],
+)
+def test_bad_limits_are_named(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        BatchLimits(**{"init_batch_size": 64, **arguments})
+
+
+def test_good_limits() -> None:
+    assert BatchLimits(init_batch_size=64, local_bsz_bounds=[16, None]).upper is None  # type: ignore[arg-type]
+    assert BatchLimits(init_batch_size=64, local_bsz_bounds=(None, 64)).lower == 1
+    assert BatchLimits(init_batch_size=64).fixed
+    with pytest.raises(ValueError, match="accum_steps must be 0 or more"):
+        choice(1, -1)
