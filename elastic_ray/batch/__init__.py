@@ -1,2 +1,1 @@
-"""The adaptive batch core: noise scale, learning-rate rules and batch tuner (all pure), and gradient
-statistics (torch)."""
+"""The adaptive batch core: noise scale, learning-rate rules, batch tuner (all pure); statistics (torch)."""
