@@ -1,0 +1,398 @@
+"""In which order does an epoch use its samples? The same answer on every rank, from the seed and the epoch
+alone.
+
+Map-style datasets: an `EpochOrder` gives all indices of an epoch at once (`order_for` picks it); `sharding`
+then cuts them up by position. Iterable datasets: `StreamSharder` reads the stream on every rank and keeps its
+share by position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, Sampler
+
+from elastic_ray.data import sharding
+from elastic_ray.data.sharding import Indices
+
+Item = TypeVar("Item")
+
+
+@runtime_checkable
+class EpochOrder(Protocol):
+    """Gives the order of an epoch. A dataset that has this method brings its own order (`ArrowDataset`
+    does)."""
+
+    def epoch_order(self, seed: int, epoch: int) -> Indices:
+        """Indices [n] in the order of use; equal arguments give equal indices in every process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexOrder:
+    """All of 0..samples-1, shuffled or as they are.
+
+    Attributes:
+        samples: length of the dataset, >= 1.
+        shuffle: a new permutation for each epoch; otherwise ascending.
+        own_seed: used instead of the job's seed where the user has set one with a sampler.
+    """
+
+    samples: int
+    shuffle: bool = True
+    own_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"the dataset must have at least 1 sample, but has {self.samples}")
+
+    def epoch_order(self, seed: int, epoch: int) -> Indices:
+        """See `EpochOrder`."""
+        if not self.shuffle:
+            return np.arange(self.samples, dtype=np.int64)
+        chosen = seed if self.own_seed is None else self.own_seed
+        return sharding.epoch_generator(seed=chosen, epoch=epoch).permutation(self.samples)
+
+
+class SamplerOrder:
+    """The order that a sampler, or any iterable that can be read again, gives: weighted, with replacement, a
+    subset...
+
+    Once per epoch `set_epoch(epoch)` is called where it exists, and the sampler is read to its end while
+    every random generator that it can use (torch's on the CPU, NumPy's, Python's, and those among its own
+    attributes, such as `generator`) is seeded from the job's seed and the epoch, and set back afterwards. So
+    it gives the same indices on every rank, and to a worker that joins in a later epoch. A seed that the user
+    gave such a generator has no effect. An epoch is as long as the sampler says, and "exactly once" holds for
+    the positions of its sequence.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *, samples: int) -> None:
+        """Take `sampler` over a dataset of `samples` samples; raises TypeError if each rank would get another
+        order."""
+        if not isinstance(sampler, Iterable):
+            raise TypeError(f"sampler must be iterable, but got {type(sampler).__name__}")
+        if isinstance(sampler, Iterator):
+            raise TypeError(
+                "sampler must be an iterable that each epoch can read again (a list, a torch Sampler), "
+                f"but got the one-time iterator {type(sampler).__name__}"
+            )
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            raise TypeError(
+                f"{type(sampler).__name__} cuts the order up among a fixed number of ranks; pass "
+                "the sampler of the whole order: elastic_ray shares it out, whatever the size of the group"
+            )
+        self._sampler = sampler
+        self._samples = samples
+
+    def epoch_order(self, seed: int, epoch: int) -> Indices:
+        """See `EpochOrder`. Raises ValueError or TypeError if the sampler gives none, or not indices."""
+        _set_epoch(self._sampler, epoch)
+        with PrivateRandom(seed=seed, epoch=epoch, owner=self._sampler):
+            # without an end of its own a sampler would fill the memory before anyone sees why
+            limit = max(100 * self._samples, 10_000_000)
+            drawn = itertools.islice(iter(self._sampler), limit + 1)
+            order = np.fromiter((self._index(item) for item in drawn), dtype=np.int64)
+        if not 1 <= len(order) <= limit:
+            got = len(order) or "none"
+            raise ValueError(f"a sampler must give 1..{limit} indices, but {self._name} gave {got}")
+        if order.min() < 0 or order.max() >= self._samples:
+            raise ValueError(
+                f"indices must be in 0..{self._samples - 1}, the samples of the dataset, "
+                f"but {self._name} gave {order.min()}..{order.max()}"
+            )
+        return order
+
+    @property
+    def _name(self) -> str:
+        return type(self._sampler).__name__
+
+    def _index(self, item: Any) -> int:
+        try:
+            return operator.index(item)
+        except TypeError:
+            raise TypeError(
+                f"a sampler must give integers, but {self._name} gave {item!r}, a {type(item).__name__}; "
+                "a batch sampler cannot be used, because the batch size changes: pass the sampler inside it"
+            ) from None
+
+
+def order_for(dataset: Any, *, shuffle: bool = True, sampler: Iterable[Any] | None = None) -> EpochOrder:
+    """Which order an epoch over a map-style `dataset` has.
+
+    A sampler decides alone, `shuffle` then plays no part; torch's DistributedSampler is taken apart: its
+    `shuffle` and `seed` are used, its sharding and padding are not (see also `drops_last`). Else, shuffled,
+    the dataset's own order if it brings one, or a permutation of its indices; unshuffled they ascend.
+
+    Raises:
+        ValueError: an empty dataset, or a DistributedSampler over another dataset.
+        TypeError: a dataset without length, or a sampler that each rank would read differently.
+    """
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"a dataset must have a length, but {type(dataset).__name__} has no __len__")
+    samples = len(dataset)
+    plain = IndexOrder(samples=samples, shuffle=shuffle)
+    if _is_plain_distributed(sampler):
+        distributed = cast("DistributedSampler[Any]", sampler)
+        if len(cast("Any", distributed.dataset)) != samples:
+            raise ValueError(
+                f"the DistributedSampler must be over the loader's dataset of {samples} samples, "
+                f"but its dataset has {len(cast('Any', distributed.dataset))}"
+            )
+        return IndexOrder(samples=samples, shuffle=distributed.shuffle, own_seed=distributed.seed)
+    if sampler is not None:
+        return SamplerOrder(sampler, samples=samples)
+    if shuffle and isinstance(dataset, EpochOrder):
+        return dataset
+    return plain
+
+
+def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
+    """Whether a tail shorter than a global batch is dropped: by the loader's argument or a
+    DistributedSampler's."""
+    return drop_last or (_is_plain_distributed(sampler) and bool(cast("Any", sampler).drop_last))
+
+
+def digest(order: Indices) -> int:
+    """A number below 2**63 that ranks can compare to find a sampler that is not the same everywhere."""
+    raw = hashlib.blake2b(np.ascontiguousarray(order, dtype="<i8").data, digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStep(Generic[Item]):
+    """One rank's part of a global batch from a stream.
+
+    Attributes:
+        items: this rank's items, one list per micro-step, none empty.
+        count: items in the global batch, over all ranks.
+    """
+
+    items: list[list[Item]]
+    count: int
+
+
+class StreamSharder(Generic[Item]):
+    """Shares out a stream (an IterableDataset) by position, so that resizes neither lose nor double an item.
+
+    Every rank reads the whole stream and keeps the items of its own share, so the stream must be the same on
+    every
+    rank: it must not shard itself by rank or by DataLoader worker, and is read in the training process, in
+    one thread (num_workers = 0). Randomness from torch's, NumPy's and Python's global generators is private
+    to the stream, seeded from the seed and the epoch; `set_epoch(epoch)` is called where it exists.
+
+    The length is known only once the stream has ended. Each rank therefore reads `world_size` items beyond
+    the step at hand, and all ranks agree on the tail by counting. A drawn step stays in memory until
+    `commit`, and `next_step` called again before that draws the same items again, also for another world
+    size: at most one global batch plus `world_size` raw items are held on each rank. A worker that joins, or
+    a job that restarts, reads and drops `position` items: exact, but as slow as the stream.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Item] | Callable[[], Iterable[Item]],
+        *,
+        seed: int,
+        epoch: int = 0,
+        position: int = 0,
+    ) -> None:
+        """Read `source`, or what calling it gives, in `epoch` from `position` on."""
+        if isinstance(source, Iterator):
+            raise TypeError(
+                "a stream must be an iterable that each epoch can read again, or a function that opens it, "
+                f"but got the one-time iterator {type(source).__name__}"
+            )
+        if not isinstance(source, Iterable) and not callable(source):
+            raise TypeError(f"a stream must be iterable or a function, but got {type(source).__name__}")
+        self._source = source
+        self._seed = seed
+        self.start_epoch(epoch, position=position)
+
+    @property
+    def position(self) -> int:
+        """Items of this epoch that committed steps have used."""
+        return self._position
+
+    @property
+    def total(self) -> int | None:
+        """Items in this epoch's stream; None while its end has not been seen."""
+        return self._position + len(self._ahead) if self._ended else None
+
+    def start_epoch(self, epoch: int, *, position: int = 0) -> None:
+        """Open the stream for `epoch` and go to `position`. Raises ValueError if it ends before that."""
+        self._epoch = sharding.Progress(epoch=epoch, position=position).epoch
+        self._random = PrivateRandom(seed=self._seed, epoch=epoch)
+        self._ahead: deque[Item] = deque()
+        self._position = self._drawn = 0
+        self._ended = False
+        with self._random:
+            opened = self._source if isinstance(self._source, Iterable) else self._source()
+            _set_epoch(opened, epoch)
+            self._items = iter(opened)
+        self._skip(position)
+
+    def seek(self, position: int) -> None:
+        """Go to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream
+        again."""
+        if position < self._position:
+            self.start_epoch(self._epoch, position=position)
+        else:
+            self._skip(position)
+
+    def can_switch(self, world_size: int) -> bool:
+        """Whether `world_size` workers may start here; see `sharding.can_switch`."""
+        self._read_ahead(world_size)
+        total = self._position + len(self._ahead)
+        return sharding.can_switch(position=self._position, total=total, world_size=world_size)
+
+    def next_step(
+        self, *, batch_size: int, world_size: int, rank: int, micro_steps: int = 1, drop_last: bool = False
+    ) -> StreamStep[Item] | None:
+        """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
+
+        Raises:
+            ValueError: bad input, an empty stream, or fewer items left than ranks.
+        """
+        self._read_ahead(batch_size + world_size)
+        known = self._position + len(self._ahead)
+        if known == 0:
+            raise ValueError(
+                f"a stream must have at least 1 item, but {type(self._source).__name__} gave none"
+            )
+        count = sharding.step_size(
+            # with a full look-ahead `known` is not the total, but no tail is near, so the answer is the same
+            position=self._position,
+            total=known,
+            batch_size=batch_size,
+            world_size=world_size,
+            drop_last=drop_last,
+        )
+        self._drawn = count
+        if count == 0:
+            return None
+        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micro_steps)
+        items = [list(itertools.islice(self._ahead, piece.start, piece.stop)) for piece in pieces]
+        return StreamStep(items=items, count=count)
+
+    def commit(self) -> int:
+        """The drawn step has been applied: its items are let go. Returns the new position."""
+        self._drop(self._drawn)
+        self._drawn = 0
+        return self._position
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._ahead.popleft()
+        self._position += count
+
+    def _skip(self, position: int) -> None:
+        self._drawn = 0
+        while self._position < position:
+            self._read_ahead(min(position - self._position, 1024))
+            if not self._ahead:
+                raise ValueError(
+                    f"the stream must give the same items on every rank and after a restart, but ended after "
+                    f"{self._position} of the {position} items that have been used"
+                )
+            self._drop(min(len(self._ahead), position - self._position))
+
+    def _read_ahead(self, count: int) -> None:
+        missing = count - len(self._ahead)
+        if missing <= 0 or self._ended:
+            return
+        with self._random:
+            self._ahead.extend(itertools.islice(self._items, missing))
+        self._ended = len(self._ahead) < count
+
+
+class PrivateRandom:
+    """Random generators of one's own: within the context, code that uses the global ones draws from these
+    instead.
+
+    Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
+    The context may be entered again and goes on where it was left; the generators outside never notice.
+    """
+
+    def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:
+        """Seed from `seed` and `epoch` alone."""
+        sharding.epoch_generator(seed=seed, epoch=epoch)  # checks both
+        self._words = np.random.SeedSequence([seed, epoch]).generate_state(4)
+        self._owner = owner
+        self._inside: list[Any] | None = None
+        self._outside: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> PrivateRandom:
+        generators = _generators(self._owner)
+        self._outside = [(generator, _get_state(generator)) for generator in generators]
+        for number, generator in enumerate(generators):
+            if self._inside is None:
+                _seed(generator, [int(word) for word in self._words])
+            else:
+                _set_state(generator, self._inside[number])
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inside = [_get_state(generator) for generator, _ in self._outside]
+        for generator, state in self._outside:
+            _set_state(generator, state)
+
+
+def _is_plain_distributed(sampler: object) -> bool:
+    # a subclass with its own order cannot be taken apart; SamplerOrder refuses it and says why
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def _set_epoch(target: object, epoch: int) -> None:
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def _generators(owner: object) -> list[Any]:
+    """The global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    # the modules have the methods of their hidden global instance
+    found: list[Any] = [torch.default_generator, np.random, random]
+    pending = [owner]
+    while pending:
+        for _, value in sorted(getattr(pending.pop(), "__dict__", {}).items()):
+            if isinstance(value, kinds) and not any(value is other for other in found):
+                found.append(value)
+            elif isinstance(value, Sampler):
+                pending.append(value)
+    return found
+
+
+def _seed(generator: Any, words: list[int]) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(words[0] | (words[1] & 0x7FFFFFFF) << 32)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(words).state
+    else:
+        generator.seed(words[0])
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
