@@ -103,6 +103,7 @@ def test_constructor_by_keyword_and_pickle() -> None:
 # --- promises of the theory -----------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(throughput_models(any_size), any_size, any_size, configurations(), st.integers(1, 10**9))
 def test_always_finite(
     throughput: ThroughputModel, sqr: float, var: float, config: tuple[int, int, int, int], init: int
@@ -120,6 +121,7 @@ def test_always_finite(
     assert all(math.isfinite(v) and v >= 0 for v in values)
 
 
+@settings(deadline=None)
 @given(throughput_models(usual), configurations(), st.integers(1, 1000), st.sampled_from([1, 2, 3]))
 def test_step_time_never_falls(
     model: ThroughputModel, config: tuple[int, int, int, int], more: int, which: int
@@ -129,6 +131,7 @@ def test_step_time_never_falls(
     assert model.step_time(*bigger) >= model.step_time(*config) * (1 - 1e-12)
 
 
+@settings(deadline=None)
 @given(any_size, any_size, st.floats(1, 1e9), st.floats(1, 1e9))
 def test_gain_and_efficiency_bounds(sqr: float, var: float, x: float, y: float) -> None:
     low, high = sorted((x, y))
