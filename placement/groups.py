@@ -1,0 +1,70 @@
+"""Shell: placement groups of one bundle each, pinned to the node that the allocator chose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from placement.cluster import Resources
+
+
+def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
+    """Ask for one worker's resources on one node; returns at once, ``ready`` tells when they are there.
+
+    The group lives as long as the calling actor: called from a detached actor, no group outlives it. It stays
+    pending while the node is full, and for ever if the node is gone: release it when it is no longer wanted.
+
+    Args:
+        bundle: resources of the worker; amounts of 0 are left out.
+        node_id: Ray's hex node id.
+        name: ``placement.snapshot.group_name(job, worker)``, by which the allocator knows whose group it is.
+
+    Raises:
+        ValueError: if the bundle asks for nothing.
+    """
+    wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
+    if not wanted:
+        raise ValueError(
+            f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}"
+        )
+    group: PlacementGroup = placement_group(
+        [wanted], strategy="PACK", name=name, bundle_label_selector=[{"ray.io/node-id": node_id}]
+    )
+    return group
+
+
+def release(group: PlacementGroup) -> None:
+    """Give the resources back, or withdraw the request; a group that is gone already is fine.
+
+    Ray kills what still runs in the group.
+    """
+    remove_placement_group(group)
+
+
+async def ready(group: PlacementGroup, timeout_s: float) -> bool:
+    """Wait until the resources are reserved: True, or False when the time is up or the group was given back.
+
+    Polls in a thread: ``PlacementGroup.ready()`` would start a task in the group, and with it a process.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = 0.01
+    while True:
+        state = await asyncio.to_thread(_state, group)
+        if state == "CREATED":
+            return True
+        if state == "REMOVED" or time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
+        pause_s = min(2 * pause_s, 0.2)
+
+
+def _state(group: PlacementGroup) -> str:
+    table = placement_group_table(group)
+    return str(table.get("state", "PENDING")) if table else "PENDING"

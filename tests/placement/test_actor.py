@@ -1,0 +1,243 @@
+"""The allocator, groups and snapshots on a real Ray cluster, with stand-ins for the jobs' controllers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from placement.actor import NAMESPACE, get_or_create_allocator
+from placement.events import CoreSnapshot
+from placement.groups import ready, release, reserve
+from placement.jobs import JobView
+from placement.snapshot import group_name
+
+pytestmark = pytest.mark.usefixtures("ray_nodes")
+
+
+class Controller:
+    """The smallest job controller: reserves what it is told to, gives back the rest, and says so."""
+
+    def __init__(self, job: str, fields: dict[str, Any]) -> None:
+        self.job = job
+        self.fields = fields
+        self.groups: dict[int, tuple[str, PlacementGroup]] = {}
+        self.held: set[int] = set()
+        self.wanted: dict[str, int] = {}
+        self.told: list[tuple[float, dict[str, int], str]] = []
+        self.impossible = ""
+        self.serial = 0
+        self.submitted_s = time.time()
+        self.beating = asyncio.get_event_loop().create_task(self.beat_on())
+
+    async def beat_on(self) -> None:
+        while True:
+            await self.beat()
+            await asyncio.sleep(0.5)
+
+    async def beat(self) -> None:
+        allocation: dict[str, int] = {}
+        for serial in self.held:
+            node = self.groups[serial][0]
+            allocation[node] = allocation.get(node, 0) + 1
+        view = JobView(
+            job=self.job,
+            submitted_s=self.submitted_s,
+            allocation=allocation,
+            most_workers=max(8, len(self.held)),
+            **{"bundle": {"CPU": 1.0}, "max_workers": 8, **self.fields},
+        )
+        me = ray.get_runtime_context().current_actor
+        try:
+            allocator = await asyncio.to_thread(get_or_create_allocator)
+            await asyncio.wait_for(allocator.heartbeat.remote(view, me), 2.0)
+        except Exception:
+            pass  # the allocator is being restarted; the next heartbeat finds it
+
+    async def allocate(self, nodes: dict[str, int], reason: str) -> None:
+        self.told.append((time.time(), nodes, reason))
+        self.wanted = dict(nodes)
+        for node in {node for node, _ in self.groups.values()} | set(nodes):
+            mine = [serial for serial, (at, _) in self.groups.items() if at == node]
+            for serial in mine[nodes.get(node, 0) :]:
+                release(self.groups.pop(serial)[1])
+                self.held.discard(serial)
+            for _ in range(nodes.get(node, 0) - len(mine)):
+                self.serial += 1
+                group = reserve({"CPU": 1.0}, node, group_name(self.job, str(self.serial)))
+                self.groups[self.serial] = (node, group)
+                asyncio.get_event_loop().create_task(self.wait_for(self.serial, group))
+        await self.beat()
+
+    async def wait_for(self, serial: int, group: PlacementGroup) -> None:
+        if await ready(group, 30.0) and serial in self.groups:
+            self.held.add(serial)
+            await self.beat()
+
+    async def unsatisfiable(self, reason: str) -> None:
+        self.impossible = reason
+
+    async def state(self) -> tuple[int, list[tuple[float, dict[str, int], str]], str]:
+        return len(self.held), self.told, self.impossible
+
+    async def stop(self) -> None:
+        self.beating.cancel()
+        for _, group in self.groups.values():
+            release(group)
+        with contextlib.suppress(ray.exceptions.RayActorError):  # as when the allocator is being restarted
+            await get_or_create_allocator().ended.remote(self.job)
+
+
+class Jobs:
+    """Starts controllers and ends what is left of them."""
+
+    def __init__(self) -> None:
+        self.handles: dict[str, Any] = {}
+
+    def start(self, job: str, **fields: Any) -> None:
+        options = {"num_cpus": 0, "namespace": NAMESPACE, "lifetime": "detached", "name": f"job:{job}"}
+        self.handles[job] = ray.remote(Controller).options(**options).remote(job, fields)
+
+    def stop(self, job: str) -> None:
+        handle = self.handles.pop(job)
+        try:
+            ray.get(handle.stop.remote(), timeout=10)
+        finally:
+            ray.kill(handle)
+
+    def held(self) -> dict[str, int]:
+        return {job: ray.get(handle.state.remote(), timeout=10)[0] for job, handle in self.handles.items()}
+
+    def told(self, job: str) -> list[tuple[float, dict[str, int], str]]:
+        told: list[tuple[float, dict[str, int], str]]
+        _, told, _ = ray.get(self.handles[job].state.remote(), timeout=10)
+        return told
+
+
+@pytest.fixture
+def jobs() -> Iterator[Jobs]:
+    running = Jobs()
+    yield running
+    with contextlib.ExitStack() as stack:
+        for job in list(running.handles):
+            stack.callback(running.stop, job)
+    wait_until(lambda: not living_groups(), "all groups are given back")
+
+
+def living_groups() -> list[str]:
+    table = placement_group_table().values()
+    return [group["name"] for group in table if group["state"] != "REMOVED"]
+
+
+def snapshot() -> CoreSnapshot:
+    for _ in range(50):
+        try:
+            state: CoreSnapshot = ray.get(get_or_create_allocator().snapshot.remote(), timeout=10)
+            return state
+        except ray.exceptions.RayActorError:
+            time.sleep(0.1)  # it is being restarted
+    raise AssertionError("the allocator does not come back")
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> float:
+    start_s = time.monotonic()
+    while time.monotonic() - start_s < timeout_s:
+        if condition():
+            return time.monotonic() - start_s
+        time.sleep(0.05)
+    raise AssertionError(f"not within {timeout_s} s: {what}; {snapshot()}")
+
+
+def test_jobs_arrive_share_and_end(jobs: Jobs) -> None:
+    jobs.start("a", goodput=None)
+    wait_until(lambda: jobs.held() == {"a": 8}, "one job has everything")
+    jobs.start("b", goodput=None)
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    records = [record for record in snapshot().log if record.job == "a"]
+    assert "8 -> 4 workers" in records[-1].reason
+    jobs.stop("a")
+    wait_until(lambda: jobs.held() == {"b": 8}, "the other one grows")
+
+
+def test_a_killed_allocator_comes_back_and_shuffles_nobody(jobs: Jobs) -> None:
+    jobs.start("a")
+    jobs.start("b")
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    before = {job: jobs.told(job)[-1][1] for job in "ab"}
+    ray.kill(get_or_create_allocator(), no_restart=False)
+    wait_until(lambda: set(snapshot().jobs) == {"a", "b"}, "both jobs are known again")
+    wait_until(lambda: snapshot().settled, "it has settled")
+    time.sleep(1.0)
+    assert jobs.held() == {"a": 4, "b": 4}
+    assert {job: jobs.told(job)[-1][1] for job in "ab"} == before
+    assert snapshot().log == ()
+
+
+def test_an_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
+    jobs.start("a")
+    wait_until(lambda: jobs.held() == {"a": 8}, "the job has everything")
+    ray.kill(get_or_create_allocator(), no_restart=True)
+    wait_until(lambda: set(snapshot().jobs) == {"a"}, "the job is known again")
+    assert jobs.held() == {"a": 8}
+
+
+def test_other_users_of_the_cluster_are_left_alone(jobs: Jobs) -> None:
+    class Other:
+        pass
+
+    others = [ray.remote(Other).options(num_cpus=1).remote() for _ in range(3)]
+    ray.get([other.__ray_ready__.remote() for other in others], timeout=30)
+    time.sleep(1.6)
+    jobs.start("a")
+    wait_until(lambda: jobs.held() == {"a": 5}, "the job takes what is left")
+    for other in others:
+        ray.kill(other)
+    wait_until(lambda: jobs.held() == {"a": 8}, "the job grows when they go")
+
+
+def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
+    jobs.start("a")
+    jobs.start("b")
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    ray.kill(jobs.handles.pop("a"))
+    wait_until(lambda: jobs.held() == {"b": 8}, "its workers are shared out")
+
+
+def test_impossible_jobs_are_told(jobs: Jobs) -> None:
+    jobs.start("a", bundle={"CPU": 64.0})
+    wait_until(lambda: bool(ray.get(jobs.handles["a"].state.remote())[2]), "told that it cannot run")
+    assert (
+        "one worker needs 64 CPU, but the largest node has 4" in ray.get(jobs.handles["a"].state.remote())[2]
+    )
+
+
+def test_groups_are_pinned_pend_and_can_be_withdrawn() -> None:
+    node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
+    first = [reserve({"CPU": 2.0, "GPU": 0.0}, node, group_name("g", str(i))) for i in range(2)]
+    assert all(asyncio.run(ready(group, 10.0)) for group in first)
+    assert {placement_group_table(group)["bundles_to_node_id"][0] for group in first} == {node}
+    pending = reserve({"CPU": 1.0}, node, group_name("g", "2"))
+    assert not asyncio.run(ready(pending, 0.5))
+    release(first[0])
+    assert asyncio.run(ready(pending, 10.0))
+    for group in (pending, first[1]):
+        release(group)
+    withdrawn = reserve({"CPU": 64.0}, node, group_name("g", "3"))
+    release(withdrawn)
+    assert not asyncio.run(ready(withdrawn, 5.0))
+    with pytest.raises(ValueError, match="must name a resource above 0"):
+        reserve({"GPU": 0}, node, group_name("g", "4"))
+
+
+def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_nodes: Any) -> None:
+    third = ray_nodes.add_node(num_cpus=2)
+    jobs.start("a", max_workers=16)
+    wait_until(lambda: jobs.held() == {"a": 10}, "the new node is used")
+    ray_nodes.remove_node(third, allow_graceful=False)
+    wait_until(lambda: sum(snapshot().jobs["a"].target.values()) == 8, "the lost node is noticed")
