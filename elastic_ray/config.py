@@ -1,0 +1,74 @@
+"""What a user may set about a job's elasticity."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from elastic_ray.faults import Faults
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticConfig:
+    """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
+
+    Attributes:
+        warm_workers_per_node: idle workers (torch imported) kept on each node the job may grow on; 0 = none.
+        warm_worker_memory_bytes: a leaving worker whose resident memory is above this ends instead of going
+            back to the warm pool.
+        heartbeat_timeout_s: silence after which a member counts as hung.
+        join_timeout_s: time a new worker has from its reservation until it is ready to join.
+        reserve_timeout_s: time a reservation of resources may stay unfulfilled before it is given back.
+        switch_timeout_s: time a generation has to form its communicator and exchange state.
+        collective_timeout_s: longest wait in a collective, for a slow but living peer; must exceed the
+            longest step.
+        lease_s: time without a sign of life from the driver after which the job ends itself.
+        report_interval_s: time between rank 0's step reports.
+        fixed_batch: keep batch sizes as they are even where the loader allows the job to adapt them.
+        faults: a script of faults to try a set-up out with; None for real work.
+    """
+
+    warm_workers_per_node: int = 1
+    warm_worker_memory_bytes: int = 2 << 30
+    heartbeat_timeout_s: float = 2.0
+    join_timeout_s: float = 120.0
+    reserve_timeout_s: float = 60.0
+    switch_timeout_s: float = 20.0
+    collective_timeout_s: float = 300.0
+    lease_s: float = 10.0
+    report_interval_s: float = 1.0
+    fixed_batch: bool = False
+    faults: Faults | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check(field.name, getattr(self, field.name))
+        if self.heartbeat_timeout_s >= self.collective_timeout_s:
+            raise ValueError(
+                f"collective_timeout_s must be above heartbeat_timeout_s ({self.heartbeat_timeout_s:g} s), "
+                "for a hung member is to be found before its peers give up, but got "
+                f"{self.collective_timeout_s:g} s"
+            )
+
+    def _check(self, name: str, value: object) -> None:
+        """Raise unless the value has the field's type and range."""
+        if name == "faults":
+            if value is not None and not isinstance(value, Faults):
+                raise TypeError(f"{name} must be a Faults script or None, but got {value!r}")
+        elif name == "fixed_batch":
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, but got {value!r}")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number, but got {value!r}")
+        elif name.endswith("_s"):
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0 seconds and finite, but got {value}")
+        elif not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, but got {value!r}")
+        elif name == "warm_workers_per_node" and value < 0:
+            raise ValueError(f"{name} must be 0 or more, but got {value}")
+        elif name == "warm_worker_memory_bytes" and value <= 0:
+            raise ValueError(
+                f"{name} must be above 0, but got {value}; set warm_workers_per_node=0 to keep no warm "
+                "workers"
+            )

@@ -1,0 +1,150 @@
+"""How a job fails, as exceptions that survive the way between actors.
+
+They derive from ``ray.train.TrainingFailedError``, so that ``except`` clauses written for Ray Train go on
+working.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from typing import Any
+
+import ray.cloudpickle
+from ray.train.v2.api.exceptions import TrainingFailedError
+
+
+class JobNameTakenError(RuntimeError):
+    """An active job has this name already."""
+
+
+class ImpossibleResourcesError(ValueError):
+    """No node of the cluster, or not the whole cluster, could ever offer what the job asks for."""
+
+
+class JobLostError(TrainingFailedError):
+    """The job's controller is gone, and with it the job's workers.
+
+    Attributes:
+        job: name of the job.
+        reason: why the controller counts as lost.
+        last: the job's last known state, as a sentence.
+    """
+
+    def __init__(self, job: str, reason: str, last: str) -> None:
+        super().__init__(
+            f"job {job!r} was lost: its controller is gone ({reason.strip().rstrip('.')}). Last known state: "
+            f"{last}. "
+            "Submit the job again under the same name and storage_path to go on from its last checkpoint; "
+            "if the driver was stopped or cut off for longer than ElasticConfig.lease_s, raise lease_s."
+        )
+        self.job, self.reason, self.last = job, reason, last
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.job, self.reason, self.last)
+
+
+class WorkersLostError(TrainingFailedError):
+    """All members of a job were lost more often than ``FailureConfig.max_failures`` allows.
+
+    Attributes:
+        job: name of the job.
+        failures: how often all members were lost.
+        max_failures: the limit.
+        reason: what happened the last time.
+    """
+
+    def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
+        super().__init__(
+            f"job {job!r} lost all its workers {failures} time(s), but "
+            f"FailureConfig(max_failures={max_failures}) allows {max_failures}: {reason}. Raise "
+            "max_failures (-1: no limit) to restart from the last checkpoint."
+        )
+        self.job, self.failures, self.max_failures, self.reason = job, failures, max_failures, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.job, self.failures, self.max_failures, self.reason)
+
+
+class TrainFunctionError(TrainingFailedError):
+    """The user's train function raised; never retried, for it would raise again.
+
+    Instances come from :meth:`from_exception` and are, wherever Python allows it, of the user's type as well:
+    both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
+
+    Attributes:
+        cause: the user's exception; None where it could not be unpickled in this process.
+        rank: rank of the worker that raised it.
+        node: node of that worker.
+        traceback_text: the traceback as formatted on that worker.
+    """
+
+    def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:
+        message = f"the train function raised on rank {rank} (node {node}):\n\n{traceback_text.rstrip()}"
+        Exception.__init__(self, message)  # not super(): next could be the __init__ of the user's type
+        self.traceback_text, self.rank, self.node, self.cause = traceback_text, rank, node, cause
+        self.__cause__ = cause
+
+    @classmethod
+    def from_exception(cls, error: BaseException, *, rank: int, node: str) -> TrainFunctionError:
+        """Wrap what the train function raised, on the worker, while its traceback is still there."""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return _train_function_error(_dumps(error), text, rank, node)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else type(self).__name__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        payload = None if self.cause is None else _dumps(self.cause)
+        return _train_function_error, (payload, self.traceback_text, self.rank, self.node)
+
+
+def _dumps(error: BaseException) -> bytes | None:
+    """The exception pickled, or None if it cannot make the round trip (a lock inside...)."""
+    try:
+        payload = bytes(ray.cloudpickle.dumps(error))  # type: ignore[no-untyped-call]
+        ray.cloudpickle.loads(payload)
+    except Exception:
+        return None
+    return payload
+
+
+def _train_function_error(payload: bytes | None, text: str, rank: int, node: str) -> TrainFunctionError:
+    """What unpickling calls: the error with its cause if this process can load it, without it otherwise."""
+    cause: BaseException | None = None
+    if payload is not None:
+        with contextlib.suppress(Exception):
+            cause = ray.cloudpickle.loads(payload)
+    if isinstance(cause, Exception):
+        with contextlib.suppress(Exception):  # a type that cannot be subclassed, or whose __new__ is special
+            return _of_both_types(cause, text, rank, node)
+    return TrainFunctionError(text, rank, node, cause)
+
+
+def _of_both_types(cause: Exception, text: str, rank: int, node: str) -> TrainFunctionError:
+    """An instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
+    cause_type = type(cause)
+    if isinstance(cause, TrainingFailedError | StopIteration | StopAsyncIteration):
+        raise TypeError("control flow exceptions would change what our own caller does")
+
+    def get(self: TrainFunctionError, name: str) -> Any:
+        if name.startswith("__") or "cause" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["cause"], name)
+
+    name = f"TrainFunctionError({cause_type.__name__})"
+    members = {"__module__": __name__, "__qualname__": name, "__getattr__": get}
+    both: Any = type(name, (TrainFunctionError, cause_type), members)
+    try:
+        error: TrainFunctionError = both.__new__(both)
+    except TypeError:  # an ExceptionGroup wants its arguments in __new__
+        error = both.__new__(both, *cause.args)
+    error.__dict__.update(cause.__dict__)
+    TrainFunctionError.__init__(error, text, rank, node, cause)
+    for owner in cause_type.__mro__:  # errno, filename...: kept in slots of the C type
+        for attribute, member in vars(owner).items():
+            if inspect.isdatadescriptor(member) and not attribute.startswith("__") and attribute != "args":
+                with contextlib.suppress(Exception):
+                    setattr(error, attribute, getattr(cause, attribute))
+    return error

@@ -1,0 +1,156 @@
+"""What a job tells about itself: frozen values that cross process borders and end up in logs and tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+class EventKind(str, enum.Enum):
+    """What happened to a job; the string is what the JSON log holds."""
+
+    STARTED = "started"
+    RESIZE = "resize"
+    FAILURE = "failure"
+    RESTART = "restart"
+    CANCELLED = "cancelled"
+    BATCH = "batch"
+    OUT_OF_MEMORY = "out_of_memory"
+    CHECKPOINT = "checkpoint"
+    FINISHED = "finished"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """One change in a job's life.
+
+    Attributes:
+        kind: what happened.
+        time_s: seconds since the epoch, on the controller's clock.
+        from_workers: world size before the event.
+        to_workers: world size after it.
+        reason: the decision's reason, a sentence.
+        pause_s: seconds between the last step of the old generation and the readiness for the first of the
+            new one; the longest over the ranks that stayed. 0 where nothing paused.
+        generation: the generation that the event led to.
+        detail: further numbers of the event (batch sizes, node, rank...), JSON-serialisable.
+    """
+
+    kind: EventKind
+    time_s: float
+    from_workers: int
+    to_workers: int
+    reason: str
+    pause_s: float = 0.0
+    generation: int = 0
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The event as one line of JSON, the format of ``events.jsonl``."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(
+            {**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, default=str
+        )
+
+    @classmethod
+    def from_json(cls, line: str) -> JobEvent:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the line is no JSON object of these fields.
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError(f"an event must be a JSON object, but got {line!r}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {name: value for name, value in values.items() if name in known}
+        try:
+            return cls(**{**values, "kind": EventKind(values.get("kind"))})
+        except TypeError as error:
+            raise ValueError(f"an event lacks fields: {error}") from None
+
+
+class JobPhase(str, enum.Enum):
+    """Where a job is between submission and its end."""
+
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job will never train again."""
+        return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """A job at one moment.
+
+    Attributes:
+        job: name of the job.
+        phase: where the job is in its life.
+        workers: world size of the generation that trains now (0 before the first).
+        target_workers: world size the job is heading for.
+        generation: number of the present generation.
+        epoch: epoch in progress, from 0.
+        epochs: declared number of epochs, if the loop declared it.
+        step: optimizer steps committed so far.
+        batch_size: global batch size M [samples].
+        throughput: [samples/s], measured.
+        goodput: throughput x statistical efficiency [samples/s], None before the model is fitted.
+        metrics: the latest metrics of rank 0, as reported.
+        message: what the job waits for, or why it ended; empty when it simply runs.
+    """
+
+    job: str
+    phase: JobPhase
+    workers: int = 0
+    target_workers: int = 0
+    generation: int = 0
+    epoch: int = 0
+    epochs: int | None = None
+    step: int = 0
+    batch_size: int = 0
+    throughput: float = 0.0
+    goodput: float | None = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    message: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """One member of the present generation."""
+
+    rank: int
+    node: str
+    pid: int
+    generation: int
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """How a job ended.
+
+    Attributes:
+        phase: FINISHED, FAILED or STOPPED.
+        error: the exception that ended the job, None when it finished or was stopped.
+        metrics: rank 0's last reported metrics.
+        history: every report of rank 0 in order: ``(metrics, checkpoint path or None)``.
+        checkpoints: path and metrics of the checkpoints still kept, oldest first.
+        return_value: what rank 0's train function returned.
+    """
+
+    phase: JobPhase
+    error: BaseException | None = None
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    history: tuple[tuple[Mapping[str, Any], str | None], ...] = ()
+    checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    return_value: Any = None

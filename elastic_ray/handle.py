@@ -1,0 +1,211 @@
+"""SHELL: what a driver holds of a submitted job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.result import Result
+
+from elastic_ray.errors import JobLostError, TrainFunctionError
+from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.storage import RunStorage, make_result
+
+NAMESPACE = "elastic_ray"
+
+
+def find_controller(job: str) -> Any | None:
+    """The handle of a job's controller; None if there is no such job."""
+    try:
+        return ray.get_actor(f"job:{job}", namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+class JobHandle:
+    """A submitted job: ask it, hold it at a size, wait for it, stop it.
+
+    While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
+    ``ElasticConfig.lease_s``, or goes on if another process attaches in time. After the job's end all methods
+    answer from what the handle has kept. Its methods may be called from any thread.
+    """
+
+    def __init__(self, controller: Any, spec: JobSpec) -> None:
+        """Take the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
+
+        Args:
+            controller: handle of the job's controller.
+            spec: the job as submitted (``train_loop`` is not used).
+        """
+        self._controller = controller
+        self._spec = spec
+        self._lease = LeaseKeeper(spec.job, controller, lease_s=spec.elastic.lease_s)
+
+    @classmethod
+    def attach(cls, job: str) -> JobHandle:
+        """The handle of a job that another process submitted, for a driver that was restarted.
+
+        Args:
+            job: the job's name, ``RunConfig.name`` or ``JobHandle.job``.
+
+        Raises:
+            ValueError: if no such job runs.
+        """
+        if not ray.is_initialized():
+            ray.init()
+        controller = find_controller(job)
+        if controller is None:
+            raise ValueError(
+                f"there is no job {job!r} to attach to: it has ended, or its lease ran out; submit it again "
+                "under the same name to go on from its last checkpoint"
+            )
+        try:
+            spec = ray.get(controller.spec.remote(), timeout=START_TIMEOUT_S)
+        except RayActorError as error:
+            raise ValueError(f"job {job!r} ended while it was being attached to: {error}") from error
+        return cls(controller, spec)
+
+    def __repr__(self) -> str:
+        status = self._lease.last
+        return f"JobHandle({self.job!r}, {status.phase.value}, workers={status.workers})"
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self._spec.job
+
+    # --- waiting
+    # ---------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether the job has ended, however it did."""
+        return self._lease.ending is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the job's end [s]; whether it has come. Never raises what the job failed with."""
+        return self._lease.wait(timeout) is not None
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the job's end and return its result; a stopped job has one as well, without an error.
+
+        Args:
+            timeout: longest wait [s]; None waits for ever.
+
+        Raises:
+            TimeoutError: if the job has not ended within ``timeout``; it goes on.
+            TrainFunctionError: if the train function raised; it is also of the type of the user's exception.
+            WorkersLostError: if all workers were lost more often than ``FailureConfig.max_failures`` allows.
+            JobLostError: if the job's controller died.
+        """
+        ending = self._lease.wait(timeout)
+        if ending is None:
+            raise TimeoutError(
+                f"job {self.job!r} has not ended within {timeout:g} s ({_state(self._lease.last)}); "
+                "it goes on, ask again later or stop() it"
+            )
+        if ending.outcome is None:
+            raise JobLostError(self.job, ending.lost, _state(ending.before or ending.status))
+        result = make_result(ending.outcome, self._storage())
+        error = result.error
+        if error is None and ending.outcome.phase is JobPhase.FAILED:
+            reason = ending.status.message or "no reason was given"
+            error = TrainingFailedError(f"job {self.job!r} failed: {reason}")
+        if isinstance(error, TrainFunctionError):
+            raise error from error.cause
+        if error is not None:
+            raise error
+        return result
+
+    # --- asking
+    # ----------------------------------------------------------------------------------------------
+
+    def status(self) -> JobStatus:
+        """Where the job is now."""
+        answer = self._ask("status")
+        if answer is not None and self._lease.ending is None:
+            self._lease.last = answer
+        return self._lease.last
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Rank, node and process of every member of the present generation; none while there is none."""
+        return tuple(self._ask("workers") or ())
+
+    def events(self, since: int = 0) -> tuple[JobEvent, ...]:
+        """What has happened to the job so far, oldest first.
+
+        Args:
+            since: leave out this many of the oldest.
+        """
+        if since < 0:
+            raise ValueError(f"since must be 0 or more, but got {since}")
+        answer = self._ask("events", since)
+        if answer is not None:
+            return tuple(answer)
+        ending = self._lease.ending
+        events = ending.events if ending is not None else ()
+        if ending is not None and ending.outcome is None:  # the controller was lost, its file is there
+            events = self._storage().read_events()
+        return events[since:]
+
+    # --- telling
+    # ---------------------------------------------------------------------------------------------
+
+    def resize(self, workers: int) -> None:
+        """Hold the job at this many workers until :meth:`release`; nothing happens if it has ended.
+
+        Returns once the controller knows; ``status()`` and ``events()`` tell when the size is reached.
+
+        Raises:
+            ValueError: if the job may not have this size.
+        """
+        low, high = self._spec.min_workers, self._spec.max_workers
+        if isinstance(workers, bool) or not isinstance(workers, int):
+            raise TypeError(f"workers must be a whole number, but got {workers!r}")
+        if not low <= workers <= high:
+            raise ValueError(
+                f"job {self.job!r} may have {low} to {high} workers, but got {workers}; the limits are those "
+                "of ScalingConfig(num_workers=(min, max))"
+            )
+        self._ask("resize", workers)
+
+    def release(self) -> None:
+        """Give the job's size back to the allocator after :meth:`resize`."""
+        self._ask("release")
+
+    def stop(self) -> None:
+        """End the job after the step in progress; ``result()`` then returns what there is, no error."""
+        self._ask("stop")
+        self._lease.look()
+
+    # --- inside
+    # ----------------------------------------------------------------------------------------------
+
+    def _storage(self) -> RunStorage:
+        return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call the controller; None if the job has ended, in which case ``self._lease.ending`` is set."""
+        if self._lease.ending is not None:
+            return None
+        timeout_s = CALL_TIMEOUT_S if self._lease.answered else START_TIMEOUT_S
+        try:
+            return ray.get(getattr(self._controller, method).remote(*arguments), timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"the controller of job {self.job!r} has not answered {method}() within "
+                f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
+            ) from error
+        except RayActorError as error:
+            # It may have closed just now, after the lease thread had collected everything.
+            if self._lease.wait(1.0) is None:
+                self._lease.lost(error)
+            return None
+
+
+def _state(status: JobStatus) -> str:
+    text = f"{status.phase.value}, {status.workers} worker(s), epoch {status.epoch}, step {status.step}"
+    return f"{text}, {status.message}" if status.message else text

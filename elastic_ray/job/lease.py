@@ -1,0 +1,172 @@
+"""SHELL: the driver's end of a job: a thread that keeps the lease, and collects everything when the job
+ends."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0  # the first answer waits for the controller's process, on a busy machine for long
+_RENEWALS_PER_LEASE = 5
+_WATCHED_INTERVAL_S = 0.1
+_COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is left of a job that has ended.
+
+    Attributes:
+        status: its last status.
+        events: everything that happened to it.
+        outcome: how it ended; None if its controller was lost before it could say.
+        before: the last status that a lost controller gave; None if it was not lost.
+        lost: why the controller counts as lost; empty if it does not.
+    """
+
+    status: JobStatus
+    events: tuple[JobEvent, ...] = ()
+    outcome: JobOutcome | None = None
+    before: JobStatus | None = None
+    lost: str = ""
+
+
+class LeaseKeeper:
+    """Renews a job's lease in a thread of its own until the job ends; then fetches what is left and closes
+    it.
+
+    No loop of the user's renews the lease, for a loop may block; a thread of this process lives exactly as
+    long as the driver does, and that is what the lease tells the controller.
+    """
+
+    def __init__(self, job: str, controller: Any, *, lease_s: float) -> None:
+        """Start to renew.
+
+        Args:
+            job: name of the job, for messages.
+            controller: handle of the job's controller.
+            lease_s: the job's ``ElasticConfig.lease_s``.
+        """
+        self._job = job
+        self._controller = controller
+        self._lease_s = lease_s
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+        self._leaving = threading.Event()
+        self._lock = threading.Lock()
+        self._watchers = 0
+        self._ending: Ending | None = None
+        self.answered = False  # whether the controller has started
+        self.last = JobStatus(job=job, phase=JobPhase.WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"elastic_ray-lease-{job}", daemon=True)
+        self._thread.start()
+        # Runs before Ray's own exit handler, so that the thread never talks to a Ray that is going down.
+        atexit.register(self.leave)
+
+    @property
+    def ending(self) -> Ending | None:
+        """What is left of the job, once it has ended."""
+        return self._ending
+
+    def wait(self, timeout_s: float | None) -> Ending | None:
+        """Wait for the job's end; None if it has not come within ``timeout_s`` (None: wait for ever)."""
+        with self._watched():
+            self._ended.wait(timeout_s)
+        return self._ending
+
+    def look(self) -> None:
+        """Renew now: something has happened, or may have."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Stop renewing without ending the job: it ends when its lease runs out, unless somebody attaches."""
+        self._leaving.set()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2.0)
+        atexit.unregister(self.leave)
+
+    def lost(self, error: BaseException) -> None:
+        """Note that the controller is gone."""
+        message = "its controller is gone"
+        status = dataclasses.replace(self.last, phase=JobPhase.FAILED, workers=0, message=message)
+        self._end(Ending(status=status, before=self.last, lost=_reason(error)))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Look more often while somebody waits for the end."""
+        with self._lock:
+            self._watchers += 1
+        self._wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._watchers -= 1
+
+    def _run(self) -> None:
+        while not self._leaving.is_set() and self._ending is None:
+            # Ray would start a cluster of its own at the next call if the driver has shut it down.
+            if not ray.is_initialized():
+                self.lost(RuntimeError("this process called ray.shutdown()"))
+                return
+            self._renew()
+            interval = _WATCHED_INTERVAL_S if self._watchers else self._lease_s / _RENEWALS_PER_LEASE
+            self._wake.wait(interval)
+            self._wake.clear()
+
+    def _renew(self) -> None:
+        try:
+            self.last = ray.get(self._controller.renew_lease.remote(), timeout=self._lease_s)
+            self.answered = True
+            if self.last.phase.ended:
+                self._collect()
+        except GetTimeoutError:
+            if self.answered:  # else it is still starting
+                logger.warning("job %s: its controller has not answered for %g s", self._job, self._lease_s)
+        except RayActorError as error:
+            self.lost(error)
+        except Exception as error:
+            if self._leaving.is_set() or not ray.is_initialized():
+                self.lost(RuntimeError("this process disconnected from Ray"))
+            else:
+                logger.warning("job %s: renewing its lease failed: %r", self._job, error)
+
+    def _collect(self) -> None:
+        controller = self._controller
+        wanted = [controller.outcome.remote(), controller.events.remote(), controller.status.remote()]
+        outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
+        if outcome is None:  # the phase runs ahead of the outcome: look again
+            return
+        self._end(Ending(status=status, events=tuple(events), outcome=outcome))
+        controller.close.remote()
+
+    def _end(self, ending: Ending) -> None:
+        with self._lock:
+            if self._ending is not None:
+                return
+            self._ending = ending
+        self.last = ending.status
+        self._ended.set()
+        self._wake.set()
+        with suppress(Exception):
+            atexit.unregister(self.leave)
+
+
+def _reason(error: BaseException) -> str:
+    """Ray's explanation on one line: its last line tells why, its first one what."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -1,0 +1,63 @@
+"""Everything a job controller needs to run a job, as one frozen value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.config import ElasticConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job as its driver submitted it (validated by ``ElasticTrainer``).
+
+    Attributes:
+        job: unique name; also the controller's actor name after ``job:``.
+        train_loop: cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that
+            the function is called without an argument.
+        min_workers: fewest workers the job may run with.
+        max_workers: most workers it may use.
+        bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
+        use_gpu: train on CUDA where a node has it.
+        label_selector: Ray node labels a worker's node must have, each with exactly this value.
+        storage_path: directory of the run (its name included), on ``storage_filesystem``.
+        storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
+        max_failures: restarts from the last checkpoint after machine failures that cost all members;
+            -1 = no limit.
+        num_to_keep: checkpoints kept; None = all.
+        checkpoint_score_attribute: metric that ranks checkpoints, None = the latest are kept.
+        checkpoint_score_order: "max" or "min".
+        runtime_env: Ray runtime environment of the workers.
+        elastic: how the job changes size.
+        log_level: level of the ``elastic_ray`` loggers of controller and workers.
+    """
+
+    job: str
+    train_loop: bytes
+    min_workers: int
+    max_workers: int
+    bundle: Mapping[str, float]
+    use_gpu: bool
+    label_selector: Mapping[str, str]
+    storage_path: str
+    storage_filesystem: Any
+    max_failures: int
+    num_to_keep: int | None
+    checkpoint_score_attribute: str | None
+    checkpoint_score_order: str
+    runtime_env: Mapping[str, Any]
+    elastic: ElasticConfig
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"workers must satisfy 1 <= min_workers <= max_workers, but got {self.min_workers} and "
+                f"{self.max_workers}"
+            )
+        if not self.bundle or not all(amount > 0 for amount in self.bundle.values()):
+            raise ValueError(
+                f"bundle must name at least one resource, all above 0, but got {dict(self.bundle)}"
+            )

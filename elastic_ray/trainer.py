@@ -1,0 +1,220 @@
+"""SHELL: ``ElasticTrainer``: checks what the user asks for, submits the job, and waits for it."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+from ray.train.v2.api.result import Result
+
+from elastic_ray.config import ElasticConfig
+from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
+from elastic_ray.handle import JobHandle, find_controller
+from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
+from elastic_ray.job.nodes import living_nodes, may_autoscale
+from elastic_ray.job.options import read_run, read_scaling
+from elastic_ray.job.resources import impossible
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.train_loop import pack
+from elastic_ray.progress import Progress
+from elastic_ray.storage import RunStorage, resolve
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_STOP_TIMEOUT_S = 30.0
+
+
+class ElasticTrainer:
+    """Trains a PyTorch loop on workers that come and go while it runs.
+
+    The arguments are Ray Train's own, so that a ``TorchTrainer`` becomes elastic by one changed import.
+    Whatever of them an elastic job cannot honour raises here, with the reason.
+
+    Example:
+        ``ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))).fit()``
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        elastic_config: ElasticConfig | None = None,
+    ) -> None:
+        """Check everything; nothing is started and Ray is not needed yet.
+
+        Args:
+            train_loop_per_worker: the function every worker runs, with no argument or one, the config.
+            train_loop_config: what the function is called with.
+            scaling_config: number of workers (an int, or ``(min, max)``) and what each of them needs.
+            run_config: name, storage, failures, checkpoints.
+            elastic_config: how the job changes size and how fast it notices trouble.
+
+        Raises:
+            TypeError: if an argument is of the wrong type, or the function cannot be sent to workers.
+            ValueError: if a value is wrong, or not supported by elastic jobs.
+        """
+        if elastic_config is not None and not isinstance(elastic_config, ElasticConfig):
+            raise TypeError(f"elastic_config must be an ElasticConfig, but got {elastic_config!r}")
+        self._train_loop = pack(train_loop_per_worker, train_loop_config)
+        self._scaling = read_scaling(scaling_config)
+        self._run = read_run(run_config)
+        self._elastic = elastic_config or ElasticConfig()
+        filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
+        self._filesystem = _picklable(filesystem)
+
+    def submit(self) -> JobHandle:
+        """Start the job and return at once; Ray is initialised if it is not yet.
+
+        Raises:
+            ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
+            missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
+            cannot be written.
+        """
+        from elastic_ray.job.controller import start
+
+        if not ray.is_initialized():
+            ray.init()
+        spec = self._spec()
+        self._check_resources()
+        _check_name(spec)
+        RunStorage(spec.storage_path, spec.storage_filesystem).create()
+        logging.getLogger("elastic_ray").setLevel(spec.log_level)
+        try:
+            return JobHandle(start(spec), spec)
+        except ValueError as error:
+            if find_controller(spec.job) is None:
+                raise
+            raise JobNameTakenError(_name_taken(spec.job)) from error  # another driver was faster
+
+    def fit(self) -> Result:
+        """Run the job to its end, showing its progress; Ctrl-C stops it.
+
+        Returns:
+            Ray Train's ``Result``: last metrics, newest checkpoint, every reported row, rank 0's return
+            value.
+
+        Raises:
+            TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
+        """
+        handle = self.submit()
+        with Progress() as progress:
+            try:
+                _watch(handle, progress)
+            except KeyboardInterrupt:
+                print(f"job {handle.job}: stopping (Ctrl-C once more leaves it to its lease)", flush=True)
+                _stop(handle)
+                raise
+        return handle.result()
+
+    def _spec(self) -> JobSpec:
+        job = self._run.name or _fresh_name()
+        return JobSpec(
+            job=job,
+            train_loop=self._train_loop,
+            min_workers=self._scaling.min_workers,
+            max_workers=self._scaling.max_workers,
+            bundle=self._scaling.bundle,
+            use_gpu=self._scaling.use_gpu,
+            label_selector=self._scaling.label_selector,
+            storage_path=f"{self._storage_path.rstrip('/')}/{job}",
+            storage_filesystem=self._filesystem,
+            max_failures=self._run.max_failures,
+            num_to_keep=self._run.num_to_keep,
+            checkpoint_score_attribute=self._run.checkpoint_score_attribute,
+            checkpoint_score_order=self._run.checkpoint_score_order,
+            runtime_env=self._run.runtime_env,
+            elastic=self._elastic,
+            log_level=self._run.log_level,
+        )
+
+    def _check_resources(self) -> None:
+        scaling = self._scaling
+        reason = impossible(scaling.bundle, scaling.min_workers, scaling.label_selector, living_nodes())
+        if reason is None:
+            return
+        if may_autoscale():
+            logger.warning("%s; waiting, for an autoscaler may bring it", reason)
+            return
+        raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
+
+
+def _fresh_name() -> str:
+    now = datetime.datetime.now()
+    return f"elastic-{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def _picklable(filesystem: Any) -> Any:
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(filesystem))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(
+            f"RunConfig(storage_filesystem) must be picklable to reach the workers, but {filesystem!r} is "
+            f"not: {error}; pass storage_path as a URI instead"
+        ) from error
+    return filesystem
+
+
+def _check_name(spec: JobSpec) -> None:
+    """Raise if an active job has this name; one that has ended gets time to be collected, then makes way."""
+    deadline = time.monotonic() + spec.elastic.lease_s
+    while (existing := find_controller(spec.job)) is not None:
+        try:
+            status = ray.get(existing.status.remote(), timeout=START_TIMEOUT_S)
+            if not status.phase.ended:
+                raise JobNameTakenError(_name_taken(spec.job))
+            if time.monotonic() > deadline:  # its driver died and never collected the result
+                existing.close.remote()
+        except GetTimeoutError:
+            raise JobNameTakenError(_name_taken(spec.job)) from None
+        except RayActorError:
+            pass
+        if time.monotonic() > deadline + CALL_TIMEOUT_S:
+            raise JobNameTakenError(_name_taken(spec.job))
+        time.sleep(0.1)
+
+
+def _name_taken(job: str) -> str:
+    return (
+        f"a job named {job!r} is active on this cluster; choose another RunConfig(name), stop that one, or "
+        f"use JobHandle.attach({job!r}) to get hold of it"
+    )
+
+
+def _watch(handle: JobHandle, progress: Progress) -> None:
+    """Show a job until its end."""
+    shown = 0
+    ended = False
+    while not ended:
+        ended = handle.wait(_POLL_S)
+        try:
+            events, status = handle.events(shown), handle.status()
+        except TimeoutError as error:  # an overloaded node: the job itself may be well
+            logger.warning("%s", error)
+            continue
+        for event in events:
+            progress.event(handle.job, event)
+        shown += len(events)
+        progress.status(status)
+
+
+def _stop(handle: JobHandle) -> None:
+    try:
+        handle.stop()
+        if not handle.wait(_STOP_TIMEOUT_S):
+            logger.warning(
+                "job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S
+            )
+    except TimeoutError as error:
+        logger.warning("%s", error)

@@ -1,0 +1,107 @@
+"""Exceptions keep their type, cause and message on the way between processes."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import ray.cloudpickle
+import ray.train
+
+from elastic_ray.errors import (
+    ImpossibleResourcesError,
+    JobLostError,
+    JobNameTakenError,
+    TrainFunctionError,
+    WorkersLostError,
+)
+
+
+def round_trip(error: Any) -> Any:
+    return pickle.loads(ray.cloudpickle.dumps(error))
+
+
+def raised(error: BaseException) -> TrainFunctionError:
+    try:
+        raise error
+    except BaseException as caught:
+        return TrainFunctionError.from_exception(caught, rank=3, node="n1")
+
+
+class Coded(RuntimeError):
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"code {code}")
+        self.code, self.hint = code, hint
+
+
+class Locked(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        JobLostError("a", "killed", "running, step 3"),
+        WorkersLostError("a", 3, 2, "nodes n1 and n2 died"),
+        JobNameTakenError("taken"),
+        ImpossibleResourcesError("no GPU"),
+    ],
+)
+def test_round_trip_keeps_everything(error: Exception) -> None:
+    copy = round_trip(error)
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        ValueError("bad"),
+        KeyError("k"),
+        FileNotFoundError(2, "gone", "x.pt"),
+        UnicodeDecodeError("utf8", b"x", 0, 1, "r"),
+    ],
+)
+def test_error_is_of_the_users_type_as_well(cause: Exception) -> None:
+    for error in (raised(cause), round_trip(raised(cause)), round_trip(round_trip(raised(cause)))):
+        assert isinstance(error, TrainFunctionError)
+        assert isinstance(error, ray.train.TrainingFailedError)
+        assert isinstance(error, type(cause))
+        assert error.rank == 3
+        assert error.node == "n1"
+        assert repr(error.cause) == repr(cause)
+        assert error.__cause__ is error.cause
+        assert "rank 3" in str(error)
+        assert "raise error" in str(error)  # the line of the traceback
+
+
+def test_attributes_of_the_cause_are_there() -> None:
+    error: Any = round_trip(raised(FileNotFoundError(2, "gone", "x.pt")))
+    assert (error.errno, error.filename) == (2, "x.pt")
+
+
+def test_a_group_is_caught_as_a_group() -> None:
+    group = pytest.importorskip("builtins").__dict__.get("ExceptionGroup")
+    if group is None:
+        pytest.skip("Python 3.10 has no exception groups")
+    error: Any = round_trip(raised(group("two", [ValueError("a"), KeyError("b")])))
+    assert isinstance(error, group)
+    assert len(error.exceptions) == 2
+
+
+@pytest.mark.parametrize("cause", [Coded(7, hint="x"), Locked()])
+def test_a_cause_that_cannot_travel_leaves_its_traceback(cause: Exception) -> None:
+    error = round_trip(raised(cause))
+    assert type(error) is TrainFunctionError
+    assert str(cause) in str(error)
+    assert error.cause is None
+
+
+@pytest.mark.parametrize("cause", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
+def test_control_flow_does_not_leak_into_the_driver(cause: BaseException) -> None:
+    assert not isinstance(round_trip(raised(cause)), SystemExit | KeyboardInterrupt | StopIteration)

@@ -1,0 +1,213 @@
+"""Ray Train's configuration: honoured or refused, never ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.api.callback import UserCallback
+from ray.train.v2.api.config import LoggingConfig
+
+from elastic_ray.config import ElasticConfig
+from elastic_ray.job.options import read_run, read_scaling
+
+
+def changed(config: Any, **fields: Any) -> Any:
+    """The config with fields set behind its own checks, as a user may do after construction."""
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    "config, limits, bundle",
+    [
+        (None, (1, 1), {"CPU": 1}),
+        (ScalingConfig(num_workers=3), (3, 3), {"CPU": 1}),
+        (ScalingConfig(num_workers=(1, 8), use_gpu=True), (1, 8), {"GPU": 1}),
+        (ScalingConfig(num_workers=2, resources_per_worker={"CPU": 4, "memory": 1e9}), (2, 2), None),
+        (
+            ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"CPU": 2}),
+            (2, 2),
+            {"CPU": 2, "GPU": 1},
+        ),
+        (ScalingConfig(use_gpu=True, resources_per_worker={"CPU": 0, "GPU": 0.5}), (1, 1), {"GPU": 0.5}),
+        (
+            ScalingConfig(use_gpu=True, accelerator_type="A100"),
+            (1, 1),
+            {"GPU": 1, "accelerator_type:A100": 0.001},
+        ),
+    ],
+)
+def test_workers_and_bundles_are_ray_trains(config: Any, limits: tuple[int, int], bundle: Any) -> None:
+    scaling = read_scaling(config)
+    assert (scaling.min_workers, scaling.max_workers) == limits
+    assert scaling.bundle == (bundle or {"CPU": 4, "memory": 1e9})
+    if config is not None:
+        assert scaling.bundle == config._resources_per_worker_not_none
+
+
+@pytest.mark.parametrize("selector", [{"zone": "a"}, [{"zone": "a"}, {"zone": "a"}]])
+def test_one_label_selector_is_honoured(selector: Any) -> None:
+    assert read_scaling(ScalingConfig(num_workers=2, label_selector=selector)).label_selector == {"zone": "a"}
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (ScalingConfig(use_tpu=True), r"use_tpu=True\) is not supported: .*JaxTrainer"),
+        (ScalingConfig(topology="4x4"), r"topology='4x4'\) is not supported: .*leave it out"),
+        (changed(ScalingConfig(), trainer_resources={"CPU": 1}), r"trainer_resources=.* is not supported"),
+        (
+            ScalingConfig(elastic_resize_monitor_interval_s=5),
+            r"monitor_interval_s=5\) is not supported: .*events",
+        ),
+        (
+            ScalingConfig(placement_strategy="SPREAD"),
+            r"placement_strategy='SPREAD'\) is not supported: .*'PACK'",
+        ),
+        (ScalingConfig(num_workers=0), r"num_workers=0.*local mode.*call the train function yourself"),
+        (ScalingConfig(num_workers=(0, 2)), r"1 <= min <= max, but got \(0, 2\)"),
+        (changed(ScalingConfig(), num_workers=(3, 2)), r"1 <= min <= max, but got \(3, 2\)"),
+        (changed(ScalingConfig(), num_workers=-1), r"1 <= min <= max, but got -1"),
+        (changed(ScalingConfig(), num_workers=True), r"whole number or \(min, max\), but got True"),
+        (changed(ScalingConfig(), num_workers=2.0), r"whole number or \(min, max\), but got 2.0"),
+        (ScalingConfig(resources_per_worker={"CPU": 0}), r"something above 0, but got \{'CPU': 0\}"),
+        (
+            ScalingConfig(resources_per_worker={"CPU": -1}),
+            r"\['CPU'\] must be 0 or more and finite, but got -1",
+        ),
+        (ScalingConfig(resources_per_worker={"x": 1e-6}), r"at least 0.0001"),
+        (ScalingConfig(use_gpu=True, resources_per_worker={"GPU": 1.5}), r"whole above 1, but got 1.5"),
+        (
+            changed(ScalingConfig(resources_per_worker={"GPU": 1}, use_gpu=True), use_gpu=False),
+            "set use_gpu=True",
+        ),
+        (
+            ScalingConfig(num_workers=2, label_selector=[{"a": "1"}, {"a": "2"}]),
+            "must be the same for all workers.*pass one dict",
+        ),
+        (ScalingConfig(label_selector={"a": "in(b,c)"}), r"exact values, but got 'in\(b,c\)' for 'a'"),
+        (ScalingConfig(label_selector={"a": "!b"}), r"exact values, but got '!b' for 'a'"),
+    ],
+)
+def test_what_scaling_cannot_be_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_scaling(config)
+
+
+def test_run_config_is_honoured() -> None:
+    run = read_run(
+        RunConfig(
+            name="digits",
+            storage_path="/tmp/x",
+            failure_config=FailureConfig(max_failures=3, controller_failure_limit=0),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=2, checkpoint_score_attribute="acc", checkpoint_score_order="min"
+            ),
+            worker_runtime_env={"env_vars": {"A": "1"}},
+            logging_config=LoggingConfig(log_level="debug"),
+        )
+    )
+    assert dataclasses.asdict(run) == {
+        "name": "digits",
+        "storage_path": "/tmp/x",
+        "storage_filesystem": None,
+        "max_failures": 3,
+        "num_to_keep": 2,
+        "checkpoint_score_attribute": "acc",
+        "checkpoint_score_order": "min",
+        "runtime_env": {"env_vars": {"A": "1"}},
+        "log_level": "DEBUG",
+    }
+
+
+def test_rays_own_default_name_does_not_count_as_chosen() -> None:
+    assert read_run(None).name is None
+    assert read_run(RunConfig()).name is None
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (RunConfig(callbacks=[UserCallback()]), r"callbacks=.* is not supported: .*JobHandle.events"),
+        (RunConfig(name="a/b"), r"RunConfig\(name\) must start with .*but got 'a/b'"),
+        (RunConfig(name="../up"), r"RunConfig\(name\) must"),
+        (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"from -1 \(no limit\), but got -2"),
+        (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),
+        (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),
+        (RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True)), "leave it out"),
+        (RunConfig(failure_config=FailureConfig(preemption_grace_s=1.0)), "preemption_grace_s=1.0"),
+        (RunConfig(checkpoint_config=changed(CheckpointConfig(), num_to_keep=0)), "from 1, but got 0"),
+    ],
+)
+def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_run(config)
+
+
+def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
+    """A field that a newer Ray adds must be honoured or refused: this test makes us decide."""
+    known = {
+        ScalingConfig: {
+            *("num_workers", "use_gpu", "resources_per_worker", "accelerator_type", "label_selector"),
+            *("use_tpu", "topology", "trainer_resources", "placement_strategy"),
+            "elastic_resize_monitor_interval_s",
+        },
+        RunConfig: {
+            *("name", "storage_path", "storage_filesystem", "failure_config", "checkpoint_config"),
+            *("callbacks", "worker_runtime_env", "logging_config"),
+            *(
+                "sync_config",
+                "verbose",
+                "stop",
+                "progress_reporter",
+                "log_to_file",
+            ),  # Ray Train refuses these
+        },
+        FailureConfig: {
+            *("max_failures", "controller_failure_limit", "max_preemption_failures"),
+            *("relax_collectives_on_preemption", "preemption_grace_s"),
+            "fail_fast",  # Ray Train refuses it
+        },
+        CheckpointConfig: {
+            *("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
+            *("checkpoint_frequency", "checkpoint_at_end"),  # Ray Train refuses these
+        },
+    }
+    for config, fields in known.items():
+        assert {field.name for field in dataclasses.fields(config)} == fields  # type: ignore[arg-type]
+
+
+def test_wrong_types_are_named() -> None:
+    import ray.tune
+
+    with pytest.raises(
+        TypeError, match=r"scaling_config must be a ray.train.ScalingConfig, but got a builtins.dict"
+    ):
+        read_scaling({"num_workers": 2})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"run_config must be a ray.train.RunConfig, but got a .*RunConfig"):
+        read_run(ray.tune.RunConfig())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"lease_s": 0}, "lease_s must be above 0 seconds"),
+        ({"lease_s": float("inf")}, "finite, but got inf"),
+        ({"warm_workers_per_node": -1}, "0 or more, but got -1"),
+        ({"warm_worker_memory_bytes": 0}, "set warm_workers_per_node=0"),
+        ({"collective_timeout_s": 1.0}, "collective_timeout_s must be above heartbeat_timeout_s"),
+    ],
+)
+def test_elastic_config_ranges(values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ElasticConfig(**values)
+
+
+@pytest.mark.parametrize("values", [{"lease_s": "10"}, {"fixed_batch": 1}, {"warm_workers_per_node": 1.5}])
+def test_elastic_config_types(values: Any) -> None:
+    with pytest.raises(TypeError, match=r"must be .*but got"):
+        ElasticConfig(**values)

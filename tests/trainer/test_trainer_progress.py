@@ -1,0 +1,106 @@
+"""What a job shows while it runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.progress import Progress, event_line, status_line
+
+
+def status(**fields: object) -> JobStatus:
+    values = {"job": "a1", "phase": JobPhase.RUNNING, "workers": 4, "target_workers": 4, "epoch": 2, **fields}
+    return JobStatus(**values)  # type: ignore[arg-type]
+
+
+def event(kind: EventKind = EventKind.RESIZE, before: int = 2, after: int = 4, **fields: object) -> JobEvent:
+    values = {"reason": "goodput: +1 gains 0.31.", **fields}
+    return JobEvent(kind=kind, time_s=0.0, from_workers=before, to_workers=after, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (event(pause_s=0.18), "job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s"),
+        (
+            event(EventKind.FAILURE, 4, 3, reason="rank 1 died"),
+            "job a1: failure, 4 -> 3 workers, rank 1 died",
+        ),
+        (event(EventKind.OUT_OF_MEMORY, 4, 4, reason="lowered"), "job a1: out of memory, lowered"),
+        (event(EventKind.STARTED, 0, 2, reason=""), "job a1: 0 -> 2 workers"),
+    ],
+)
+def test_events_as_lines(given: JobEvent, line: str) -> None:
+    assert event_line("a1", given) == line
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        (
+            status(
+                batch_size=512,
+                throughput=8312.0,
+                goodput=7000.0,
+                epochs=30,
+                step=9,
+                metrics={"loss": 1},
+            ),
+            "job a1: running, workers 4, batch 512, samples/s 8.31k, goodput 7k, epoch 2/30, step 9, loss 1",
+        ),
+        (status(target_workers=2), "job a1: running, workers 4 -> 2, epoch 2, step 0"),
+        (
+            status(phase=JobPhase.WAITING, workers=0, target_workers=1, message="waits for 1 GPU."),
+            "job a1: waiting, workers 0 -> 1, waits for 1 GPU",
+        ),
+        (
+            status(metrics={"loss": "n/a"}, throughput=0.5),
+            "job a1: running, workers 4, samples/s 0.5, epoch 2, step 0",
+        ),
+    ],
+)
+def test_statuses_as_lines(given: JobStatus, line: str) -> None:
+    assert status_line(given) == line
+
+
+def test_plain_lines_come_at_intervals_and_events_at_once() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    with Progress(stream, interval_s=5.0, clock=lambda: now[0]) as progress:
+        for second in range(12):
+            now[0] = float(second)
+            progress.status(status(step=second))
+            if second == 3:
+                progress.event("a1", event())
+        progress.status(status(step=11, phase=JobPhase.FINISHED))
+        progress.status(status(step=11, phase=JobPhase.FINISHED))
+    steps = [line.split("step ")[1] if "step" in line else "event" for line in stream.getvalue().splitlines()]
+    assert steps == ["0", "event", "5", "10", "11"]
+
+
+def test_a_closed_stream_ends_the_display_only() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    stream.close()
+    progress.status(status())
+    progress.event("a1", event())
+    progress.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_one_table_with_events_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream = Terminal()
+    with Progress(stream) as progress:
+        progress.status(status(message="[held] at 4"))
+        progress.event("a1", event(reason="[bold] reason"))
+        progress.status(status(step=2))
+    assert "[held] at 4" in stream.getvalue()
+    assert "2 -> 4 workers, [bold] reason" in stream.getvalue()

@@ -1,0 +1,81 @@
+"""Which functions can be sent to workers, and what is said of the others."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import pytest
+
+from elastic_ray.job.train_loop import call, pack
+from elastic_ray.trainer import ElasticTrainer
+
+LOCK = threading.Lock()
+
+
+def captures_closure() -> Any:
+    guard = threading.Lock()
+
+    def loop() -> Any:
+        return guard
+
+    return loop
+
+
+class Loop:
+    def __call__(self, config: Any) -> Any:
+        return config["x"]
+
+
+def two(a: int, config: Any) -> Any:
+    return a, config
+
+
+async def awaited() -> None: ...
+
+
+def generated() -> Any:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    "loop, config, returned",
+    [
+        (lambda: 1, None, 1),
+        (lambda: 1, {}, 1),
+        (lambda config: config, {"x": 2}, {"x": 2}),
+        (lambda config: config, None, {}),
+        (lambda config=None: config, {"x": 2}, {"x": 2}),
+        (lambda *args: args, {"x": 2}, ({"x": 2},)),
+        (lambda **kwargs: kwargs, None, {}),
+        (functools.partial(two, 1), {"x": 2}, (1, {"x": 2})),
+        (Loop(), {"x": 2}, 2),
+    ],
+)
+def test_a_function_is_called_with_or_without_its_config(loop: Any, config: Any, returned: Any) -> None:
+    assert call(pack(loop, config)) == returned
+
+
+@pytest.mark.parametrize(
+    "loop, config, error, message",
+    [
+        (3, None, TypeError, "must be a function, but got 3"),
+        (two, None, TypeError, r"two\(\) requires a, config; pass everything in train_loop_config"),
+        (lambda *, lr: lr, None, TypeError, "requires lr"),
+        (lambda: 1, {"lr": 1}, ValueError, r"train_loop_config has \['lr'\], but .* takes no argument"),
+        (lambda config: 1, [1], TypeError, "train_loop_config must be a dict"),
+        (awaited, None, TypeError, "coroutine or generator"),
+        (generated, None, TypeError, "coroutine or generator"),
+        (captures_closure(), None, TypeError, r"captures 'guard' \(a _thread.lock\).*create it inside"),
+        (
+            lambda config: 1,
+            {"lock": LOCK},
+            TypeError,
+            r"train_loop_config\['lock'\], a _thread.lock, cannot be",
+        ),
+    ],
+)
+def test_other_functions_are_refused(loop: Any, config: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ElasticTrainer(loop, train_loop_config=config)
