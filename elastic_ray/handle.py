@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
@@ -199,6 +199,8 @@ class JobHandle:
                 f"the controller of job {self.job!r} has not answered {method}() within "
                 f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
             ) from error
+        except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except RayActorError as error:
             # It may have closed just now, after the lease thread had collected everything.
             if self._lease.wait(1.0) is None:
