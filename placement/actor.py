@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from placement.cluster import Cluster
 from placement.core import AllocatorConfig, AllocatorCore
 from placement.events import (
     Allocate,
@@ -97,10 +98,13 @@ class Allocator:
 
     async def heartbeat(self, view: JobView, controller: ActorHandle[Any]) -> None:
         """A job's controller says how the job stands: every second, and at once when something changed."""
-        await self._start()
+        core = await self._start()
         self._controllers[view.job] = controller
         self._heard_s[view.job] = time.time()
         self._ended_s.pop(view.job, None)
+        if view.job not in core.jobs:
+            # Up to now what it holds counted as others' use, and nobody may decide on that.
+            self._handle(NodesChanged(cluster=self._usable(view.job)))
         self._handle(JobHeartbeat(view=view))
 
     async def ended(self, job: str) -> None:
@@ -118,8 +122,9 @@ class Allocator:
         """The core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
         async with self._started:
             if self._core is None:
-                nodes = await self._read()
-                running = any(node.reserved for node in nodes or ())
+                while (nodes := await self._read()) is None:
+                    await asyncio.sleep(_POLL_S)
+                running = any(node.reserved for node in nodes)
                 core = AllocatorCore(self._policy, self._config, settling=running)
                 core.handle(NodesChanged(cluster=usable(self._history, ())), time.time())
                 self._core = core
@@ -150,8 +155,11 @@ class Allocator:
     def _take_nodes(self) -> None:
         now_s = time.time()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
+        self._handle(NodesChanged(cluster=self._usable()))
+
+    def _usable(self, *newcomers: str) -> Cluster:
         assert self._core is not None, "the loop starts after the core"
-        self._handle(NodesChanged(cluster=usable(self._history, {*self._core.jobs, *self._ended_s})))
+        return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
 
     def _forget(self, job: str) -> None:
         self._controllers.pop(job, None)

@@ -214,7 +214,7 @@ class AllocatorCore:
 
     def _due(self, now_s: float) -> str | None:
         """The trigger of a decision that is due now."""
-        if not self._jobs:
+        if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
             return None
         if self._urgent:

@@ -55,13 +55,14 @@ def read_nodes() -> tuple[RawNode, ...]:
         RawNode(
             node_id=node["NodeID"],
             total=_plain(node["Resources"]),
-            available=_plain(available[node["NodeID"]]),
+            available=_plain(available.get(node["NodeID"], node["Resources"])),
             reserved=reserved.get(node["NodeID"], {}),
             draining=node["NodeID"] in draining,
             labels=dict(node.get("Labels") or {}),
         )
         for node in _STATE.node_table()
-        if node["Alive"] and node["NodeID"] in available
+        # A node whose report is missing for a moment is not gone; the median of `usable` bridges it.
+        if node["Alive"]
     )
 
 

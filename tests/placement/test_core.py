@@ -174,6 +174,14 @@ def test_an_allocator_that_slept_drops_nobody() -> None:
     assert world.sizes() == {"a": 8}
 
 
+def test_nothing_is_decided_while_no_node_is_known() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    assert world.send(NodesChanged(cluster=Cluster()), 60.0) == []
+    assert world.send(NodesChanged(cluster=cluster(8))) == []
+    assert world.sizes() == {"a": 8}
+
+
 def test_impossible_jobs_are_told_what_is_missing() -> None:
     world = World(4)
     world.arrive(view("a", bundle={"CPU": 1.0, "GPU": 1.0}))
