@@ -69,6 +69,5 @@ class ElasticConfig:
             raise ValueError(f"{name} must be 0 or more, but got {value}")
         elif name == "warm_worker_memory_bytes" and value <= 0:
             raise ValueError(
-                f"{name} must be above 0, but got {value}; set warm_workers_per_node=0 to keep no warm "
-                "workers"
+                f"{name} must be above 0, but got {value}; set warm_workers_per_node=0 to keep no warm workers"
             )

@@ -51,9 +51,7 @@ class JobEvent:
     def to_json(self) -> str:
         """The event as one line of JSON, the format of ``events.jsonl``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps(
-            {**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, default=str
-        )
+        return json.dumps({**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, default=str)
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:

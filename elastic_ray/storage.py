@@ -185,9 +185,7 @@ class RunStorage:
             )
         self.check_reachable()
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
-        work = (
-            posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self._local else target
-        )
+        work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self._local else target
         note = {"index": index, "progress": dict(progress or {}), "metrics": dict(metrics or {})}
         text = json.dumps(note, default=_plain)
         self.delete_checkpoint(work)
@@ -235,9 +233,7 @@ class RunStorage:
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint's directory; no error if it is gone already."""
         if posixpath.dirname(path) != self.path:
-            raise ValueError(
-                f"only directories in the run's own, {self.path!r}, are deleted, but got {path!r}"
-            )
+            raise ValueError(f"only directories in the run's own, {self.path!r}, are deleted, but got {path!r}")
         # The note first: a deletion that is cut short must not leave something that looks complete.
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_file(posixpath.join(path, PROGRESS_FILE))
@@ -311,9 +307,7 @@ def make_result(outcome: JobOutcome, storage: RunStorage) -> Result:
         checkpoint=kept[-1][0] if kept else None,
         error=error,
         path=storage.path,
-        metrics_dataframe=pd.DataFrame([dict(row) for row, _ in outcome.history])
-        if outcome.history
-        else None,
+        metrics_dataframe=pd.DataFrame([dict(row) for row, _ in outcome.history]) if outcome.history else None,
         best_checkpoints=kept,
         return_value=outcome.return_value,
         _storage_filesystem=storage.filesystem,

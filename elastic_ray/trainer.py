@@ -213,8 +213,6 @@ def _stop(handle: JobHandle) -> None:
     try:
         handle.stop()
         if not handle.wait(_STOP_TIMEOUT_S):
-            logger.warning(
-                "job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S
-            )
+            logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
     except TimeoutError as error:
         logger.warning("%s", error)

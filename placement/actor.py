@@ -39,9 +39,7 @@ NAME = "allocator"
 NAMESPACE = "elastic_ray"
 
 _POLL_S = 0.5
-_CALL_TIMEOUT_S = (
-    5.0  # a controller that does not answer in this time is asked again after its next heartbeat
-)
+_CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
 _HISTORY = 3  # snapshots of the nodes that are compared
 _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back

@@ -41,9 +41,7 @@ class Node:
         for field in ("total", "free"):
             for name, amount in getattr(self, field).items():
                 if not amount >= 0:
-                    raise ValueError(
-                        f"{field}[{name!r}] of node {self.node_id} must be 0 or more, but got {amount}"
-                    )
+                    raise ValueError(f"{field}[{name!r}] of node {self.node_id} must be 0 or more, but got {amount}")
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
         """Whether every label of the selector has the wanted value on this node."""
@@ -58,9 +56,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         ids = [node.node_id for node in self.nodes]
-        doubles = (
-            sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
-        )
+        doubles = sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
         if doubles:
             raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
@@ -111,17 +107,11 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
             raise AllocationError("known job", f"job {job!r} is not one of {sorted(bundles)}")
         for node_id, workers in placed.items():
             if node_id not in nodes:
-                raise AllocationError(
-                    "known node", f"job {job!r} is placed on node {node_id!r}, which is not there"
-                )
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
             if workers < 1:
-                raise AllocationError(
-                    "whole number", f"job {job!r} has {workers} workers on node {node_id!r}"
-                )
+                raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {node_id!r}")
             if nodes[node_id].draining:
-                raise AllocationError(
-                    "draining", f"job {job!r} is placed on node {node_id!r}, which is draining"
-                )
+                raise AllocationError("draining", f"job {job!r} is placed on node {node_id!r}, which is draining")
             totals = used.setdefault(node_id, {})
             for name, need in bundles[job].items():
                 totals[name] = totals.get(name, 0.0) + workers * need
@@ -129,9 +119,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
         for name, amount in sorted(totals.items()):
             free = nodes[node_id].free.get(name, 0.0)
             if amount > free + TOLERANCE * max(1.0, free):
-                raise AllocationError(
-                    "capacity", f"node {node_id!r} has {free:g} {name} to share, not {amount:g}"
-                )
+                raise AllocationError("capacity", f"node {node_id!r} has {free:g} {name} to share, not {amount:g}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +138,4 @@ def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
         for job in sorted({*before, *after})
         if dict(before.get(job, {})) != dict(after.get(job, {}))
     ]
-    return tuple(
-        sorted(changes, key=lambda change: sum(change.after.values()) >= sum(change.before.values()))
-    )
+    return tuple(sorted(changes, key=lambda change: sum(change.after.values()) >= sum(change.before.values())))

@@ -85,9 +85,7 @@ class AllocatorCore:
         settling: whether jobs may be running that have not been heard of yet (a restarted allocator).
     """
 
-    def __init__(
-        self, policy: Policy, config: AllocatorConfig | None = None, *, settling: bool = False
-    ) -> None:
+    def __init__(self, policy: Policy, config: AllocatorConfig | None = None, *, settling: bool = False) -> None:
         self._policy = policy
         self._config = config or AllocatorConfig()
         self._cluster = Cluster()
@@ -236,9 +234,7 @@ class AllocatorCore:
             job.decided_on = job.view
         try:
             plan = make_plan(self._policy, views, self._cluster, now_s)
-        except (
-            Exception
-        ) as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
+        except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
             if not self._log or self._log[-1].reason != reason:
@@ -253,9 +249,7 @@ class AllocatorCore:
         for name, job in self._jobs.items():
             reason = plan.reasons.get(name, job.reason)
             if reason != job.reason and not job.target and name not in plan.allocation:
-                instructions.append(
-                    Allocate(job=name, nodes={}, reason=reason)
-                )  # let it say what it waits for
+                instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
             job.reason = reason
         for change in diff(self._targets(), plan.allocation):
             job = self._jobs[change.job]
@@ -308,9 +302,7 @@ class AllocatorCore:
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}
 
-    def _record(
-        self, now_s: float, trigger: str, job: str, before: int, nodes: Mapping[str, int], reason: str
-    ) -> None:
+    def _record(self, now_s: float, trigger: str, job: str, before: int, nodes: Mapping[str, int], reason: str) -> None:
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

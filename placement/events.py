@@ -94,9 +94,7 @@ class DecisionRecord:
     def __str__(self) -> str:
         if not self.job:
             return f"decision {self.trigger}: {self.reason}"
-        return (
-            f"job {self.job}: {self.from_workers}->{self.to_workers} workers ({self.trigger}; {self.reason})"
-        )
+        return f"job {self.job}: {self.from_workers}->{self.to_workers} workers ({self.trigger}; {self.reason})"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

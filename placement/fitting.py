@@ -222,9 +222,7 @@ class _Problem:
         for link, alpha, beta in ((self.remote, _ALPHA_N, _BETA_N), (~self.remote, _ALPHA_R, _BETA_R)):
             of_step[:, alpha] = np.where(link, by_sync, 0.0)
             of_step[:, beta] = np.where(link, by_sync * self.beyond_two, 0.0)
-        of_step[:, _GAMMA] = joint * (
-            power * log_ratio / (gamma * (1.0 + power)) - np.log1p(power) / gamma**2
-        )
+        of_step[:, _GAMMA] = joint * (power * log_ratio / (gamma * (1.0 + power)) - np.log1p(power) / gamma**2)
         of_step *= (self.weight / (self.accum * grad + joint))[:, np.newaxis]
         of_grad *= (np.where(self.measured, self.weight, 0.0) / grad)[:, np.newaxis]
         return np.concatenate([of_step, of_grad, _PRIORS]) @ self.ties

@@ -73,9 +73,7 @@ class NoiseScale:
         x = reals("scale", scale, at_least=0)
         positive = np.where(x > 0, x, 1.0)
         # Rounding may leave the product an ulp outside the bounds that hold for the formula.
-        gain = np.clip(
-            positive * self.efficiency_at(positive), np.minimum(positive, 1.0), np.maximum(positive, 1.0)
-        )
+        gain = np.clip(positive * self.efficiency_at(positive), np.minimum(positive, 1.0), np.maximum(positive, 1.0))
         return plain(np.where(x > 0, gain, 0.0 if self.var > 0 else 1.0))
 
     def efficiency_at(self, scale: Floats) -> Floats:

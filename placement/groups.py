@@ -31,9 +31,7 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
     """
     wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
     if not wanted:
-        raise ValueError(
-            f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}"
-        )
+        raise ValueError(f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}")
     group: PlacementGroup = placement_group(
         [wanted], strategy="PACK", name=name, bundle_label_selector=[{"ray.io/node-id": node_id}]
     )

@@ -77,9 +77,7 @@ class JobView:
                 f"({self.min_workers} to {self.max_workers}), but got {self.held_at}"
             )
         if any(workers < 1 for workers in self.allocation.values()):
-            raise ValueError(
-                f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}"
-            )
+            raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
         if self.most_workers < 0:
             raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
         if not self.resize_cost_s >= 0:

@@ -81,11 +81,7 @@ class _Board:
     def crowded(self, view: JobView) -> NDArray[np.bool_]:
         """Nodes that already carry another job spanning several nodes."""
         spanning = [row for job, row in self.placed.items() if job != view.job and np.count_nonzero(row) > 1]
-        return (
-            np.any([row > 0 for row in spanning], axis=0)
-            if spanning
-            else np.zeros(len(self.of(view)), np.bool_)
-        )
+        return np.any([row > 0 for row in spanning], axis=0) if spanning else np.zeros(len(self.of(view)), np.bool_)
 
 
 def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster, *, keep: bool) -> Packing:

@@ -48,9 +48,7 @@ def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s:
             break
         for job, short in packing.short.items():
             fits = targets[job].workers - short
-            reasons[job] = (
-                f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle"
-            )
+            reasons[job] = f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle"
             view = asked.pop(job)
             if fits >= view.min_workers:
                 held = None if view.held_at is None else min(view.held_at, fits)
@@ -78,17 +76,13 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         workers = targets[job].workers
         _check_count(view, workers)
         if workers > int(room.slots(view).sum()):
-            raise AllocationError(
-                "capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}"
-            )
+            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
     for name, amount in sorted(used.items()):
         free = sum(node.free.get(name, 0.0) for node in cluster.nodes if not node.draining)
         if amount > free + TOLERANCE * max(1.0, free):
-            raise AllocationError(
-                "capacity", f"all targets together use {amount:g} {name}, but {free:g} are free"
-            )
+            raise AllocationError("capacity", f"all targets together use {amount:g} {name}, but {free:g} are free")
 
 
 def _check_count(view: JobView, workers: int) -> None:
@@ -99,9 +93,7 @@ def _check_count(view: JobView, workers: int) -> None:
             "minimum", f"job {view.job!r} was given {workers}, but runs with {view.min_workers} at least"
         )
     if workers > view.max_workers:
-        raise AllocationError(
-            "maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most"
-        )
+        raise AllocationError("maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most")
 
 
 def _fits(view: JobView, room: Room) -> str:
@@ -168,10 +160,7 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
     if possible >= view.min_workers:
         return None
     if possible == 0:
-        return (
-            f"no single node has {describe(view.bundle)} together; "
-            "lower resources_per_worker or add such a node"
-        )
+        return f"no single node has {describe(view.bundle)} together; lower resources_per_worker or add such a node"
     return (
         f"at least {view.min_workers} workers of {describe(view.bundle)} are needed, but the cluster "
         f"holds {possible} even when it is empty; lower the minimum of num_workers or add nodes"

@@ -84,15 +84,11 @@ class Room:
             wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
             known = all(name in self._names for name in wanted)
             columns = [self._names.index(name) for name in wanted] if known else []
-            self._needs[view.job] = (
-                (columns, np.array(list(wanted.values()), dtype=np.float64)) if known else None
-            )
+            self._needs[view.job] = (columns, np.array(list(wanted.values()), dtype=np.float64)) if known else None
         return self._needs[view.job]
 
     def _matches(self, view: JobView) -> NDArray[np.bool_]:
         key = tuple(sorted(view.label_selector.items()))
         if key not in self._matching:
-            self._matching[key] = np.array(
-                [node.matches(view.label_selector) for node in self._nodes], dtype=np.bool_
-            )
+            self._matching[key] = np.array([node.matches(view.label_selector) for node in self._nodes], dtype=np.bool_)
         return self._matching[key]

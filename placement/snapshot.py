@@ -94,9 +94,7 @@ def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Clust
             others = statistics.median_high([_used_by_others(past, name, ours) for past in seen])
             free[name] = max(0.0, total - others) if others > TOLERANCE else total
         nodes.append(
-            Node(
-                node_id=node.node_id, total=node.total, free=free, draining=node.draining, labels=node.labels
-            )
+            Node(node_id=node.node_id, total=node.total, free=free, draining=node.draining, labels=node.labels)
         )
     return Cluster(nodes=tuple(nodes))
 

@@ -92,9 +92,7 @@ class ThroughputModel:
         s = reals("accum_steps", accum_steps, at_least=0)
         return plain(self.step_time_unchecked(n, r, m, s))
 
-    def step_time_unchecked(
-        self, nodes: Floats, replicas: Floats, atomic_bsz: Floats, accum_steps: Floats
-    ) -> Floats:
+    def step_time_unchecked(self, nodes: Floats, replicas: Floats, atomic_bsz: Floats, accum_steps: Floats) -> Floats:
         """`step_time` for float64 arrays that are known to be in range: the inner loop of a search."""
         grad = self._grad_time(atomic_bsz)
         with np.errstate(over="ignore"):

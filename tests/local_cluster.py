@@ -62,7 +62,7 @@ class LocalCluster:
             self.cluster.shutdown()
             raise
         self.head_id: str = self.cluster.head_node.node_id
-        self._added: list[Any] = []
+        self.added: list[Any] = []
 
     @property
     def address(self) -> str:
@@ -72,18 +72,18 @@ class LocalCluster:
     def add_node(self, *, num_cpus: float = 1, **node_args: Any) -> Any:
         """Add a node and wait until Ray knows it; ``.node_id`` of what is returned is Ray's hex id."""
         node = self.cluster.add_node(num_cpus=num_cpus, **node_args)
-        self._added.append(node)
+        self.added.append(node)
         return node
 
     def remove_node(self, node: Any, *, abruptly: bool = True) -> None:
         """Take a node away with all its processes: with SIGKILL, unless not ``abruptly``."""
-        if node in self._added:
-            self._added.remove(node)
+        if node in self.added:
+            self.added.remove(node)
         self.cluster.remove_node(node, allow_graceful=not abruptly)
 
     def remove_added_nodes(self) -> None:
         """Back to the head alone."""
-        for node in tuple(self._added):
+        for node in tuple(self.added):
             self.remove_node(node)
 
     def leaks(self) -> list[str]:

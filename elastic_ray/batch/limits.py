@@ -30,9 +30,7 @@ class BatchLimits:
     def __post_init__(self) -> None:
         _positive("batch_size", self.init_batch_size)
         if not isinstance(self.gradient_accumulation, bool):
-            raise TypeError(
-                f"gradient_accumulation must be True or False, but got {self.gradient_accumulation!r}"
-            )
+            raise TypeError(f"gradient_accumulation must be True or False, but got {self.gradient_accumulation!r}")
         if self.max_batch_size is not None:
             _positive("max_batch_size", self.max_batch_size)
             if self.max_batch_size < self.init_batch_size:
@@ -52,9 +50,7 @@ class BatchLimits:
         object.__setattr__(self, "local_bsz_bounds", tuple(bounds))
         least, largest = self.lower, self.upper
         if largest is not None and least > largest:
-            raise ValueError(
-                f"local_bsz_bounds must be (least, largest) with least <= largest, but got {bounds!r}"
-            )
+            raise ValueError(f"local_bsz_bounds must be (least, largest) with least <= largest, but got {bounds!r}")
         if least > self.init_batch_size:
             raise ValueError(
                 f"local_bsz_bounds must not exclude batch_size={self.init_batch_size}, but the least is "

@@ -142,8 +142,7 @@ class SmoothedNoise:
             raise ValueError(f"window must be above 0 steps at the initial batch, but got {self.window}")
         if len(self.sqr) != len(self.var):
             raise ValueError(
-                f"sqr and var must have one value per parameter group, but got {len(self.sqr)} "
-                f"and {len(self.var)}"
+                f"sqr and var must have one value per parameter group, but got {len(self.sqr)} and {len(self.var)}"
             )
 
     def update(

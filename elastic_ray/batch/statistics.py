@@ -105,9 +105,7 @@ def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
 def _denominator(state: _State) -> Callable[[_State, _State], Tensor] | None:
     if "acc_delta" in state:
         return None
-    return next(
-        (function for key, function in _DENOMINATORS.items() if isinstance(state.get(key), Tensor)), None
-    )
+    return next((function for key, function in _DENOMINATORS.items() if isinstance(state.get(key), Tensor)), None)
 
 
 def _eps(group: _State) -> float:
@@ -134,9 +132,7 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
         None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    pieces: list[Tensor | None] = [
-        _piece(optimizer.state.get(p, {}), groups.get(id(p), {}), p) for p in params
-    ]
+    pieces: list[Tensor | None] = [_piece(optimizer.state.get(p, {}), groups.get(id(p), {}), p) for p in params]
     if all(piece is None for piece in pieces):
         return None
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
@@ -213,8 +209,7 @@ class PairNorms:
         if not all(math.isfinite(value) for row in rows for value in row):
             return None
         return tuple(
-            estimate_successive(prev_sq_norm=prev, sq_norm=now, dot=dot, scale=scale)
-            for prev, now, dot in rows
+            estimate_successive(prev_sq_norm=prev, sq_norm=now, dot=dot, scale=scale) for prev, now, dot in rows
         )
 
 
@@ -285,9 +280,7 @@ class SuccessiveGradients:
             self._sums[group] += row
             self._batch_size = batch_size
 
-    def _keep(
-        self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor
-    ) -> None:
+    def _keep(self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor) -> None:
         if self._first != (step, batch_size):
             self._first, self._sums = (step, batch_size), None
         kept = self._kept.get(bucket)

@@ -239,9 +239,7 @@ class BatchTuner:
                 + ("lower local_bsz_bounds, " if lower > 1 else "")
                 + "use a smaller model or sample, or workers with more memory"
             )
-        known = [
-            m for (_, _, m, _), r in self._records.items() if m <= 0.9 * atomic_bsz and r.steps >= MIN_STEPS
-        ]
+        known = [m for (_, _, m, _), r in self._records.items() if m <= 0.9 * atomic_bsz and r.steps >= MIN_STEPS]
         bound = max([atomic_bsz // 2, lower, *known])
         if self._upper is not None and self._upper <= bound:
             return f"{failed}; the local bound is {self._upper} already"

@@ -140,9 +140,7 @@ class ArrowDataset:
         shuffled = random.permutation(len(self._groups))
         count = -(-len(shuffled) // self._buffer_row_groups)
         windows = []
-        for chosen in np.array_split(
-            shuffled, count
-        ):  # evenly: a last window of one group would not be mixed
+        for chosen in np.array_split(shuffled, count):  # evenly: a last window of one group would not be mixed
             window = np.concatenate([np.arange(self._starts[g], self._starts[g + 1]) for g in chosen])
             windows.append(random.permutation(window))
         return np.concatenate(windows)
@@ -231,9 +229,7 @@ def _is_plain(kind: Any) -> bool:
 def _row_groups(fragments: Sequence[Any]) -> tuple[list[tuple[int, int]], Indices]:
     """All (file, row group) that have rows, the number of the first row of each, and the total."""
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        footers = list(
-            pool.map(lambda fragment: [(g.id, g.num_rows) for g in fragment.row_groups], fragments)
-        )
+        footers = list(pool.map(lambda fragment: [(g.id, g.num_rows) for g in fragment.row_groups], fragments))
     found = [(file, number, rows) for file, footer in enumerate(footers) for number, rows in footer if rows]
     starts = np.concatenate([[0], np.cumsum([rows for _, _, rows in found])]).astype(np.int64)
     return [(file, number) for file, number, _ in found], starts
@@ -248,9 +244,7 @@ def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list
     found = places[0][0]
     for number, (other, _) in enumerate(places):
         if not other.equals(found):
-            raise ValueError(
-                f"all sources must be in one file system, but {sources[0]} and {sources[number]} are not"
-            )
+            raise ValueError(f"all sources must be in one file system, but {sources[0]} and {sources[number]} are not")
     paths: list[str] = []
     base = None
     for (_, path), name in zip(places, sources, strict=True):

@@ -265,9 +265,7 @@ class StreamSharder(Generic[Item]):
         self._read_ahead(batch_size + world_size)
         known = self._position + len(self._ahead)
         if known == 0:
-            raise ValueError(
-                f"a stream must have at least 1 item, but {type(self._source).__name__} gave none"
-            )
+            raise ValueError(f"a stream must have at least 1 item, but {type(self._source).__name__} gave none")
         count = sharding.step_size(
             # with a full look-ahead `known` is not the total, but no tail is near, so the answer is the same
             position=self._position,

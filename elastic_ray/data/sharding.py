@@ -127,9 +127,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
     _check_count("micro_steps", micro_steps, at_least=1)
     _check_count("count", count, at_least=0)
     if count < world_size:
-        raise ValueError(
-            f"count must be at least the world size {world_size}, one sample a worker, but got {count}"
-        )
+        raise ValueError(f"count must be at least the world size {world_size}, one sample a worker, but got {count}")
     return min(micro_steps, count // world_size)
 
 

@@ -73,8 +73,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
         "topology": "it describes TPU slices, and an elastic job has none; leave it out",
         "trainer_resources": "the job's controller needs none (it runs with num_cpus=0); leave it out",
         "elastic_resize_monitor_interval_s": (
-            "sizes change on events (a job's arrival or end, a lost or new node), not at intervals; leave "
-            "it out"
+            "sizes change on events (a job's arrival or end, a lost or new node), not at intervals; leave it out"
         ),
     }
     for name, reason in refused.items():
@@ -90,9 +89,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
 def _worker_limits(num_workers: Any) -> tuple[int, int]:
     limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
-        raise ValueError(
-            f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}"
-        )
+        raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
     if limits == (0, 0):
         raise ValueError(
             "ScalingConfig(num_workers=0), Ray Train's local mode, is not supported: to train in this "
@@ -120,9 +117,7 @@ def _bundle(config: ScalingConfig) -> dict[str, float]:
     for name, amount in bundle.items():
         _check_amount(name, amount)
     if not config.use_gpu and bundle.get("GPU"):
-        raise ValueError(
-            f"resources_per_worker asks for {bundle['GPU']:g} GPU, but use_gpu is False; set use_gpu=True"
-        )
+        raise ValueError(f"resources_per_worker asks for {bundle['GPU']:g} GPU, but use_gpu is False; set use_gpu=True")
     if config.use_gpu and not bundle["GPU"]:
         raise ValueError("use_gpu is True, but resources_per_worker gives a worker 0 GPU; set use_gpu=False")
     bundle = {name: float(amount) for name, amount in bundle.items() if amount}
@@ -194,9 +189,7 @@ def read_run(config: RunConfig | None) -> Run:
     _check_failures(failures)
     keep = checkpoints.num_to_keep
     if keep is not None and not (_is_int(keep) and keep >= 1):
-        raise ValueError(
-            f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}"
-        )
+        raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
     return Run(
         name=_job_name(config.name),
         storage_path=str(config.storage_path),
@@ -213,8 +206,7 @@ def read_run(config: RunConfig | None) -> Run:
 def _check_failures(config: FailureConfig) -> None:
     if not _is_int(config.max_failures) or config.max_failures < -1:
         raise ValueError(
-            "FailureConfig(max_failures) must be a whole number from -1 (no limit), but got "
-            f"{config.max_failures!r}"
+            f"FailureConfig(max_failures) must be a whole number from -1 (no limit), but got {config.max_failures!r}"
         )
     if config.controller_failure_limit not in (-1, 0):
         raise ValueError(

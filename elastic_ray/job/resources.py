@@ -56,9 +56,7 @@ def workers_on(node: Node, bundle: Resources) -> int:
 def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
     if not nodes:
         return "the cluster has no living node; start one with `ray start`"
-    have = sorted(
-        {f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels}
-    )
+    have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})
     return (
         f"no node has the labels {dict(label_selector)}; there are "
         f"{', '.join(have) or 'none of these keys'}. Change ScalingConfig(label_selector) or start nodes "

@@ -58,6 +58,4 @@ class JobSpec:
                 f"{self.max_workers}"
             )
         if not self.bundle or not all(amount > 0 for amount in self.bundle.values()):
-            raise ValueError(
-                f"bundle must name at least one resource, all above 0, but got {dict(self.bundle)}"
-            )
+            raise ValueError(f"bundle must name at least one resource, all above 0, but got {dict(self.bundle)}")

@@ -12,9 +12,7 @@ from placement.policies.base import Policy, Target
 from placement.policies.fixed import FixedPolicy
 from placement.policies.goodput import GoodputPolicy
 
-POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
-    {"goodput": GoodputPolicy, "fixed": FixedPolicy}
-)
+POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType({"goodput": GoodputPolicy, "fixed": FixedPolicy})
 """Registered policies; the contract tests run over all of them."""
 
 
@@ -27,9 +25,7 @@ def make_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
-            raise ValueError(
-                f"policy must be one of {', '.join(sorted(POLICIES))}, or a Policy, but got {policy!r}"
-            )
+            raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, or a Policy, but got {policy!r}")
         return POLICIES[policy]()
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must have a name and decide(jobs, cluster, now_s), but got {policy!r}")

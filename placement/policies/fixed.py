@@ -25,9 +25,7 @@ class FixedPolicy:
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
-            raise ValueError(
-                f"workers must be 1 or more, or None for each job's maximum, but got {self.workers}"
-            )
+            raise ValueError(f"workers must be 1 or more, or None for each job's maximum, but got {self.workers}")
 
     @property
     def name(self) -> str:
@@ -49,7 +47,5 @@ class FixedPolicy:
             more = min(wanted - workers, int(admission.room.slots(view).sum()))
             if more > 0 and admission.room.add(view, more):
                 workers += more
-            targets[view.job] = Target(
-                workers=workers, reason=f"fixed: {workers} of {wanted} wanted workers fit"
-            )
+            targets[view.job] = Target(workers=workers, reason=f"fixed: {workers} of {wanted} wanted workers fit")
         return targets

@@ -61,9 +61,7 @@ class GoodputPolicy:
         """See ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"goodput: {why}") for job, why in admission.waiting.items()}
-        growing = {
-            view.job: view for view in sorted(jobs, key=lambda v: v.arrival) if _may_grow(view, admission)
-        }
+        growing = {view.job: view for view in sorted(jobs, key=lambda v: v.arrival) if _may_grow(view, admission)}
         curves = _curves(growing, cluster)
         present = {job: min(view.workers, len(curves[job]) - 1) for job, view in growing.items()}
         counts = self._settle(growing, curves, present, admission)
@@ -144,11 +142,7 @@ class GoodputPolicy:
         elif before == 0:
             text = f"starts with {workers} workers, speed {curve[workers]:.2f}"
         else:
-            old = (
-                f"{curve[before]:.2f} to {curve[workers]:.2f}"
-                if before < len(curve)
-                else f"to {curve[workers]:.2f}"
-            )
+            old = f"{curve[before]:.2f} to {curve[workers]:.2f}" if before < len(curve) else f"to {curve[workers]:.2f}"
             text = f"{before} -> {workers} workers change its speed from {old}"
         if workers + 1 < len(curve):
             text += f", one more would add {curve[workers + 1] - curve[workers]:.2f}"

@@ -64,9 +64,7 @@ def norms(model: nn.Module, replicas: int, micro: int, precond: Tensor | None) -
 
 @pytest.mark.parametrize("preconditioned", [False, True])
 @pytest.mark.parametrize("replicas, micro", [(8, 1), (4, 2), (2, 4)])
-def test_replicas_times_micro_batches_equal_one_process(
-    replicas: int, micro: int, preconditioned: bool
-) -> None:
+def test_replicas_times_micro_batches_equal_one_process(replicas: int, micro: int, preconditioned: bool) -> None:
     model = net()
     precond = None
     if preconditioned:
@@ -75,8 +73,7 @@ def test_replicas_times_micro_batches_equal_one_process(
     for got, want in zip(spread, alone, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=0)
     several, one = (
-        estimate(mean_sq_norm=float(a), sq_norm_of_mean=float(b), samples=8, scale=2.0)
-        for a, b in (spread, alone)
+        estimate(mean_sq_norm=float(a), sq_norm_of_mean=float(b), samples=8, scale=2.0) for a, b in (spread, alone)
     )
     assert several.sqr == pytest.approx(one.sqr, rel=1e-3)
     assert several.var == pytest.approx(one.var, rel=1e-3)

@@ -24,18 +24,14 @@ from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
 # A pass costs 10 ms and 0.1 ms per sample, synchronisation 5 ms.
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
 NOISY = NoiseScale(sqr=1.0, var=20.0)
-ADAPTIVE = BatchLimits(
-    init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(16, 512), gradient_accumulation=True
-)
+ADAPTIVE = BatchLimits(init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(16, 512), gradient_accumulation=True)
 
 
 def choice(atomic_bsz: int, accum_steps: int = 0) -> BatchChoice:
     return BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
 
 
-def measure(
-    tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 20, slow: float = 1.0
-) -> None:
+def measure(tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 20, slow: float = 1.0) -> None:
     tuner.observe(
         nodes=1,
         replicas=replicas,
@@ -167,9 +163,7 @@ def test_a_fixed_batch_stays_when_a_larger_one_would_be_better() -> None:
 
 def test_out_of_memory_halves_the_bound_and_accumulates_instead() -> None:
     tuner = tuner_at(choice(512))
-    assert (
-        tuner.out_of_memory(512) == "a worker ran out of memory with 512 samples; the local bound is now 256"
-    )
+    assert tuner.out_of_memory(512) == "a worker ran out of memory with 512 samples; the local bound is now 256"
     assert tuner.out_of_memory(512).endswith("the local bound is 256 already")  # another worker, same failure
     decision = tuner.decide(1, 1, choice(512))
     assert decision.changed
@@ -211,9 +205,7 @@ def test_out_of_memory_ends_at_the_lower_bound(limits: BatchLimits) -> None:
         assert tuner.upper is not None
         assert lowest <= tuner.upper < failing
         failing = tuner.upper
-    with pytest.raises(
-        BatchDoesNotFitError, match=f"with {lowest} samples, the smallest local batch allowed"
-    ):
+    with pytest.raises(BatchDoesNotFitError, match=f"with {lowest} samples, the smallest local batch allowed"):
         tuner.out_of_memory(failing)
 
 

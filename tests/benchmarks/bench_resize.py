@@ -45,9 +45,7 @@ def main() -> None:
         excesses.extend([] if ours is None or budget is None else [ours / budget])
     bars = [
         bar("pause, times shorter than Ray Train", value=min(ratios, default=None), limit=30, at_least=True),
-        bar(
-            "pause / (2 steps + state broadcast)", value=max(excesses, default=None), limit=1, at_least=False
-        ),
+        bar("pause / (2 steps + state broadcast)", value=max(excesses, default=None), limit=1, at_least=False),
     ]
     finish("resize: every event", rows=[outcome.row() for outcome in outcomes], bars=[])
     finish("resize", rows=rows, bars=bars)

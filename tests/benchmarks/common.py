@@ -194,9 +194,7 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def print_json(
-    benchmark: str, *, rows: Sequence[Mapping[str, Any]], bars: Sequence[Mapping[str, Any]]
-) -> None:
+def print_json(benchmark: str, *, rows: Sequence[Mapping[str, Any]], bars: Sequence[Mapping[str, Any]]) -> None:
     """The whole result as one line, for whoever collects results."""
     machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "time_s": round(time.time())}
     print(json.dumps({"benchmark": benchmark, "rows": rows, "bars": bars, "machine": machine}), flush=True)
@@ -233,9 +231,7 @@ def median(values: Iterable[float]) -> float | None:
 
 def side_parser(description: str, *, sides: bool = True) -> argparse.ArgumentParser:
     """The options that benchmarks share; ``sides`` for those that compare with Ray Train."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short repetition: shows that it runs")
     if sides:
         parser.add_argument("--side", choices=("both", "ray-train", "elastic-ray"), default="both")

@@ -33,9 +33,7 @@ def train_loop(config: dict[str, Any]) -> None:
     )
     log = StepLog(Path(config["log"]))
     with Path(config["members"]).open("a") as file:
-        file.write(
-            f"{time.time():.6f} {world} {rank} {os.getpid()} {ray.get_runtime_context().get_node_id()}\n"
-        )
+        file.write(f"{time.time():.6f} {world} {rank} {os.getpid()} {ray.get_runtime_context().get_node_id()}\n")
     while True:
         for x, y in batches:
             optimizer.zero_grad()

@@ -50,9 +50,7 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def cluster(
-    *, nodes: int, slots: int = 1, fast_health_check: bool = False
-) -> Iterator[tuple[LocalCluster, list[Any]]]:
+def cluster(*, nodes: int, slots: int = 1, fast_health_check: bool = False) -> Iterator[tuple[LocalCluster, list[Any]]]:
     """A head without room for workers, and ``nodes`` nodes for ``slots`` each; Ray's own health checks."""
     head: dict[str, Any] = {"num_cpus": 4}
     if not fast_health_check:
@@ -76,9 +74,7 @@ def job(kind: type[Job], *, workers: tuple[int, int]) -> Iterator[Job]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def settle(
-    running: Job, *, world: int, steps: int = STEPS_BEFORE, timeout_s: float = START_TIMEOUT_S
-) -> None:
+def settle(running: Job, *, world: int, steps: int = STEPS_BEFORE, timeout_s: float = START_TIMEOUT_S) -> None:
     """Wait until the job has trained some steps in a group of ``world``.
 
     Raises:
@@ -88,9 +84,7 @@ def settle(
     if not running.log.wait_for(world=world, steps=steps, since_s=since, timeout_s=timeout_s):
         running.check()
         last = running.log.read()[-1:]
-        raise TimeoutError(
-            f"{running.name}: no {steps} steps with {world} workers in {timeout_s:g} s; last: {last}"
-        )
+        raise TimeoutError(f"{running.name}: no {steps} steps with {world} workers in {timeout_s:g} s; last: {last}")
 
 
 def observe(
@@ -109,15 +103,15 @@ def observe(
 
 
 def resize_ray_train() -> list[Outcome]:
-    """Ray Train follows the cluster: it grows when nodes come and shrinks when one is drained."""
+    """Ray Train follows the cluster: it grows when nodes come and shrinks when one is drained and taken away."""
     with cluster(nodes=1) as (local, _), job(RayTrainJob, workers=(1, 4)) as running:
         settle(running, world=1)
         outcomes = [observe(running, lambda: _add(local, 1), event="1->2", world=2)]
         settle(running, world=2)
         outcomes.append(observe(running, lambda: [_add(local, 1) for _ in range(2)], event="2->4", world=4))
         settle(running, world=4)
-        leaver = running.nodes()[3]
-        outcomes.append(observe(running, lambda: drain(leaver), event="4->3", world=3))
+        leaver = next(node for node in local.added if node.node_id == running.nodes()[3])
+        outcomes.append(observe(running, lambda: _retire(local, leaver), event="4->3", world=3))
         return outcomes
 
 
@@ -170,24 +164,25 @@ def _add(local: LocalCluster, slots: int) -> Any:
     return local.add_node(num_cpus=slots, resources={"slot": slots})
 
 
-def drain(node_id: str) -> None:
-    """Announce that a node goes away in 30 s, as a cloud or an administrator does."""
+def _retire(local: LocalCluster, node: Any, *, notice_s: float = 5.0) -> None:
+    """Announce that a node goes away and take it away when it said so, as a cloud or an administrator does."""
     import ray
     from ray.core.generated import autoscaler_pb2
 
     gcs = ray._private.worker.global_worker.gcs_client
     reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-    accepted, why = gcs.drain_node(node_id, reason, "benchmark", int((time.time() + 30) * 1000))
+    deadline_ms = int((time.time() + notice_s) * 1000)
+    accepted, why = gcs.drain_node(node.node_id, reason, "benchmark", deadline_ms)
     if not accepted:
-        raise RuntimeError(f"Ray refused to drain node {node_id}: {why}")
+        raise RuntimeError(f"Ray refused to drain node {node.node_id}: {why}")
+    time.sleep(notice_s)
+    local.remove_node(node, abruptly=False)
 
 
 # -- running them --------------------------------------------------------------------------------------------
 
 
-def run_sides(
-    sides: Sequence[tuple[str, Callable[[], list[Outcome]]]], *, wanted: str, repeats: int
-) -> list[Outcome]:
+def run_sides(sides: Sequence[tuple[str, Callable[[], list[Outcome]]]], *, wanted: str, repeats: int) -> list[Outcome]:
     """Every wanted side ``repeats`` times, in turns, so that a slow spell falls on all of them."""
     outcomes: list[Outcome] = []
     failed = True

@@ -106,9 +106,7 @@ def test_every_kind_of_source(folder: Path, tmp_path: Path) -> None:
 
 
 def test_columns_and_transform(folder: Path) -> None:
-    dataset = ArrowDataset(
-        folder, columns=["number", "image"], transform=lambda row: row["image"] + row["number"]
-    )
+    dataset = ArrowDataset(folder, columns=["number", "image"], transform=lambda row: row["image"] + row["number"])
     np.testing.assert_array_equal(dataset[2], [4, 6, 8])
     assert dataset.columns == ("number", "image")
 
@@ -149,16 +147,11 @@ def test_each_row_exactly_once_while_the_group_changes(folder: Path) -> None:
     while position < ROWS:
         if can_switch(position=position, total=ROWS, world_size=(wanted := dice.randint(1, 6))):
             world = wanted
-        count = step_size(
-            position=position, total=ROWS, batch_size=world + dice.randint(0, 40), world_size=world
-        )
+        count = step_size(position=position, total=ROWS, batch_size=world + dice.randint(0, 40), world_size=world)
         step = np.sort(order[position : position + count])
         shares = [rank_indices(step, rank=rank, world_size=world, micro_steps=2) for rank in range(world)]
         got = [
-            int(row["number"])
-            for share in shares
-            for micro in share
-            for row in dataset.__getitems__(micro.tolist())
+            int(row["number"]) for share in shares for micro in share for row in dataset.__getitems__(micro.tolist())
         ]
         if dice.random() < 0.2:
             continue  # the step failed and is drawn again

@@ -58,9 +58,7 @@ class Dice(Sampler[int]):
 SAMPLERS = {
     "random": lambda: RandomSampler(DATASET),
     "replacement": lambda: RandomSampler(DATASET, replacement=True, num_samples=100),
-    "own generator": lambda: RandomSampler(
-        DATASET, generator=torch.Generator().manual_seed(random.randrange(99))
-    ),
+    "own generator": lambda: RandomSampler(DATASET, generator=torch.Generator().manual_seed(random.randrange(99))),
     "weighted": lambda: WeightedRandomSampler(torch.arange(40).double(), 60),
     "subset": lambda: SubsetRandomSampler(range(5, 25)),
     "dice": Dice,

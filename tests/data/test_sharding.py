@@ -19,9 +19,7 @@ from elastic_ray.data.sharding import (
 )
 
 worlds = st.integers(1, 8)
-attempts = st.lists(
-    st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.booleans()), min_size=1, max_size=60
-)
+attempts = st.lists(st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.booleans()), min_size=1, max_size=60)
 
 
 @settings(max_examples=300, deadline=None)
@@ -37,9 +35,7 @@ def test_each_sample_exactly_once_under_any_schedule(
         if can_switch(position=position, total=total, world_size=wanted):
             world = wanted
         batch_size = world + extra
-        count = step_size(
-            position=position, total=total, batch_size=batch_size, world_size=world, drop_last=drop_last
-        )
+        count = step_size(position=position, total=total, batch_size=batch_size, world_size=world, drop_last=drop_last)
         if count == 0:
             break
         assert world <= count <= batch_size + world - 1
@@ -90,9 +86,7 @@ def test_a_fixed_group_ends_every_epoch_it_can_start(world: int, batch: int, tot
 )
 def test_step_sizes(total: int, batch: int, world: int, drop_last: bool, sizes: list[int]) -> None:
     got, position = [], 0
-    while count := step_size(
-        position=position, total=total, batch_size=batch, world_size=world, drop_last=drop_last
-    ):
+    while count := step_size(position=position, total=total, batch_size=batch, world_size=world, drop_last=drop_last):
         got.append(count)
         position += count
     assert got == sizes

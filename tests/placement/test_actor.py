@@ -212,9 +212,7 @@ def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
 def test_impossible_jobs_are_told(jobs: Jobs) -> None:
     jobs.start("a", bundle={"CPU": 64.0})
     wait_until(lambda: bool(ray.get(jobs.handles["a"].state.remote())[2]), "told that it cannot run")
-    assert (
-        "one worker needs 64 CPU, but the largest node has 4" in ray.get(jobs.handles["a"].state.remote())[2]
-    )
+    assert "one worker needs 64 CPU, but the largest node has 4" in ray.get(jobs.handles["a"].state.remote())[2]
 
 
 def test_groups_are_pinned_pend_and_can_be_withdrawn() -> None:

@@ -150,9 +150,7 @@ def test_silent_jobs_are_dropped_and_others_grow() -> None:
         world.beat("a", 1.0)
         world.send(Tick(), 0.0)
     assert world.sizes() == {"a": 8}
-    assert "no heartbeat for" in next(
-        record.reason for record in world.core.log if record.trigger == "silence"
-    )
+    assert "no heartbeat for" in next(record.reason for record in world.core.log if record.trigger == "silence")
 
 
 def test_a_restarted_allocator_shuffles_nobody() -> None:

@@ -31,9 +31,7 @@ def observe(
 ) -> list[Observation]:
     rng = np.random.default_rng(0)
     return [
-        Observation(
-            *c, model.step_time(*c) * math.exp(noise * rng.normal()), model.grad_time(c[2]) if grad else 0.0
-        )
+        Observation(*c, model.step_time(*c) * math.exp(noise * rng.normal()), model.grad_time(c[2]) if grad else 0.0)
         for c in configs
     ]
 
@@ -136,9 +134,7 @@ def test_counts_weigh() -> None:
 )
 def test_fit_takes_whatever_is_valid(observations: list[Observation]) -> None:
     model = fit(observations)
-    assert all(
-        math.isfinite(model.step_time(o.nodes, o.replicas, o.atomic_bsz, o.accum_steps)) for o in observations
-    )
+    assert all(math.isfinite(model.step_time(o.nodes, o.replicas, o.atomic_bsz, o.accum_steps)) for o in observations)
 
 
 def test_identical_observations_are_one() -> None:

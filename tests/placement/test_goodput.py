@@ -210,9 +210,7 @@ def test_best_with_many_small_micro_steps() -> None:
         noise = NoiseScale(1.0, math.exp(rng.uniform(-5, 7)))
         model = GoodputModel(ThroughputModel(*times, rng.uniform(1, 10)), noise, init)
         limit, bounds = int(init * rng.uniform(1, 40)), (low, low + int(rng.integers(0, 4)))
-        found, _, _ = model.best(
-            1, replicas, max_batch_size=limit, atomic_bsz_range=bounds, accumulation=True
-        )
+        found, _, _ = model.best(1, replicas, max_batch_size=limit, atomic_bsz_range=bounds, accumulation=True)
         assert found >= 0.98 * exhaustive(model, 1, replicas, limit, bounds, True)
 
 

@@ -28,9 +28,7 @@ def test_jobs_that_span_nodes_keep_apart_where_they_can() -> None:
     jobs = [view("a", max_workers=6), view("b", max_workers=6)]
     placed = pack({"a": 5, "b": 5}, jobs, cluster(4, 4, 4, 4)).allocation
     assert not set(placed["a"]) & set(placed["b"])
-    crowded = pack(
-        {"a": 5, "b": 5}, jobs, cluster(4, 4, 2)
-    ).allocation  # a preference only: nobody is left out
+    crowded = pack({"a": 5, "b": 5}, jobs, cluster(4, 4, 2)).allocation  # a preference only: nobody is left out
     assert sum(crowded["a"].values()) == sum(crowded["b"].values()) == 5
 
 
@@ -56,9 +54,7 @@ def test_scattered_room_is_gathered_for_a_large_bundle() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     cpus=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    jobs=st.lists(
-        st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(0, 6), st.integers(1, 2)), max_size=6
-    ),
+    jobs=st.lists(st.tuples(st.sampled_from([0.5, 1.0, 3.0]), st.integers(0, 6), st.integers(1, 2)), max_size=6),
     has=st.lists(st.integers(0, 3), min_size=6, max_size=6),
 )
 def test_never_over_capacity_and_every_worker_placed_or_counted(

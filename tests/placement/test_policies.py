@@ -72,9 +72,7 @@ def test_the_order_of_the_jobs_does_not_matter(name: str, views: list[JobView], 
 @contract
 @settings(max_examples=80, deadline=None)
 @given(views=job_views(sizes=(1.0, 2.0)), nodes=clusters, newcomer=job_views())
-def test_equal_input_changes_nothing(
-    name: str, views: list[JobView], nodes: Cluster, newcomer: list[JobView]
-) -> None:
+def test_equal_input_changes_nothing(name: str, views: list[JobView], nodes: Cluster, newcomer: list[JobView]) -> None:
     policy = make_policy(name)
     first = carried_out(policy, views, nodes)
     more = first + [dataclasses.replace(v, job=f"new-{v.job}", submitted_s=9.0) for v in newcomer]

@@ -57,9 +57,7 @@ class PlayController:
         return self.renewals
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        return tuple(
-            WorkerInfo(rank=r, node="n", pid=1, generation=1, worker=f"w{r}") for r in range(self._workers)
-        )
+        return tuple(WorkerInfo(rank=r, node="n", pid=1, generation=1, worker=f"w{r}") for r in range(self._workers))
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
         return tuple(self._events[since:])
@@ -209,9 +207,7 @@ def test_a_lost_controller_is_named_with_the_last_state(make: Any) -> None:
     assert handle.events() == ()
 
 
-@pytest.mark.parametrize(
-    "workers, error", [(0, ValueError), (5, ValueError), (2.0, TypeError), (True, TypeError)]
-)
+@pytest.mark.parametrize("workers, error", [(0, ValueError), (5, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_sizes_out_of_range_are_refused(make: Any, workers: Any, error: Any) -> None:
     with pytest.raises(error, match="but got"):
         make().submit().resize(workers)

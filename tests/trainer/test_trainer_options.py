@@ -184,9 +184,7 @@ def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
 def test_wrong_types_are_named() -> None:
     import ray.tune
 
-    with pytest.raises(
-        TypeError, match=r"scaling_config must be a ray.train.ScalingConfig, but got a builtins.dict"
-    ):
+    with pytest.raises(TypeError, match=r"scaling_config must be a ray.train.ScalingConfig, but got a builtins.dict"):
         read_scaling({"num_workers": 2})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"run_config must be a ray.train.RunConfig, but got a .*RunConfig"):
         read_run(ray.tune.RunConfig())  # type: ignore[arg-type]

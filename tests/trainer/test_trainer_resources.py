@@ -42,9 +42,7 @@ def test_the_missing_resource_is_named(
     "bundle, workers, labels",
     [({"CPU": 1}, 10, {}), ({"GPU": 0.1}, 20, {}), ({"CPU": 8}, 1, {}), ({"GPU": 1}, 2, {"zone": "x"})],
 )
-def test_what_fits_exactly_is_possible(
-    bundle: dict[str, float], workers: int, labels: dict[str, str]
-) -> None:
+def test_what_fits_exactly_is_possible(bundle: dict[str, float], workers: int, labels: dict[str, str]) -> None:
     assert impossible(bundle, workers, labels, NODES) is None
 
 

@@ -49,9 +49,7 @@ def event(step: int) -> JobEvent:
 
 
 def names(storage: RunStorage) -> list[str]:
-    return sorted(
-        Path(i.path).name for i in storage.filesystem.get_file_info(pyarrow.fs.FileSelector(storage.path))
-    )
+    return sorted(Path(i.path).name for i in storage.filesystem.get_file_info(pyarrow.fs.FileSelector(storage.path)))
 
 
 def test_events_come_back_and_survive_a_second_writer(storage: RunStorage) -> None:
@@ -71,9 +69,7 @@ def test_a_torn_last_line_is_left_out(storage: RunStorage) -> None:
 
 
 def test_a_checkpoint_is_copied_with_its_progress(storage: RunStorage, source: Path) -> None:
-    kept = storage.persist_checkpoint(
-        source, 7, progress={"epoch": 2, "loops": [[5, False]]}, metrics={"loss": 0.5}
-    )
+    kept = storage.persist_checkpoint(source, 7, progress={"epoch": 2, "loops": [[5, False]]}, metrics={"loss": 0.5})
     assert kept.path == f"{storage.path}/checkpoint_000007"
     with kept.as_directory() as directory:
         assert (Path(directory) / "deep" / "opt.pt").read_bytes() == b"moments"

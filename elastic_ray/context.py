@@ -1,0 +1,149 @@
+"""What a train loop calls: its session, its place in the job, reports, epochs (the public functions of the loop)."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+    from elastic_ray.session import Session
+
+logger = logging.getLogger(__name__)
+
+_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
+
+
+def current_session() -> Session:
+    """The session of the train loop that runs in this thread.
+
+    Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
+    the environment describes.
+    """
+    session = _session.get()
+    if session is None:
+        from elastic_ray.standalone import standalone_session
+
+        session = standalone_session()
+        _session.set(session)
+    return session
+
+
+def set_session(session: Session | None) -> None:
+    """Set (or forget) the session of this thread's train loop."""
+    _session.set(session)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ElasticContext:
+    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for."""
+
+    _session: Session
+
+    def get_world_size(self) -> int:
+        """Number of workers of the present generation."""
+        return self._session.world_size
+
+    def get_world_rank(self) -> int:
+        """Rank of this worker, from 0."""
+        return self._session.rank
+
+    def get_local_rank(self) -> int:
+        """Rank of this worker among those on its node."""
+        return self._session.plan.local_rank_of(self._session.worker) if self._session.synced else 0
+
+    def get_local_world_size(self) -> int:
+        """Workers of the present generation on this worker's node."""
+        if not self._session.synced:
+            return 1
+        plan, rank = self._session.plan, self._session.rank
+        return sum(1 for member in plan.members if member.node == plan.members[rank].node)
+
+    def get_node_rank(self) -> int:
+        """Index of this worker's node in the job."""
+        return self._session.plan.node_rank_of(self._session.worker) if self._session.synced else 0
+
+    def get_generation(self) -> int:
+        """Number of the present generation: how often the group has changed, 0 before the first."""
+        return self._session.membership.generation
+
+    def get_job_name(self) -> str:
+        """Name of the job."""
+        return self._session.job
+
+    def get_experiment_name(self) -> str:
+        """Name of the job (the name that Ray Train uses)."""
+        return self._session.job
+
+    def get_global_step(self) -> int:
+        """Optimizer steps committed so far."""
+        return self._session.progress.steps
+
+
+def get_context() -> ElasticContext:
+    """Where this worker stands in its job."""
+    return ElasticContext(current_session())
+
+
+def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
+    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+
+    Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
+    stored. The call returns when rank 0's files have been copied to the run's storage.
+
+    Raises:
+        TypeError: ``metrics`` is no mapping.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
+    session = current_session()
+    session.progress.reports += 1
+    if session.rank == 0:
+        progress = session.progress
+        session.link.report(dict(metrics), checkpoint, progress.resume_point(), progress.reports)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The checkpoint to start from: the latest reported one when a job restarts, None otherwise.
+
+    Workers that join a running job get their state from the others and need none.
+    """
+    checkpoint: Checkpoint | None = current_session().checkpoint
+    return checkpoint
+
+
+def remaining_epochs_until(epochs: int) -> Iterator[int]:
+    """The epochs still to train, from the present one on; for a worker that joins, from where the others are.
+
+    Args:
+        epochs: number of epochs in all; 0 or more.
+
+    Raises:
+        TypeError: ``epochs`` is no integer.
+        ValueError: ``epochs`` is negative.
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int):
+        raise TypeError(f"epochs must be an integer, but got {epochs!r}")
+    if epochs < 0:
+        raise ValueError(f"epochs must be 0 or more, but got {epochs}")
+    return _epochs(current_session(), epochs)
+
+
+def _epochs(session: Session, epochs: int) -> Iterator[int]:
+    session.in_epochs = True
+    session.sync_point()
+    session.progress.epochs = epochs
+    while session.progress.epoch < epochs:
+        session.begin_epoch()
+        yield session.progress.epoch
+        session.end_epoch()
+    session.begin_epoch()
+
+
+def current_epoch() -> int:
+    """The epoch in progress, from 0."""
+    return current_session().progress.epoch

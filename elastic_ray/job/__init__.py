@@ -1,0 +1,1 @@
+"""Shells: the detached job controller, the worker actor, warm workers."""

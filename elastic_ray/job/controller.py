@@ -1,0 +1,514 @@
+"""SHELL: the job's controller, a detached actor: gathers what happens, asks the pure parts, carries out the answer.
+
+It owns the workers, their placement groups and the rendezvous store, so that all of them end with it, however it
+ends. The driver holds a lease on it; without renewals it ends the job and itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
+from elastic_ray.errors import WorkersLostError
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job.crew import Crew
+from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.messages import (
+    Assignment,
+    Beat,
+    RunResult,
+    WorkerCouldNotForm,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerSwitched,
+)
+from elastic_ray.job.pulse import Pulse
+from elastic_ray.job.record import JobRecord
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.link import StepReport
+from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.plan import Cancel, SetBatch, Stop
+from elastic_ray.membership.rendezvous import StoreAddress, open_store
+from elastic_ray.membership.signals import (
+    AllLost,
+    Announce,
+    Complete,
+    Finished,
+    Instruction,
+    Launch,
+    Left,
+    Lost,
+    Note,
+    PrepareFailed,
+    Ready,
+    Release,
+    Rerun,
+    Reserve,
+    StepFailed,
+    Stimulus,
+    Switched,
+    Target,
+    Tick,
+    Withdraw,
+)
+from elastic_ray.storage import RunStorage
+from placement.actor import NAMESPACE, get_or_create_allocator
+from placement.jobs import JobView
+
+logger = logging.getLogger("elastic_ray.job")
+
+_TICK_S = 0.1
+_HEARTBEAT_S = 1.0
+_STOP_GRACE_S = 10.0
+_WARM_UP_AFTER_S = 2.0
+
+
+def start(spec: JobSpec) -> Any:
+    """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
+    actor: Any = ray.remote(JobController)
+    return actor.options(
+        name=f"job:{spec.job}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=1000,
+        scheduling_strategy="DEFAULT",
+    ).remote(spec)
+
+
+class JobController:
+    """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logging.getLogger("elastic_ray").setLevel(spec.log_level)
+        elastic = spec.elastic
+        self._spec = spec
+        self._handle = ray.get_runtime_context().current_actor
+        self._machine = JobMembership(
+            MembershipConfig(
+                min_workers=spec.min_workers,
+                reserve_timeout_s=elastic.reserve_timeout_s,
+                join_timeout_s=elastic.join_timeout_s,
+                switch_timeout_s=elastic.switch_timeout_s,
+            )
+        )
+        self._crew = Crew(spec, self._handle, self._take, self._on_result)
+        self._desk = BatchDesk(fixed=elastic.fixed_batch)
+        self._pulse = Pulse(elastic.heartbeat_timeout_s)
+        self._record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
+        self._submitted_s = time.time()
+        self._lease_until = time.monotonic() + elastic.lease_s
+        self._held_at: int | None = None
+        self._failures = 0
+        self._most_workers = 0
+        self._resize_cost_s = 0.2
+        self._settled_s = time.monotonic()
+        self._stopping_since: float | None = None
+        self._heartbeat_due_s = 0.0
+        self._allocator: Any = None
+        self._store: Any = None
+        self._address: StoreAddress | None = None
+        self._launches: list[Launch] = []
+        self._return_value: Any = None
+        self._closed = asyncio.Event()
+        self._side_tasks: set[asyncio.Task[Any]] = set()
+        self._main = asyncio.get_event_loop().create_task(self._run())
+
+    # -- for drivers -------------------------------------------------------------------------------------------
+
+    async def renew_lease(self) -> JobStatus:
+        """The driver lives."""
+        self._lease_until = time.monotonic() + self._spec.elastic.lease_s
+        return self._status()
+
+    async def status(self) -> JobStatus:
+        """The job now."""
+        return self._status()
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        """Members of the present generation, by rank."""
+        plan = self._machine.current
+        if plan is None or self._record.phase.ended:
+            return ()
+        return tuple(
+            WorkerInfo(
+                rank=rank,
+                node=member.node,
+                pid=self._crew.facts[member.worker].pid,
+                generation=plan.generation,
+                worker=member.worker,
+            )
+            for rank, member in enumerate(plan.members)
+            if member.worker in self._crew.facts
+        )
+
+    async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
+        """All events from number ``since`` on."""
+        return tuple(self._record.events[since:])
+
+    async def resize(self, workers: int) -> None:
+        """Hold the job at this many workers.
+
+        Raises:
+            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        """
+        most = self._max_workers()
+        if not self._spec.min_workers <= workers <= most:
+            raise ValueError(
+                f"workers must be between {self._spec.min_workers} and {most} for job {self._spec.job}, "
+                f"but got {workers}" + ("" if workers > self._spec.max_workers else self._loader_limit())
+            )
+        self._held_at = workers
+        self._heartbeat_due_s = 0.0
+
+    def _loader_limit(self) -> str:
+        loader = self._desk.loader
+        return f"; its loader has work for {loader.max_workers} (batch size and dataset)" if loader else ""
+
+    async def release(self) -> None:
+        """Leave the job's size to the allocator again."""
+        self._held_at = None
+        self._heartbeat_due_s = 0.0
+
+    async def stop(self) -> None:
+        """End the job after the step in progress."""
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+            members = self._machine.members()
+            self._crew.post([member.worker for member in members], Stop())
+            if not members:
+                self._finish(JobPhase.STOPPED)
+
+    async def outcome(self) -> JobOutcome | None:
+        """How the job ended; None while it has not."""
+        return self._record.outcome()
+
+    async def close(self) -> None:
+        """The driver has all it wants of an ended job."""
+        self._closed.set()
+
+    # -- for the allocator -------------------------------------------------------------------------------------
+
+    async def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+        """The allocator's decision for this job."""
+        if not self._record.phase.ended and self._stopping_since is None:
+            self._take(Target(nodes=nodes, reason=reason))
+
+    # -- for workers -------------------------------------------------------------------------------------------
+
+    async def push(self, worker: str, message: WorkerMessage) -> None:
+        """A worker's message."""
+        self._pulse.heard(worker)
+        match message:
+            case Beat(report=report):
+                if report is not None:
+                    self._observe(report)
+            case WorkerReady(loader=loader, has_state=has_state):
+                self._desk.open(loader)
+                self._take(Ready(worker=worker, has_state=has_state))
+            case WorkerFailed(generation=generation, cause=cause):
+                self._take(StepFailed(worker=worker, generation=generation, cause=cause))
+            case WorkerCouldNotForm(generation=generation, cause=cause):
+                self._take(PrepareFailed(worker=worker, generation=generation, cause=cause))
+            case WorkerSwitched(generation=generation, pause_s=pause_s):
+                self._take(Switched(worker=worker, generation=generation, pause_s=pause_s))
+            case WorkerOutOfMemory(atomic_bsz=atomic_bsz):
+                self._out_of_memory(worker, atomic_bsz)
+            case WorkerReport():
+                dropped = self._record.report(message)
+                if dropped:
+                    self._in_thread(self._record.delete_checkpoints, dropped)
+
+    def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
+        try:
+            reason = self._desk.out_of_memory(atomic_bsz)
+        except BatchDoesNotFitError as error:
+            self._finish(JobPhase.FAILED, error=error)
+            return
+        workers = self._machine.world_size
+        self._event(EventKind.OUT_OF_MEMORY, workers, workers, reason)
+        self._take(Rerun(worker=worker))
+
+    def _observe(self, report: StepReport) -> None:
+        before = self._desk.latest
+        self._desk.observe(report)
+        after = report.batch_size
+        if before is not None and after and before.batch_size and before.replicas == report.replicas:
+            changed = before.shape != report.shape and report.steps > 0
+            if changed and before.batch_size != after:
+                detail = {"from_batch_size": before.batch_size, "to_batch_size": after}
+                self._event(EventKind.BATCH, report.replicas, report.replicas, self._record.batch_reason, **detail)
+
+    def _on_result(self, worker: str, result: RunResult) -> None:
+        self._pulse.forget(worker)
+        match result.kind:
+            case "finished":
+                plan = self._machine.current
+                if plan is None or plan.rank_of(worker) == 0 or self._return_value is None:
+                    self._return_value = result.value
+                self._take(Finished(worker=worker))
+            case "left":
+                self._take(Left(worker=worker))
+            case "stopped":
+                self._finish(JobPhase.STOPPED)
+            case "lost":
+                self._take(Lost(worker=worker, cause=result.cause))
+            case _:
+                self._finish(JobPhase.FAILED, error=result.error)
+
+    # -- the machine -------------------------------------------------------------------------------------------
+
+    def _take(self, stimulus: Stimulus) -> None:
+        """Let the membership machine decide, and do what it says."""
+        if self._record.phase.ended:
+            return
+        for instruction in self._machine.handle(stimulus, time.monotonic()):
+            self._perform(instruction)
+
+    def _perform(self, instruction: Instruction) -> None:
+        match instruction:
+            case Reserve(worker=worker, node=node):
+                self._crew.reserve(worker, node)
+            case Launch():
+                self._launches.append(instruction)
+                self._launch_waiting()
+            case Release(worker=worker, kill=kill, reason=reason):
+                logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
+                self._pulse.forget(worker)
+                self._crew.release(worker, kill=kill)
+                self._heartbeat_due_s = 0.0
+            case Announce(plan=plan, to=to):
+                self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan)))
+            case Withdraw(generation=generation, to=to):
+                self._crew.post(to, Cancel(generation=generation))
+            case Note():
+                self._note(instruction)
+            case AllLost(reason=reason):
+                self._restart(reason)
+            case Complete():
+                self._finish(JobPhase.FINISHED)
+
+    def _launch_waiting(self) -> None:
+        if self._address is None:
+            return
+        if self._launches:
+            self._record.starting()
+        for launch in self._launches:
+            path, point = self._record.restart_point
+            self._pulse.forget(launch.worker)
+            self._crew.launch(
+                Assignment(
+                    worker=launch.worker,
+                    node=launch.node,
+                    store=self._address,
+                    checkpoint=path,
+                    resume_point=point,
+                )
+            )
+        self._launches.clear()
+
+    def _note(self, note: Note) -> None:
+        self._event(
+            note.kind,
+            note.from_workers,
+            note.to_workers,
+            note.reason,
+            pause_s=note.pause_s,
+            generation=note.generation,
+        )
+        if note.kind is EventKind.CANCELLED:
+            return
+        self._settled_s = time.monotonic()
+        self._record.phase = JobPhase.RUNNING
+        self._most_workers = max(self._most_workers, note.to_workers)
+        if note.kind is EventKind.RESIZE:
+            self._resize_cost_s += 0.3 * (note.pause_s - self._resize_cost_s)
+        self._heartbeat_due_s = 0.0
+
+    def _restart(self, reason: str) -> None:
+        self._failures += 1
+        limit = self._spec.max_failures
+        if 0 <= limit < self._failures:
+            self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, self._failures, limit, reason))
+            return
+        self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; restart from the last checkpoint")
+        self._record.phase = JobPhase.STARTING
+        for instruction in self._machine.reset():
+            self._perform(instruction)
+        self._heartbeat_due_s = 0.0
+
+    def _event(
+        self,
+        kind: EventKind,
+        before: int,
+        after: int,
+        reason: str,
+        *,
+        pause_s: float = 0.0,
+        generation: int = 0,
+        **detail: Any,
+    ) -> None:
+        event = JobEvent(
+            kind=kind,
+            time_s=time.time(),
+            from_workers=before,
+            to_workers=after,
+            reason=reason,
+            pause_s=pause_s,
+            generation=generation or self._machine.generation,
+            detail=detail,
+        )
+        logger.info(
+            "job %s: %s %d->%d workers, pause %.2f s (%s)",
+            self._spec.job,
+            kind.value,
+            before,
+            after,
+            pause_s,
+            reason,
+        )
+        self._record.event(event)
+        self._in_thread(self._record.write_events)
+
+    # -- the clock ---------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """The controller's life: until the job has ended and its driver has fetched the outcome, or is gone."""
+        try:
+            await self._open_store()
+            while not self._over():
+                await asyncio.sleep(_TICK_S)
+                if not self._record.phase.ended:
+                    await self._tick()
+        except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
+            logger.exception("job %s: its controller failed", self._spec.job)
+            self._finish(JobPhase.FAILED, error=error)
+            while not self._over():
+                await asyncio.sleep(_TICK_S)
+        if not self._record.phase.ended:
+            logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
+            self._finish(JobPhase.STOPPED)
+        await asyncio.sleep(0.2)  # let the last answers out
+        # exit_actor() raises an exception that only a task of Ray's own understands
+        ray.kill(self._handle)
+
+    def _over(self) -> bool:
+        return self._closed.is_set() or time.monotonic() > self._lease_until
+
+    async def _open_store(self) -> None:
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._store = await asyncio.to_thread(open_store, host)
+        self._address = StoreAddress(host=host, port=self._store.port)
+        self._launch_waiting()
+
+    async def _tick(self) -> None:
+        now_s = time.monotonic()
+        members = {m.worker for m in self._machine.members()}
+        for worker, silence_s in self._pulse.silent(now_s, members):
+            self._take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
+        self._take(Tick())
+        if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
+            self._finish(JobPhase.STOPPED)
+        snapshot = self._desk.due(now_s)
+        if snapshot is not None:
+            self._side(self._fit(snapshot))
+        if now_s - self._settled_s > _WARM_UP_AFTER_S and self._machine.current is not None:
+            self._crew.keep_warm({m.node for m in self._machine.current.members})
+        if now_s >= self._heartbeat_due_s:
+            self._heartbeat_due_s = now_s + _HEARTBEAT_S
+            self._side(self._heartbeat())
+
+    async def _fit(self, snapshot: Any) -> None:
+        model = await asyncio.to_thread(fit_snapshot, snapshot)
+        change = self._desk.fitted(model)
+        plan = self._machine.current
+        if change is not None and plan is not None and self._machine.in_flight is None:
+            choice, self._record.batch_reason = change
+            self._crew.post([plan.members[0].worker], SetBatch(batch=choice))
+
+    async def _heartbeat(self) -> None:
+        try:
+            if self._allocator is None:
+                self._allocator = await asyncio.to_thread(get_or_create_allocator)
+            await asyncio.wait_for(self._allocator.heartbeat.remote(self._view(), self._handle), 5.0)
+        except (RayError, asyncio.TimeoutError, ValueError) as error:
+            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)
+            self._allocator = None
+
+    def _view(self) -> JobView:
+        spec, loader, tuner = self._spec, self._desk.loader, self._desk.tuner
+        bounds = tuner.atomic_bsz_range if tuner is not None else None
+        return JobView(
+            job=spec.job,
+            bundle=spec.bundle,
+            min_workers=spec.min_workers,
+            max_workers=self._max_workers(),
+            submitted_s=self._submitted_s,
+            held_at=self._held_at,
+            allocation=self._crew.reserved(),
+            most_workers=self._most_workers,
+            goodput=self._desk.model,
+            init_batch_size=loader.limits.init_batch_size if loader else None,
+            max_batch_size=loader.limits.max_batch_size if loader else None,
+            atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
+            accumulation=loader.limits.gradient_accumulation if loader else False,
+            resize_cost_s=max(0.0, self._resize_cost_s),
+            label_selector=spec.label_selector,
+        )
+
+    def _max_workers(self) -> int:
+        loader = self._desk.loader
+        most = self._spec.max_workers if loader is None else min(self._spec.max_workers, loader.max_workers)
+        return max(self._spec.min_workers, most)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def _finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
+        if self._record.phase.ended:
+            return
+        workers = self._machine.world_size
+        reason = str(error).strip().split("\n", 1)[0] if error is not None else f"the job has {phase.value}"
+        self._event(EventKind.FINISHED, workers, 0, reason)
+        self._record.end(phase, error=error, return_value=self._return_value, message=reason)
+        self._crew.disband()
+        if self._allocator is not None:
+            self._allocator.ended.remote(self._spec.job)
+
+    def _status(self) -> JobStatus:
+        report, machine = self._desk.latest, self._machine
+        ended = self._record.phase.ended
+        return JobStatus(
+            job=self._spec.job,
+            phase=self._record.phase,
+            workers=0 if ended else machine.world_size,
+            target_workers=0 if ended else machine.target_workers,
+            generation=machine.generation,
+            epoch=report.epoch if report else 0,
+            epochs=report.epochs if report else None,
+            step=report.total_steps if report else 0,
+            batch_size=report.batch_size if report else 0,
+            throughput=self._desk.throughput,
+            goodput=self._desk.goodput(),
+            metrics=self._record.metrics,
+            message=self._record.message,
+        )
+
+    def _side(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._side_tasks.add(task)
+        task.add_done_callback(self._side_tasks.discard)
+
+    def _in_thread(self, function: Any, *arguments: Any) -> None:
+        self._side(asyncio.to_thread(function, *arguments))

@@ -1,0 +1,140 @@
+"""What workers tell their controller, and what they are started with: plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.config import ElasticConfig
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.rendezvous import StoreAddress
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSetup:
+    """What every worker process of a job is created with."""
+
+    job: str
+    train_loop: bytes
+    use_gpu: bool
+    cpus: float
+    storage_path: str
+    storage_filesystem: Any
+    elastic: ElasticConfig
+    log_level: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One run of the train function in a worker process.
+
+    Attributes:
+        worker: id of the worker for this run.
+        node: node id it runs on.
+        store: the job's rendezvous store.
+        checkpoint: path of the checkpoint to start from, None at the beginning.
+        resume_point: where that checkpoint stands.
+        gpu_ids: GPUs of its reservation; empty without CUDA.
+    """
+
+    worker: str
+    node: str
+    store: StoreAddress
+    checkpoint: str | None = None
+    resume_point: Mapping[str, Any] | None = None
+    gpu_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """A worker process, ready to be used."""
+
+    pid: int
+    cuda: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run of the train function ended.
+
+    Attributes:
+        kind: "finished", "left", "stopped", "error" (the user's) or "lost" (the group's).
+        value: what the train function returned.
+        error: the user's exception, wrapped.
+        cause: why a run was lost, as a sentence.
+        memory_bytes: resident memory of the process afterwards.
+        cuda_used: whether the process holds a CUDA context.
+    """
+
+    kind: str
+    value: Any = None
+    error: BaseException | None = None
+    cause: str = ""
+    memory_bytes: int = 0
+    cuda_used: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """It waits for its first generation."""
+
+    loader: LoaderInfo | None
+    has_state: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    """A collective failed on it."""
+
+    generation: int
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCouldNotForm:
+    """It could not form a group."""
+
+    generation: int
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSwitched:
+    """It has entered a generation."""
+
+    generation: int
+    pause_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOutOfMemory:
+    """It ran out of memory with this many samples at once, and starts over."""
+
+    atomic_bsz: int
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
+
+    Ray may deliver calls to an async actor out of order, hence the number.
+    """
+
+    index: int
+    metrics: Mapping[str, Any]
+    checkpoint: str | None
+    resume_point: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign of life; rank 0 adds its measurements."""
+
+    report: StepReport | None = None
+
+
+WorkerMessage = (
+    WorkerReady | WorkerFailed | WorkerCouldNotForm | WorkerSwitched | WorkerOutOfMemory | WorkerReport | Beat
+)

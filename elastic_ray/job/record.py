@@ -1,0 +1,94 @@
+"""A job's history as its controller keeps it: phase, events, reports, checkpoints, outcome."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase
+from elastic_ray.job.messages import WorkerReport
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.retention import CheckpointBook
+from elastic_ray.storage import RunStorage
+
+
+class JobRecord:
+    """See the module's text. Files are written by ``write_events`` and ``delete_checkpoints``, which may block."""
+
+    def __init__(self, spec: JobSpec, storage: RunStorage) -> None:
+        self._storage = storage
+        self._book = CheckpointBook(
+            num_to_keep=spec.num_to_keep,
+            score_attribute=spec.checkpoint_score_attribute,
+            score_order=spec.checkpoint_score_order,
+        )
+        self._reports: dict[int, WorkerReport] = {}
+        self._unwritten: list[str] = []
+        self._lock = threading.Lock()
+        self._outcome: JobOutcome | None = None
+        self._resume: Mapping[str, Any] | None = None
+        self.phase = JobPhase.WAITING
+        self.message = "waiting for resources"
+        self.events: list[JobEvent] = []
+        self.metrics: Mapping[str, Any] = {}
+        self.batch_reason = ""
+        for stored in storage.stored_checkpoints():  # an earlier run of this name
+            self._book.add(stored.path, stored.metrics)
+            self._resume = stored.progress
+
+    @property
+    def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
+        """Latest checkpoint and where it stands; (None, None) before the first."""
+        latest = self._book.latest
+        return (latest[0], self._resume) if latest is not None else (None, None)
+
+    def starting(self) -> None:
+        """Workers are being started."""
+        if self.phase is JobPhase.WAITING:
+            self.phase, self.message = JobPhase.STARTING, "workers are starting"
+
+    def event(self, event: JobEvent) -> None:
+        """Add an event."""
+        self.events.append(event)
+        self._unwritten.append(event.to_json())
+        if event.kind is EventKind.STARTED:
+            self.message = ""
+
+    def write_events(self) -> None:
+        """Write what is new to ``events.jsonl``."""
+        with self._lock:
+            lines, self._unwritten = self._unwritten, []
+            for line in lines:
+                self._storage.append_event(line)
+            self._storage.flush()
+
+    def report(self, report: WorkerReport) -> tuple[str, ...]:
+        """Take rank 0's report; returns the checkpoints that are not kept any more."""
+        self._reports[report.index] = report  # a restart repeats reports after its checkpoint: the later ones count
+        self.metrics = self._reports[max(self._reports)].metrics
+        if report.checkpoint is None:
+            return ()
+        self._resume = report.resume_point
+        return self._book.add(report.checkpoint, report.metrics)
+
+    def delete_checkpoints(self, paths: Iterable[str]) -> None:
+        """Delete checkpoints."""
+        for path in paths:
+            self._storage.delete_checkpoint(path)
+
+    def end(self, phase: JobPhase, *, error: BaseException | None, return_value: Any, message: str) -> None:
+        """The job has ended."""
+        self.phase, self.message = phase, message
+        self._outcome = JobOutcome(
+            phase=phase,
+            error=error,
+            metrics=self.metrics,
+            history=tuple((report.metrics, report.checkpoint) for _, report in sorted(self._reports.items())),
+            checkpoints=self._book.kept,
+            return_value=return_value,
+        )
+
+    def outcome(self) -> JobOutcome | None:
+        """How the job ended; None before."""
+        return self._outcome

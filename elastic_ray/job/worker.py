@@ -1,0 +1,254 @@
+"""SHELL: the worker actor: runs the user's train function, again and again, in one process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import threading
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+
+from elastic_ray.context import set_session
+from elastic_ray.errors import TrainFunctionError
+from elastic_ray.faults import FaultInjector
+from elastic_ray.job import train_loop
+from elastic_ray.job.messages import (
+    Assignment,
+    Beat,
+    ProcessFacts,
+    RunResult,
+    WorkerCouldNotForm,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerSetup,
+    WorkerSwitched,
+)
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Message, Plan
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, connect_store
+from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.run_progress import RunProgress
+from elastic_ray.session import Session, WorkerDismissed
+from elastic_ray.storage import RunStorage
+
+logger = logging.getLogger(__name__)
+
+_BEATS_PER_TIMEOUT = 4
+_RERUNS = 8
+
+
+class ControllerLink:
+    """A session's link to its job controller; every call but ``report`` returns at once."""
+
+    def __init__(self, controller: Any, worker: str, setup: WorkerSetup, store: Any) -> None:
+        self._controller = controller
+        self._worker = worker
+        self._storage = RunStorage(setup.storage_path, setup.storage_filesystem)
+        self._store = store
+
+    def push(self, message: WorkerMessage) -> None:
+        """Send a message; a controller that is gone takes this process with it, so nobody waits here."""
+        self._controller.push.remote(self._worker, message)
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
+        self.push(WorkerReady(loader=loader, has_state=has_state))
+
+    def failed(self, generation: int, cause: str) -> None:
+        self.push(WorkerFailed(generation=generation, cause=cause))
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
+
+    def observe(self, report: StepReport) -> None:
+        self.push(Beat(report=report))
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+        path = None
+        if checkpoint is not None:
+            stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
+            path = stored.path
+        self.push(WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point))
+
+    def claim_fault(self, index: int) -> bool:
+        return bool(self._store.add(f"fault/{index}", 1) == 1)
+
+
+class Heart:
+    """Beats to the controller from a thread of its own while a run lasts."""
+
+    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
+        self._link = link
+        self._session = session
+        self._interval_s = interval_s
+        self._every = max(1, round(report_s / interval_s))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.wait(self._interval_s):
+            count += 1
+            session = self._session
+            due = session.rank == 0 and session.synced and count % self._every == 0
+            self._link.push(Beat(report=session.step_report() if due else None))
+
+    def stop(self) -> None:
+        """Stop and join."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+
+class Worker:
+    """Actor class; methods other than ``run`` return at once and may be called while it runs.
+
+    Args:
+        setup: what all workers of the job share.
+        controller: handle of the job's controller.
+    """
+
+    def __init__(self, setup: WorkerSetup, controller: Any) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logging.getLogger("elastic_ray").setLevel(setup.log_level)
+        self._setup = setup
+        self._controller = controller
+        self._membership: Membership | None = None
+        self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+
+    def prepare(self) -> ProcessFacts:
+        """Do what the first step would otherwise wait for: torch's libraries, threads, and autograd."""
+        torch.set_num_threads(max(1, int(self._setup.cpus)))
+        weight = torch.ones(8, 8, requires_grad=True)
+        (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
+        return ProcessFacts(pid=os.getpid(), cuda=cuda)
+
+    def post(self, message: Message) -> None:
+        """A message of the controller."""
+        membership = self._membership
+        if membership is not None:
+            membership.post(message)
+
+    def run(self, assignment: Assignment) -> RunResult:
+        """Run the train function until it returns, leaves, fails or its group is lost."""
+        torch.set_num_threads(max(1, int(self._setup.cpus)))
+        if assignment.gpu_ids:
+            # Before CUDA is initialised in this process; afterwards such a process is not lent again.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
+        store = connect_store(assignment.store)
+        link = ControllerLink(self._controller, assignment.worker, self._setup, store)
+        progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
+        kept: dict[str, Any] | None = None
+        for _ in range(_RERUNS):
+            session = self._session(assignment, link, progress, kept)
+            outcome = self._run_once(session, link)
+            if isinstance(outcome, RunResult):
+                return outcome
+            kept, progress = outcome
+        return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+
+    def _run_once(self, session: Session, link: ControllerLink) -> RunResult | tuple[dict[str, Any], RunProgress]:
+        """One run; what a rerun needs when the run went out of memory."""
+        elastic = self._setup.elastic
+        interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
+        heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
+        set_session(session)
+        try:
+            value = train_loop.call(self._setup.train_loop)
+            session.finish()
+            return _result("finished", value=value)
+        except WorkerDismissed as dismissed:
+            return _result("stopped" if dismissed.stopped else "left")
+        except (LostGroupError, CommunicationFailedError) as error:
+            return _result("lost", cause=str(error))
+        except BaseException as error:
+            kept = session.keep_state() if _is_out_of_memory(error) else None
+            if kept is None:
+                wrapped = TrainFunctionError.from_exception(error, rank=session.rank, node=self._host)
+                return _result("error", error=wrapped)
+            logger.warning("job %s rank %d: %s", self._setup.job, session.rank, error)
+            atomic_bsz = session.atomic_bsz
+            _let_go(error)
+            link.push(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=str(error).split("\n", 1)[0]))
+            return kept
+        finally:
+            set_session(None)
+            heart.stop()
+            session.membership.close()
+
+    def _session(
+        self,
+        assignment: Assignment,
+        link: ControllerLink,
+        progress: RunProgress | None,
+        kept: dict[str, Any] | None,
+    ) -> Session:
+        elastic, setup = self._setup.elastic, self._setup
+
+        def form(plan: Plan, rank: int) -> Communicator:
+            return Communicator(
+                assignment.store,
+                f"generation/{plan.generation}",
+                rank=rank,
+                world_size=plan.world_size,
+                timeout_s=elastic.collective_timeout_s,
+                form_timeout_s=elastic.switch_timeout_s,
+                host=self._host,
+                cuda=bool(assignment.gpu_ids),
+            )
+
+        def could_not_form(generation: int, cause: str) -> None:
+            link.push(WorkerCouldNotForm(generation=generation, cause=cause))
+
+        self._membership = Membership(assignment.worker, form, could_not_form)
+        session = Session(
+            assignment.worker,
+            self._membership,
+            link,
+            progress=progress,
+            kept=kept,
+            join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
+            regroup_timeout_s=elastic.switch_timeout_s * 3,
+            faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
+            job=setup.job,
+        )
+        if assignment.checkpoint is not None:
+            from ray.train import Checkpoint
+
+            storage = RunStorage(setup.storage_path, setup.storage_filesystem)
+            session.checkpoint = Checkpoint(assignment.checkpoint, storage.filesystem)
+        return session
+
+
+def _result(kind: str, **values: Any) -> RunResult:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return RunResult(kind=kind, memory_bytes=memory, cuda_used=_cuda_used(), **values)
+
+
+def _cuda_used() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator raises a plain RuntimeError
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the failed run's frames hold, activations above all."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    gc.collect()
+    if _cuda_used():
+        torch.cuda.empty_cache()

@@ -1,0 +1,106 @@
+"""The messages of the membership protocol, as plain values (design: "Live resize")."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_ray.batch.limits import BatchChoice
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One worker of a generation; its rank is its index in :attr:`Plan.members`."""
+
+    worker: str
+    node: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A generation, as the controller announces it. Numbers only ever grow.
+
+    Attributes:
+        generation: number of the generation, from 1.
+        members: its workers in rank order: those that stay first, so that rank 0 always holds state.
+        void_below: generations under this number are broken; whoever waits in one gives up at once. 0 announces a
+            planned change, which takes effect when all ranks agree on the step.
+        batch: batch shape from the first step on; None keeps the loader's own choice.
+        reason: why, as a sentence.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    void_below: int = 0
+    batch: BatchChoice | None = None
+    reason: str = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return len(self.members)
+
+    def rank_of(self, worker: str) -> int | None:
+        """Rank of a worker, None where it is no member (any more)."""
+        return next((rank for rank, member in enumerate(self.members) if member.worker == worker), None)
+
+    def local_rank_of(self, worker: str) -> int:
+        """Rank of a member among the members on its node."""
+        rank = self.rank_of(worker)
+        if rank is None:
+            raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
+        node = self.members[rank].node
+        return sum(1 for member in self.members[:rank] if member.node == node)
+
+    def node_rank_of(self, worker: str) -> int:
+        """Index of a member's node in order of first appearance."""
+        rank = self.rank_of(worker)
+        if rank is None:
+            raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
+        nodes = list(dict.fromkeys(member.node for member in self.members))
+        return nodes.index(self.members[rank].node)
+
+    @property
+    def nodes(self) -> int:
+        """Number of distinct nodes."""
+        return len({member.node for member in self.members})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """A planned generation that will not come to be: a joiner died or was late."""
+
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SetBatch:
+    """The controller's wish for another batch shape; rank 0 carries it into the next step for all ranks."""
+
+    batch: BatchChoice
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """End the job cleanly after the present step."""
+
+
+Message = Plan | Cancel | SetBatch | Stop
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How much of the training a worker's state holds; larger is further.
+
+    Attributes:
+        step: committed optimizer steps (loader iterations).
+        slot: optimizers already stepped within the step in progress (a GAN has two).
+        has_state: whether the worker holds a trained state at all; a newcomer does not.
+    """
+
+    step: int = 0
+    slot: int = 0
+    has_state: bool = False
+
+    def order(self) -> tuple[int, int, int]:
+        """Sort key: a worker with state beats one without."""
+        return (int(self.has_state), self.step, self.slot)

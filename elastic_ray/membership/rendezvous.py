@@ -1,0 +1,249 @@
+"""SHELL over torch.distributed: one communicator per generation, with waits that can be called off.
+
+Why not ``init_process_group``: low-level backends over a ``PrefixStore`` let two generations coexist, so the next
+one forms in the background while the present one trains, and a broken one can be left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
+# for this long after its last possible operation.
+_GRAVEYARD_GRACE_S = 5.0
+_SPINS = 20
+_CUDA_POLL_S = 2e-4
+
+
+class CommunicationFailedError(Exception):
+    """A collective could not be completed: a peer died, timed out, or the generation was called off."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAddress:
+    """Where the job's rendezvous store listens (the job controller holds it)."""
+
+    host: str
+    port: int
+
+
+def open_store(host: str) -> Any:
+    """A job's rendezvous store on a free port of this machine; lives as long as the object."""
+    # torch.distributed does not export its stores to type checkers
+    return dist.TCPStore(host, 0, None, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def connect_store(address: StoreAddress, timeout_s: float = 30.0) -> Any:
+    """A client of the store, for one thread: a client that waits blocks every other call on it."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address.host, address.port, None, False, timedelta(seconds=timeout_s)
+    )
+
+
+class Communicator:
+    """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
+
+    Args:
+        address: the rendezvous store.
+        prefix: name of this generation in the store, never used before.
+        rank: rank of this process.
+        world_size: number of ranks; with 1 no group is formed.
+        timeout_s: longest wait of one collective for a slow peer.
+        form_timeout_s: longest wait for all ranks to come and connect.
+        host: address of this machine that its peers can reach.
+        cuda: also form an NCCL group.
+
+    Raises:
+        CommunicationFailedError: a peer did not come within ``form_timeout_s``.
+    """
+
+    def __init__(
+        self,
+        address: StoreAddress,
+        prefix: str,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        form_timeout_s: float,
+        host: str,
+        cuda: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.last_used_s = 0.0
+        self.broken = False
+        self._voided = threading.Event()
+        self._wake = threading.Event()
+        self._gloo: Any = None
+        self._nccl: Any = None
+        if world_size == 1:
+            return
+        try:
+            client = connect_store(address, form_timeout_s)
+            store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            self._gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
+            if cuda:
+                self._nccl = _form_nccl(store, rank, world_size, timeout_s)
+        except (RuntimeError, ValueError) as error:
+            raise CommunicationFailedError(
+                f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
+            ) from error
+
+    def void(self) -> None:
+        """Call off whatever waits in this generation, now and later; callable from any thread."""
+        self._voided.set()
+        self._wake.set()
+        if self._nccl is not None:
+            # An aborted NCCL communicator may hang in the abort itself: a thread of its own keeps the caller free.
+            threading.Thread(target=self._nccl.abort, name="nccl-abort", daemon=True).start()
+
+    @property
+    def voided(self) -> bool:
+        """Whether the generation was called off."""
+        return self._voided.is_set()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`."""
+        return self._guard(lambda: self._backend(tensor).allreduce([tensor]))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
+        if self.world_size == 1:
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
+        """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
+        return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
+        """Start receiving into ``tensor`` from one rank; for :meth:`wait_all`."""
+        return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's ``values`` (the same number on each), in rank order."""
+        mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
+        mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
+        if self.world_size > 1:
+            self.wait(self.all_reduce(mine))
+        return [[int(v) for v in row] for row in mine]
+
+    def wait(self, work: Any) -> None:
+        """Wait for a started operation.
+
+        Raises:
+            CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
+        """
+        for _ in range(_SPINS):
+            if work.is_completed():
+                break
+            time.sleep(0)
+        else:
+            self._block(work)
+        if self._voided.is_set() and not work.is_completed():
+            self.broken = True
+            raise CommunicationFailedError("the generation was called off")
+        self._guard(work.wait)
+
+    def wait_all(self, works: Sequence[Any]) -> None:
+        """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
+
+        Raises:
+            CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
+        """
+        failure: list[str] = []
+        done = threading.Event()
+
+        def block() -> None:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                failure.append(str(error).split("\n", 1)[0])
+            done.set()
+            self._wake.set()
+
+        self._wake.clear()
+        threading.Thread(target=block, name="transfer", daemon=True).start()
+        deadline = time.monotonic() + self.timeout_s + 1.0
+        while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
+            self._wake.wait(0.25)
+            self._wake.clear()
+        if failure or not done.is_set():
+            self.broken = True
+            raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
+
+    def _block(self, work: Any) -> None:
+        # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that
+        # the abort can set too, instead of the blocking work.wait().
+        self._wake.clear()
+        wake = self._wake
+        poll_s = 0.25
+        if self._nccl is None:
+            work.get_future().add_done_callback(lambda _: wake.set())
+        else:
+            poll_s = _CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
+        deadline = time.monotonic() + self.timeout_s + 1.0
+        while not work.is_completed() and not self._voided.is_set():
+            wake.wait(poll_s)
+            wake.clear()
+            if time.monotonic() > deadline:
+                self.broken = True
+                raise CommunicationFailedError(f"a collective took longer than collective_timeout_s={self.timeout_s}")
+
+    def _guard(self, operation: Callable[[], Any]) -> Any:
+        if self._voided.is_set():
+            raise CommunicationFailedError("the generation was called off")
+        try:
+            self.last_used_s = time.monotonic()
+            return operation()
+        except RuntimeError as error:
+            self.broken = True
+            raise CommunicationFailedError(str(error).split("\n", 1)[0]) from error
+
+    def _backend(self, tensor: torch.Tensor) -> Any:
+        return self._nccl if tensor.is_cuda else self._gloo
+
+
+class Graveyard:
+    """Keeps broken communicators until their last operation has surely timed out, then drops them."""
+
+    def __init__(self) -> None:
+        self._buried: list[tuple[float, Communicator]] = []
+
+    def bury(self, communicator: Communicator) -> None:
+        """Take a communicator out of use. A healthy one is dropped at once, a broken one when it is safe."""
+        now_s = time.monotonic()
+        if communicator.broken or communicator.voided:
+            self._buried.append((now_s + communicator.timeout_s + _GRAVEYARD_GRACE_S, communicator))
+        self._buried = [(until_s, c) for until_s, c in self._buried if until_s > now_s]
+
+    def __len__(self) -> int:
+        return len(self._buried)
+
+
+def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """An NCCL backend whose communicator can be aborted (non-blocking, no watchdog that kills the process)."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    # The first collective builds the communicator: do it here, in the background, not in the first step.
+    backend.allreduce([torch.ones(1, device="cuda")]).wait()
+    torch.cuda.synchronize()
+    return backend

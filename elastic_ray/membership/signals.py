@@ -1,0 +1,154 @@
+"""What the membership machine hears and what it answers: plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_ray.events import EventKind
+from elastic_ray.membership.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """Something that happened to one worker."""
+
+    worker: str
+
+
+class Reserved(Signal):
+    """Its resources are reserved."""
+
+
+class Left(Signal):
+    """Its train function has unwound after it left a generation."""
+
+
+class Finished(Signal):
+    """Its train function has returned: training is complete for this rank."""
+
+
+class Rerun(Signal):
+    """It ran out of memory, kept its state and builds anew in the same process."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Signal):
+    """It has built everything and waits for a generation; ``has_state`` when it kept a trained state."""
+
+    has_state: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lost(Signal):
+    """It died, or was found hung; its process is (or will be) gone."""
+
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepFailed(Signal):
+    """A collective of ``generation`` failed on it; it waits for the next generation."""
+
+    generation: int
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareFailed(Signal):
+    """It could not form the group of ``generation``."""
+
+    generation: int
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Switched(Signal):
+    """It trains in ``generation`` now, ``pause_s`` seconds after its last committed step."""
+
+    generation: int
+    pause_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The allocator's word: how many workers on which node, and why."""
+
+    nodes: Mapping[str, int]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+Stimulus = Signal | Target | Tick
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Reserve one worker's resources on a node."""
+
+    worker: str
+    node: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Start a worker whose resources are reserved."""
+
+    worker: str
+    node: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Give a worker's resources back; ``kill`` its process unless it may rest in the warm pool."""
+
+    worker: str
+    kill: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """Tell ``to`` about a plan."""
+
+    plan: Plan
+    to: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """Tell ``to`` that a planned generation will not come to be."""
+
+    generation: int
+    to: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Record an event of the job."""
+
+    kind: EventKind
+    from_workers: int
+    to_workers: int
+    reason: str
+    pause_s: float = 0.0
+    generation: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllLost:
+    """No member with state lives: restart from the last checkpoint, or give up."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Complete:
+    """All members have finished."""
+
+
+Instruction = Reserve | Launch | Release | Announce | Withdraw | Note | AllLost | Complete

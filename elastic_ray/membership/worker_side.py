@@ -1,0 +1,188 @@
+"""SHELL: a worker's side of the membership protocol: hears plans, forms groups ahead, enters and leaves them.
+
+Two threads meet here. The *control thread* (a Ray call, or nothing at all outside a trainer) delivers messages
+through :meth:`Membership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
+group happens in a thread of its own, so that training on the present group goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.membership.plan import Cancel, Message, Plan, SetBatch, Stop
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+
+logger = logging.getLogger(__name__)
+
+
+class CommunicatorFactory(Protocol):
+    """Forms the communicator of a plan; may take seconds, may raise ``CommunicationFailedError``."""
+
+    def __call__(self, plan: Plan, rank: int) -> Communicator: ...
+
+
+class LostGroupError(RuntimeError):
+    """No generation to go on with was announced in time."""
+
+
+class Membership:
+    """Present group, the one that forms ahead, and what the controller has said.
+
+    Args:
+        worker: id of this worker.
+        form: makes the communicator of a plan.
+        on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
+    """
+
+    def __init__(self, worker: str, form: CommunicatorFactory, on_prepare_failed: Callable[[int, str], None]) -> None:
+        self.worker = worker
+        self._form = form
+        self._on_prepare_failed = on_prepare_failed
+        self._news = threading.Condition()
+        self._plan: Plan | None = None
+        self._prepared: tuple[Plan, Communicator | None] | None = None
+        self._forming: threading.Thread | None = None
+        self._void_below = 0
+        self._cancelled: set[int] = set()
+        self._graveyard = Graveyard()
+        self.current: Plan | None = None
+        self.communicator: Communicator | None = None
+        self.wanted_batch: BatchChoice | None = None
+        self.stop_requested = False
+
+    # -- control thread ------------------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Take a message of the controller; returns at once."""
+        with self._news:
+            match message:
+                case Plan():
+                    self._take_plan(message)
+                case Cancel(generation=generation):
+                    self._cancelled.add(generation)
+                    self._void_groups()
+                case SetBatch(batch=batch):
+                    self.wanted_batch = batch
+                case Stop():
+                    self.stop_requested = True
+            self._news.notify_all()
+
+    def _take_plan(self, plan: Plan) -> None:
+        if self._plan is not None and plan.generation <= self._plan.generation:
+            return
+        self._plan = plan
+        self._void_below = max(self._void_below, plan.void_below)
+        self._void_groups()
+        rank = plan.rank_of(self.worker)
+        if rank is None:
+            self._prepared = (plan, None)  # nothing to form: this worker leaves
+            return
+        self._forming = threading.Thread(
+            target=self._prepare, args=(plan, rank), name=f"form-{plan.generation}", daemon=True
+        )
+        self._forming.start()
+
+    def _is_void(self, generation: int) -> bool:
+        return generation < self._void_below or generation in self._cancelled
+
+    def _void_groups(self) -> None:
+        if self.current is not None and self.communicator is not None and self._is_void(self.current.generation):
+            self.communicator.void()
+        if self._prepared is not None and self._is_void(self._prepared[0].generation):
+            plan, communicator = self._prepared
+            self._prepared = None
+            if communicator is not None and communicator is not self.communicator:
+                communicator.void()
+                self._graveyard.bury(communicator)
+
+    def _prepare(self, plan: Plan, rank: int) -> None:
+        try:
+            communicator = self._form(plan, rank)
+        except CommunicationFailedError as error:
+            logger.info("worker %s: generation %d did not form: %s", self.worker, plan.generation, error)
+            if not self._is_void(plan.generation):
+                self._on_prepare_failed(plan.generation, str(error))
+            return
+        with self._news:
+            stale = self._plan is None or self._plan.generation != plan.generation
+            if stale or self._is_void(plan.generation):
+                communicator.void()
+                self._graveyard.bury(communicator)
+            else:
+                self._prepared = (plan, communicator)
+            self._news.notify_all()
+
+    # -- training thread -----------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation, 0 before the first."""
+        return self.current.generation if self.current is not None else 0
+
+    @property
+    def prepared_ahead(self) -> int:
+        """How many generations ahead of the present one the prepared group is; 0 when none is prepared."""
+        prepared = self._prepared
+        return prepared[0].generation - self.generation if prepared is not None else 0
+
+    def prepared_plan(self, generation: int) -> Plan | None:
+        """The plan of ``generation`` where its group has been formed (or needs none) and still stands."""
+        prepared = self._prepared
+        return prepared[0] if prepared is not None and prepared[0].generation == generation else None
+
+    @property
+    def voided(self) -> bool:
+        """Whether the present generation was called off."""
+        return self.communicator is not None and self.communicator.voided
+
+    def take(self, generation: int) -> tuple[Plan, Communicator | None] | None:
+        """Make the prepared group of ``generation`` the present one; None where it was called off since.
+
+        The communicator is None where this worker is not a member: it leaves.
+        """
+        with self._news:
+            if self._prepared is None or self._prepared[0].generation != generation:
+                return None
+            plan, communicator = self._prepared
+            self._prepared = None
+            if self.communicator is not None:
+                self._graveyard.bury(self.communicator)
+            self.current, self.communicator = plan, communicator
+            return plan, communicator
+
+    def take_next(self, *, timeout_s: float) -> tuple[Plan, Communicator | None]:
+        """Wait for a group newer than the present one and make it the present one.
+
+        Raises:
+            LostGroupError: none was formed within ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._news:
+                self._news.wait_for(
+                    lambda: self._prepared is not None or self.stop_requested,
+                    timeout=max(0.0, deadline - time.monotonic()),
+                )
+                prepared = self._prepared
+            if prepared is None:
+                raise LostGroupError(
+                    f"worker {self.worker} heard of no generation after {self.generation} within {timeout_s:.0f} s"
+                )
+            taken = self.take(prepared[0].generation)
+            if taken is not None:
+                return taken
+
+    def close(self) -> None:
+        """Let go of every group."""
+        with self._news:
+            for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
+                if communicator is not None:
+                    self._graveyard.bury(communicator)
+            self.communicator, self._prepared = None, None
+        if self._forming is not None:
+            self._forming.join(timeout=1.0)

@@ -1,0 +1,40 @@
+"""Buffers of a model (BatchNorm statistics), which gradient synchronisation does not cover."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_ray.membership.rendezvous import Communicator
+
+
+class BufferSync:
+    """Makes a module's buffers equal on all ranks: floating ones are averaged, the rest taken from rank 0."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    @torch.no_grad()
+    def __call__(self, communicator: Communicator) -> None:
+        """Synchronise; a collective, called by all ranks at the same point.
+
+        Raises:
+            CommunicationFailedError: the group broke; buffers are as they were.
+        """
+        if communicator.world_size == 1:
+            return
+        buffers = [b for b in self._module.buffers() if b.numel()]
+        averaged = [b for b in buffers if b.is_floating_point()]
+        others = [b for b in buffers if not b.is_floating_point()]
+        for same in (averaged, others):
+            for kind in dict.fromkeys((b.dtype, b.device) for b in same):
+                members = [b for b in same if (b.dtype, b.device) == kind]
+                flat = torch.cat([b.reshape(-1) for b in members])
+                if same is averaged:
+                    communicator.wait(communicator.all_reduce(flat))
+                    flat /= communicator.world_size
+                else:
+                    communicator.broadcast(flat, 0)
+                offset = 0
+                for b in members:
+                    b.copy_(flat[offset : offset + b.numel()].view(b.shape))
+                    offset += b.numel()

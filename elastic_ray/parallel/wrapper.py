@@ -1,0 +1,222 @@
+"""``AdaptiveDataParallel``: a model and its optimizer in a group of workers that may change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.scaling_rules import ScalingRule, resolve
+from elastic_ray.batch.statistics import is_adam_like
+from elastic_ray.context import current_session
+from elastic_ray.parallel.buffers import BufferSync
+from elastic_ray.parallel.noise import NoiseTracker
+from elastic_ray.parallel.reducer import GradientReducer
+from elastic_ray.parallel.state import DictState, ModuleState, OptimizerState
+from elastic_ray.session import Session
+from placement.goodput import NoiseScale
+
+
+class AdaptiveDataParallel(torch.nn.Module):
+    """Replicates ``module`` over the job's workers, however many there are, as ``DistributedDataParallel`` does.
+
+    Gradients are averaged over all samples of the step when ``backward()`` returns. ``optimizer.step()`` keeps its
+    meaning; while gradients are accumulated, and for a step that a failure has voided, it does nothing, and its
+    learning rates are scaled for the present batch size and restored afterwards. Parameters, optimizer state and
+    whatever else is given here reach every worker that joins later. Buffers (BatchNorm statistics) follow each
+    worker's own data within an epoch, as cheap as without a group, and are averaged over the workers (integers: taken
+    from rank 0) at the end of every pass of a loader and at every change of the group.
+
+    The module's state dict has the prefix ``module.``, as DDP's. Wrap before the first epoch, on every worker alike.
+
+    Args:
+        module: the model, on its device.
+        optimizer: steps this model's parameters (several models: one wrapper and one optimizer each).
+        lr_scheduler: scheduler (or several) of that optimizer; needed where there is one.
+        grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
+        scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
+            ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
+            The default is AdaScale, for optimizers of Adam's kind its square root. The rates that user code and
+            schedulers set are those at the initial batch size.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: the optimizer holds other parameters than the module's, or none.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        scaling_rule: ScalingRule | str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_types(module, optimizer)
+        self.module = module
+        session = current_session()
+        groups = _groups(module, optimizer)
+        # Not attributes that nn.Module would walk: none of these is a module.
+        self._session: Session = session
+        self._optimizer = optimizer
+        self._scaler = grad_scaler
+        self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
+        self._tracker = NoiseTracker(optimizer, len(groups))
+        self._reducer = GradientReducer(groups, session, self._tracker, self._grad_scale)
+        self._index = session.new_model(self._tracker_noise)
+        self._register(lr_scheduler)
+        session.buffers.append(BufferSync(module))
+        _patch_step(optimizer, self._step)
+
+    # -- for users ---------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        self._session.moment("forward")
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        return self._reducer.no_sync()
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The smoothed gradient noise scale, equal on all ranks; None before the first estimate."""
+        return self._tracker.value
+
+    def gain(self, scale: float) -> float:
+        """Statistical gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
+
+        Between 1 and ``scale``; 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
+        """
+        noise = self.noise_scale
+        return 1.0 if noise is None else float(noise.gain(scale))
+
+    @property
+    def scale_invariant_steps(self) -> float:
+        """Progress in steps at the initial batch size: the sum of the gains of all steps."""
+        return self._tracker.progress
+
+    # -- within the package ------------------------------------------------------------------------------------
+
+    def _tracker_noise(self) -> tuple[float, float] | None:
+        noise = self.noise_scale
+        return None if noise is None else (noise.sqr, noise.var)
+
+    def _grad_scale(self) -> float:
+        return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
+
+    def _register(self, lr_scheduler: Any) -> None:
+        shared, index, optimizer = self._session.shared, self._index, self._optimizer
+        shared.register(f"model/{index}", ModuleState(self.module))
+        shared.register(f"optimizer/{index}", OptimizerState(optimizer))
+        shared.register(f"noise/{index}", self._tracker)
+        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
+        known = [scheduler for scheduler in schedulers if scheduler is not None]
+        for number, scheduler in enumerate(known):
+            shared.register(f"lr_scheduler/{index}/{number}", DictState(scheduler))
+            shared.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
+        if known:
+            shared.register_rollback(self._rates, self._set_rates)
+        else:
+            self._session.before_first_epoch.append(self._check_scheduler)
+        if self._scaler is not None:
+            shared.register(f"grad_scaler/{index}", DictState(self._scaler))
+            shared.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
+
+    def _check_scheduler(self) -> None:
+        if any("initial_lr" in group for group in self._optimizer.param_groups):
+            raise ValueError(
+                "the optimizer has a learning-rate scheduler that AdaptiveDataParallel does not know, so workers who "
+                "join later would miss its state: pass it as AdaptiveDataParallel(model, optimizer, lr_scheduler=...)"
+            )
+
+    def _rates(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+
+    def _set_rates(self, rates: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
+            group.update(values)
+
+    def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
+        if closure is not None:
+            raise ValueError(
+                "optimizer.step(closure) evaluates the model several times a step, which AdaptiveDataParallel cannot "
+                "replicate: call backward() yourself and step() without a closure"
+            )
+        session = self._session
+        if not session.may_apply():
+            return None
+        with self._scaled_rates():
+            result = apply(**kwargs)
+        session.applied()
+        return result
+
+    @contextmanager
+    def _scaled_rates(self) -> Iterator[None]:
+        """Learning rates for the present batch size, restored afterwards."""
+        step, groups = self._session.outermost_step, self._optimizer.param_groups
+        scale = step.scale if step is not None else 1.0
+        self._tracker.advance(scale)
+        if scale == 1.0 and not self._rule_warms:
+            yield
+            return
+        rates = [group["lr"] for group in groups]
+        factors = self._rule.factors(scale, self._tracker.by_group, self._session.epochs_done)
+        try:
+            for group, rate, factor in zip(groups, rates, factors, strict=True):
+                group["lr"] = rate * factor
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    @property
+    def _rule_warms(self) -> bool:
+        return getattr(self._rule, "warmup_epochs", 0) > 0
+
+
+def _check_types(module: Any, optimizer: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+    if isinstance(module, AdaptiveDataParallel):
+        raise TypeError("module must be a plain model, but got one that is wrapped in AdaptiveDataParallel already")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
+            "AdaptiveDataParallel(model, optimizer) needs both"
+        )
+
+
+def _groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
+    """The optimizer's groups in the model's parameter order, so that every rank lays buckets out alike."""
+    order = {id(p): i for i, p in enumerate(module.parameters()) if p.requires_grad}
+    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    strangers = sum(1 for group in groups for p in group if id(p) not in order)
+    if strangers:
+        raise ValueError(
+            f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere; "
+            "several models need one AdaptiveDataParallel and one optimizer each"
+        )
+    left_out = len(order) - sum(len(group) for group in groups)
+    if left_out:
+        raise ValueError(
+            f"optimizer must hold all of module's trainable parameters, but {left_out} are missing; "
+            "set requires_grad_(False) on those that are frozen"
+        )
+    return [sorted(group, key=lambda p: order[id(p)]) for group in groups]
+
+
+def _patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def wrapped(closure: Any = None, **kwargs: Any) -> Any:
+        return step(original, closure, **kwargs)
+
+    optimizer.step = wrapped  # type: ignore[method-assign]

@@ -1,0 +1,553 @@
+"""SHELL: one train function's run in one process: steps, their edges, and the changes of group between them.
+
+The loader's ``__next__`` and the wrapped optimizer's ``step`` are the only callers that may change anything; user
+code between them never sees membership, batch size or learning rate move.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.data.sharding import can_switch
+from elastic_ray.faults import FaultInjector
+from elastic_ray.link import Link, LoaderInfo, StepReport
+from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.parallel.shared import SharedState
+from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.step import Step
+from elastic_ray.step_clock import StepClock
+
+logger = logging.getLogger(__name__)
+
+# What rides on every gradient reduction and vote: lead, lead squared, stop, and rank 0's wish for m and s.
+CONTROL_SIZE = 5
+
+
+class WorkerDismissed(BaseException):
+    """This worker's part in the job is over; ``stopped`` when the whole job is."""
+
+    def __init__(self, *, stopped: bool) -> None:
+        super().__init__("stopped" if stopped else "left")
+        self.stopped = stopped
+
+
+class Session:
+    """See the module's text. One instance serves one run of a train function.
+
+    Args:
+        worker: id of this worker, unique in the job.
+        membership: this worker's side of the membership protocol.
+        link: the way to the controller.
+        progress: where to start: the beginning, a checkpoint's resume point, or state kept through a rerun.
+        kept: captured states from before a rerun in this process; they make this worker a holder of state.
+        elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
+        regroup_timeout_s: longest wait for a generation to go on with.
+        faults: scripted faults, None outside tests.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        membership: Membership,
+        link: Link,
+        *,
+        progress: RunProgress | None = None,
+        kept: dict[str, Any] | None = None,
+        elastic: bool = True,
+        join_timeout_s: float = 600.0,
+        regroup_timeout_s: float = 60.0,
+        faults: FaultInjector | None = None,
+        job: str = "local",
+    ) -> None:
+        self.worker = worker
+        self.job = job
+        self.membership = membership
+        self.link = link
+        self.shared = SharedState(progress or RunProgress())
+        self.elastic = elastic
+        self.synced = False
+        self.in_epochs = False
+        self.checkpoint: Any = None
+        self.loader: LoaderInfo | None = None
+        self.leading_loader: object = None
+        self.clock = StepClock()
+        self.step: Step | None = None
+        self.on_shape_change: list[Callable[[], None]] = []
+        self.pending_sums: dict[tuple[int, int], dict[str, float]] = {}
+        self.warm_ups: list[Callable[[], None]] = []
+        self.before_first_epoch: list[Callable[[], None]] = []
+        self.buffers: list[Callable[[Communicator], None]] = []
+        self._abandoned = 0
+        self._accumulators: dict[int, int] = {}
+        self._ordinals_run = False
+        self._noises: list[Callable[[], tuple[float, float] | None]] = []
+        self._kept = kept
+        self._join_timeout_s = join_timeout_s
+        self._regroup_timeout_s = regroup_timeout_s
+        self._faults = faults
+        self._outer: list[Step] = []
+        self._ordinal = 0
+        self._slot_seen = 0
+        self._failure: str | None = None
+        self._reduced = False
+        self._agreed = 0
+        self._stop_agreed = False
+        self._batch_agreed: BatchChoice | None = None
+
+    # -- what the rest of the package reads --------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The present generation's plan."""
+        if self.membership.current is None:
+            raise RuntimeError("the session has not entered a generation yet")
+        return self.membership.current
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+        return self.shared.progress
+
+    @property
+    def shape(self) -> BatchChoice | None:
+        """Batch shape of the adaptive loader, None where its own default holds."""
+        return self.shared.shape
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the present generation; 0 before the first."""
+        communicator = self.membership.communicator
+        return communicator.rank if communicator is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the present generation; 1 before the first."""
+        communicator = self.membership.communicator
+        return communicator.world_size if communicator is not None else 1
+
+    @property
+    def communicator(self) -> Communicator:
+        """The present generation's communicator."""
+        if self.membership.communicator is None:
+            raise RuntimeError("the session has not entered a generation yet")
+        return self.membership.communicator
+
+    @property
+    def outermost_step(self) -> Step | None:
+        """The training step in progress, also while an evaluation pass runs inside it."""
+        return self._outer[0] if self._outer else self.step
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs of data trained on so far, fractions included."""
+        step = self.outermost_step
+        return self.progress.epoch + (step.loop.position / step.total if step is not None and step.total else 0.0)
+
+    def new_model(self, noise: Callable[[], tuple[float, float] | None]) -> int:
+        """Number of a newly wrapped model, in the order in which the loop wraps them."""
+        if self.synced:
+            raise RuntimeError(
+                "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same"
+            )
+        self._noises.append(noise)
+        return len(self._noises) - 1
+
+    def new_accumulator(self) -> tuple[int, int]:
+        """Key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
+        scope = self.progress.epoch if self._ordinals_run else -1
+        self._accumulators[scope] = number = self._accumulators.get(scope, -1) + 1
+        return scope, number
+
+    def noise(self) -> tuple[float, float] | None:
+        """(sqr, var) of the first model, which stands for the job's statistical efficiency."""
+        return self._noises[0]() if self._noises else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step in progress is lost and will be drawn again."""
+        return self._failure is not None
+
+    def moment(self, name: str) -> None:
+        """A named moment of the run, for scripted faults."""
+        if self._faults is not None:
+            self._faults.at(name, rank=self.rank, step=self.progress.steps)
+
+    # -- entering the job --------------------------------------------------------------------------------------
+
+    def sync_point(self) -> None:
+        """Where a worker becomes part of the job: everything is built, nothing has been trained.
+
+        Raises:
+            WorkerDismissed: the job ended or shrank before this worker's turn came.
+        """
+        if self.synced:
+            return
+        for prepare in (*self.before_first_epoch, *self.warm_ups):
+            prepare()
+        if self._kept is not None:
+            self.shared.install(self._kept)
+            self.shared.complete = True
+            self._kept = None
+        self.link.ready(self.loader, has_state=self.shared.complete)
+        self.moment("joining")
+        self._join()
+        self.synced = True
+
+    def _join(self) -> None:
+        deadline = time.monotonic() + self._join_timeout_s
+        while True:
+            try:
+                plan, communicator = self.membership.take_next(timeout_s=deadline - time.monotonic())
+                self._go_to(plan, communicator)
+                return
+            except CommunicationFailedError as error:
+                # A joiner that could not enter waits for the next plan; only members have something to report.
+                logger.info("worker %s: could not enter generation: %s", self.worker, error)
+                if self.shared.complete:
+                    self.link.failed(self.membership.generation, str(error))
+            except LostGroupError:
+                if self.membership.stop_requested:
+                    raise WorkerDismissed(stopped=True) from None
+                raise
+
+    def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
+        """What a rerun in this process needs to go on from here; None when there is no state yet."""
+        if not self.synced:
+            return None
+        self.shared.roll_back()
+        return self.shared.capture(), self.progress
+
+    # -- loader passes -----------------------------------------------------------------------------------------
+
+    def enter_loop(self) -> LoopProgress:
+        """The next loader pass of this epoch, with the position that it has already reached.
+
+        Raises:
+            RuntimeError: an elastic job whose loop does not use ``remaining_epochs_until``.
+        """
+        if not self.synced:
+            if self.elastic and not self.in_epochs:
+                raise RuntimeError(
+                    "an AdaptiveDataLoader must be iterated inside `for epoch in "
+                    "elastic_ray.remaining_epochs_until(n):`, so that workers who join later start in the right epoch"
+                )
+            self.sync_point()
+        self.settle()
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        if ordinal == len(self.progress.loops):
+            self.progress.loops.append(LoopProgress())
+        return self.progress.loops[ordinal]
+
+    def begin_epoch(self) -> None:
+        """Count loader passes from the first again."""
+        self._ordinals_run = True
+        self._ordinal = 0
+
+    def end_epoch(self) -> None:
+        """The epoch's body has run to its end."""
+        self.settle()
+        self.progress.epoch += 1
+        self.progress.loops.clear()
+        self.progress.sums = {key: sums for key, sums in self.progress.sums.items() if key[0] < 0}
+
+    def begin_step(self, step: Step) -> None:
+        """A loader is about to hand out the first micro-batch of a step."""
+        if self.step is not None:
+            self._outer.append(self.step)
+        else:
+            self._slot_seen = 0
+            self._failure = None
+            self._reduced = False
+            self.shared.snapshot()
+        self.step = step
+
+    @property
+    def depth(self) -> int:
+        """Loader passes that are in the middle of a step (a nested evaluation makes it 2)."""
+        return len(self._outer) + (self.step is not None)
+
+    @property
+    def next_ordinal(self) -> int:
+        """Ordinal that the next loader pass of this epoch would get."""
+        return self._ordinal
+
+    def edge(self) -> bool:
+        """The step's body has run: commit it, or find a group to go on with and have it drawn again.
+
+        Returns:
+            Whether the step was committed (by this rank, or by a survivor whose state it took over).
+
+        Raises:
+            WorkerDismissed: this worker leaves here, or the job was stopped.
+        """
+        self.settle()
+        step = self._take_step()
+        ticks = self.progress.ticks
+        self.moment("edge")
+        nested = self.step is not None
+        try:
+            if self._failure is not None:
+                raise CommunicationFailedError(self._failure)
+            if nested or not self._reduced or self.pending_sums:
+                self._vote()
+        except CommunicationFailedError as error:
+            self._recover(step, str(error))
+            return self.progress.ticks > ticks
+        self._commit(step, nested=nested)
+        if not nested:
+            self._change_between_steps(step.loop.position, step.total)
+        return True
+
+    def end_pass(self, loop: LoopProgress, total: int) -> None:
+        """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
+
+        Raises:
+            WorkerDismissed: as in :meth:`edge`.
+        """
+        passes = self.progress.passes
+        while self.progress.passes == passes:
+            try:
+                self._vote()
+                self.progress.passes += 1
+                self._sync_buffers(self.communicator)
+            except CommunicationFailedError as error:
+                furthest = self._regroup(str(error), self.membership.generation)
+                # Others are through: they only differ in code that this rank will run by itself.
+                self.progress.passes = max(self.progress.passes, furthest)
+        loop.done = True
+        if self.depth == 0:
+            self._change_between_steps(total, total)
+
+    def abandon_step(self) -> None:
+        """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
+        only the former goes on, and then :meth:`settle` commits the step and ends the pass."""
+        self._abandoned += 1
+
+    def settle(self) -> None:
+        """Commit steps that were left by ``break``, and end their passes."""
+        while self._abandoned and self.step is not None:
+            self._abandoned -= 1
+            loop, total = self.step.loop, self.step.total
+            self.edge()
+            self.end_pass(loop, total)
+
+    def check_group(self) -> None:
+        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        if self.depth == 0 and self.membership.voided:
+            self._regroup("the group was called off", self.membership.generation)
+
+    def _take_step(self) -> Step:
+        if self.step is None:
+            raise AssertionError("an edge without a step")
+        step, self.step = self.step, self._outer.pop() if self._outer else None
+        return step
+
+    def _commit(self, step: Step, *, nested: bool) -> None:
+        step.loop.position += step.count
+        self.progress.ticks += 1
+        if not nested:
+            trained = self._slot_seen > 0 or self._reduced
+            self.progress.steps += int(trained)
+            self.progress.slot = 0
+            self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
+
+    def _change_between_steps(self, position: int, total: int) -> None:
+        if self._stop_agreed:
+            raise WorkerDismissed(stopped=True)
+        if self._agreed:
+            self._switch(position, total)
+        elif self._batch_agreed is not None and self._batch_agreed != self.shape:
+            self._set_shape(self._batch_agreed)
+        self._batch_agreed = None
+
+    # -- optimizer steps ---------------------------------------------------------------------------------------
+
+    def may_apply(self) -> bool:
+        """Whether the optimizer step that user code asks for is to be applied now.
+
+        Not within an accumulation, not after a failure, and not again when a survivor already applied it before
+        this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
+        """
+        step = self.outermost_step
+        if step is None:
+            return True
+        if self._failure is not None or not step.is_last_micro:
+            return False
+        self._slot_seen += 1
+        if self._slot_seen <= self.progress.slot:
+            return False
+        self.moment("optimizer_step")
+        return True
+
+    def applied(self) -> None:
+        """The optimizer step was applied."""
+        if self.step is not None:
+            self.progress.slot = self._slot_seen
+            self.moment("after_step")
+
+    # -- agreement ---------------------------------------------------------------------------------------------
+
+    def control_values(self) -> list[float]:
+        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        lead = float(self.membership.prepared_ahead)
+        wish = self.membership.wanted_batch if self.rank == 0 else None
+        return [
+            lead,
+            lead * lead,
+            float(self.membership.stop_requested),
+            float(wish.atomic_bsz) if wish else 0.0,
+            float(wish.accum_steps) if wish else 0.0,
+        ]
+
+    def control_result(self, sums: Sequence[float]) -> None:
+        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
+        lead = agreed_lead(sums[0], sums[1], self.world_size)
+        if lead:
+            self._agreed = self.membership.generation + lead
+        self._stop_agreed = self._stop_agreed or sums[2] > 0
+        if sums[3] > 0:
+            self._batch_agreed = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
+
+    def reduced(self) -> None:
+        """A gradient reduction of this step was completed."""
+        self._reduced = True
+
+    def fail_step(self, cause: str) -> None:
+        """A collective of the step in progress failed: nothing of it will be applied here."""
+        if self._failure is None:
+            self._failure = cause
+
+    def _vote(self) -> None:
+        names = [(key, name) for key in sorted(self.pending_sums) for name in sorted(self.pending_sums[key])]
+        values = self.control_values() + [self.pending_sums[key][name] for key, name in names]
+        if self.world_size > 1:
+            ballot = torch.tensor(values, dtype=torch.float64)
+            self.communicator.wait(self.communicator.all_reduce(ballot))
+            values = ballot.tolist()
+        self.control_result(values[:CONTROL_SIZE])
+        for (key, name), value in zip(names, values[CONTROL_SIZE:], strict=True):
+            sums = self.progress.sums.setdefault(key, {})
+            sums[name] = sums.get(name, 0.0) + value
+        self.pending_sums.clear()
+
+    # -- changes of group --------------------------------------------------------------------------------------
+
+    def _switch(self, position: int, total: int) -> None:
+        generation = self._agreed
+        prepared = self.membership.prepared_plan(generation)
+        if prepared is not None and not can_switch(position=position, total=total, world_size=prepared.world_size):
+            return  # too few samples left in this pass for so many ranks: at its end
+        self._agreed = 0
+        try:
+            taken = self.membership.take(generation)
+            if taken is None:
+                raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
+            self._go_to(*taken)
+        except CommunicationFailedError as error:
+            self._regroup(str(error), generation)
+
+    def _recover(self, step: Step, cause: str) -> None:
+        """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
+        nested, outer_lost = self.step is not None, self._failure is not None
+        if not nested:
+            self.shared.roll_back()
+            del self.progress.loops[step.ordinal :]
+            self._ordinal = step.ordinal
+        before = self.progress.ticks, self.progress.slot
+        self._regroup(cause, self.membership.generation)
+        if nested and outer_lost and before == (self.progress.ticks, self.progress.slot):
+            self._failure = cause  # nobody finished the surrounding step either: its own edge draws it again
+
+    def _regroup(self, cause: str, generation: int) -> int:
+        """Wait for the next generation and enter it; returns the loader passes that the furthest rank has ended."""
+        if not self.elastic:
+            raise CommunicationFailedError(cause)
+        self.pending_sums.clear()
+        while True:
+            self.link.failed(generation, cause)
+            try:
+                return self._go_to(*self.membership.take_next(timeout_s=self._regroup_timeout_s))
+            except CommunicationFailedError as error:
+                cause, generation = str(error), self.membership.generation
+            except LostGroupError:
+                if self.membership.stop_requested:
+                    raise WorkerDismissed(stopped=True) from None
+                raise
+
+    def _go_to(self, plan: Plan, communicator: Communicator | None) -> int:
+        if communicator is None:
+            self.moment("leaving")
+            raise WorkerDismissed(stopped=False)
+        return self._enter(plan, communicator)
+
+    def _enter(self, plan: Plan, communicator: Communicator) -> int:
+        """Exchange state in a freshly formed group until all ranks are bit-identical."""
+        self.moment("receiving")
+        exchanged = self.shared.exchange(communicator)
+        self._sync_buffers(communicator)
+        pause_s = self.clock.resume()
+        self._agreed, self._batch_agreed, self._failure = 0, None, None
+        self._set_shape(plan.batch or self.shape)
+        self.link.switched(plan.generation, pause_s)
+        return exchanged.passes
+
+    def _sync_buffers(self, communicator: Communicator) -> None:
+        for sync in self.buffers:
+            sync(communicator)
+
+    def _set_shape(self, shape: BatchChoice | None) -> None:
+        self.shared.shape = shape
+        for callback in self.on_shape_change:
+            callback()
+
+    # -- for the controller -----------------------------------------------------------------------------------
+
+    @property
+    def atomic_bsz(self) -> int:
+        """Most samples that this rank takes at once in the step in progress; 0 outside steps."""
+        step = self.outermost_step
+        return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
+
+    def step_report(self) -> StepReport | None:
+        """Rank 0's measurements since the last call; None before the first generation."""
+        plan = self.membership.current
+        if plan is None:
+            return None
+        shape, steps, step_time, grad_time = self.clock.take()
+        progress = self.progress
+        return StepReport(
+            generation=plan.generation,
+            nodes=plan.nodes,
+            replicas=plan.world_size,
+            shape=shape,
+            steps=steps,
+            step_time=step_time,
+            grad_time=grad_time,
+            noise=self.noise(),
+            epoch=progress.epoch,
+            epochs=progress.epochs,
+            total_steps=progress.steps,
+            batch_size=self.clock.batch_size,
+        )
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """The train function returned.
+
+        Raises:
+            RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
+        """
+        if not self.synced:
+            raise RuntimeError(
+                "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
+                "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
+            )

@@ -1,0 +1,143 @@
+"""SHELL: sessions without a trainer: one process alone, or the fixed group that ``torchrun`` has started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Member, Message, Plan, SetBatch
+from elastic_ray.membership.rendezvous import Communicator, StoreAddress
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.session import Session
+from placement.goodput import NoiseScale
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT_S = 600.0
+
+
+class StandaloneLink:
+    """Takes the controller's place: reports go to the log, and rank 0's own tuner adapts the batch.
+
+    Args:
+        nodes: number of nodes of the group.
+        replicas: world size.
+        post: delivers a message to this process's membership.
+    """
+
+    def __init__(self, nodes: int, replicas: int, post: Callable[[Message], None]) -> None:
+        self._nodes = nodes
+        self._replicas = replicas
+        self._post = post
+        self._tuner: BatchTuner | None = None
+        self._choice: BatchChoice | None = None
+        self._fitting: threading.Thread | None = None
+        self.metrics: dict[str, Any] = {}
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
+        """Deliver the one generation there will be."""
+        if loader is not None and not loader.limits.fixed:
+            self._tuner = BatchTuner(loader.limits)
+            self._choice = self._tuner.decide(self._nodes, self._replicas, None).choice
+        self._post(
+            Plan(
+                generation=1,
+                members=tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas)),
+                batch=self._choice,
+                reason="a group of fixed size",
+            )
+        )
+
+    def failed(self, generation: int, cause: str) -> None:
+        """A fixed group cannot recover; the session raises."""
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        """Nothing to tell anybody."""
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from rank 0's measurements; fits run in a thread of their own."""
+        tuner = self._tuner
+        if tuner is None or report.shape is None or not report.steps or report.shape != self._choice:
+            return
+        if self._fitting is not None and self._fitting.is_alive():
+            return
+        tuner.observe(
+            nodes=report.nodes,
+            replicas=report.replicas,
+            atomic_bsz=report.shape.atomic_bsz,
+            accum_steps=report.shape.accum_steps,
+            step_time=report.step_time,
+            grad_time=report.grad_time,
+            steps=report.steps,
+        )
+        tuner.set_noise(NoiseScale(*report.noise) if report.noise else None)
+        self._fitting = threading.Thread(target=self._fit, args=(tuner,), name="fit-goodput", daemon=True)
+        self._fitting.start()
+
+    def _fit(self, tuner: BatchTuner) -> None:
+        tuner.set_model(fit_snapshot(tuner.snapshot()))
+        decision = tuner.decide(self._nodes, self._replicas, self._choice)
+        if decision.choice != self._choice:
+            logger.info("batch %d: %s", decision.batch_size, decision.reason)
+            self._choice = decision.choice
+            self._post(SetBatch(batch=decision.choice))
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+        """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
+        self.metrics = dict(metrics)
+        shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
+        logger.info("epoch %s: %s", resume_point.get("epoch"), shown)
+
+    def claim_fault(self, index: int) -> bool:
+        """Scripted faults need a trainer."""
+        return False
+
+
+def _node_of(rank: int) -> str:
+    return f"node-{rank // max(1, int(os.environ.get('LOCAL_WORLD_SIZE', '1')))}"
+
+
+def standalone_session() -> Session:
+    """A session for this process: under ``torchrun`` one of its group, else alone."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    under_torchrun = "MASTER_ADDR" in os.environ and "RANK" in os.environ
+    if not under_torchrun:
+        rank, world_size = 0, 1
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    def form(plan: Plan, rank: int) -> Communicator:
+        if plan.world_size == 1:
+            address = StoreAddress(host="localhost", port=0)
+        else:
+            address = StoreAddress(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+        return Communicator(
+            address,
+            f"elastic_ray/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}",
+            rank=rank,
+            world_size=plan.world_size,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+            form_timeout_s=60.0,
+            host=_own_host() if plan.nodes > 1 else "127.0.0.1",
+            cuda=cuda,
+        )
+
+    membership = Membership(str(rank), form, lambda generation, cause: logger.error("%s", cause))
+    nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
+    link = StandaloneLink(nodes, world_size, membership.post)
+    return Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
+
+
+def _own_host() -> str:
+    import socket
+
+    return socket.gethostbyname(socket.gethostname())

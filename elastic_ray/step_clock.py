@@ -1,0 +1,67 @@
+"""Times of undisturbed steps on one rank, and pauses; no clock but the monotonic one is read here."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from elastic_ray.batch.limits import BatchChoice
+
+_KEPT = 64
+# The first steps after a change pay for caches, allocations and data workers.
+_WARM_UP = 2
+
+
+class StepClock:
+    """Collects step and micro-step times [s] of one batch shape; starts afresh at every change."""
+
+    def __init__(self) -> None:
+        self._last_edge_s: float | None = None
+        self._last_micro_s: float | None = None
+        self._shape: BatchChoice | None = None
+        self.batch_size = 0
+        self._skip = _WARM_UP
+        self._steps: list[float] = []
+        self._micros: list[float] = []
+
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
+        """A step was committed; ``shape`` None when it trained nothing (evaluation)."""
+        now_s = time.monotonic()
+        if shape != self._shape:
+            self._restart(shape)
+        elif shape is not None and self._last_edge_s is not None and micro_steps == shape.accum_steps + 1:
+            if self._skip:
+                self._skip -= 1
+            else:
+                self._steps = [*self._steps[-_KEPT:], now_s - self._last_edge_s]
+                self.batch_size = max(samples, self.batch_size)
+        self._last_edge_s, self._last_micro_s = now_s, now_s
+
+    def micro(self) -> None:
+        """A micro-step that does not synchronise was done."""
+        now_s = time.monotonic()
+        if self._last_micro_s is not None and not self._skip:
+            self._micros = [*self._micros[-_KEPT:], now_s - self._last_micro_s]
+        self._last_micro_s = now_s
+
+    def resume(self) -> float:
+        """A new generation begins: returns the time since the last committed step [s], 0 where there is none."""
+        pause_s = time.monotonic() - self._last_edge_s if self._last_edge_s is not None else 0.0
+        self._restart(self._shape)
+        self._last_edge_s = time.monotonic() if self._last_edge_s is not None else None
+        return pause_s
+
+    def take(self) -> tuple[BatchChoice | None, int, float, float]:
+        """Shape, number of steps, and median step and micro-step time since the last call."""
+        steps, micros = self._steps, self._micros
+        self._steps, self._micros = [], []
+        return (
+            self._shape,
+            len(steps),
+            statistics.median(steps) if steps else 0.0,
+            statistics.median(micros) if micros else 0.0,
+        )
+
+    def _restart(self, shape: BatchChoice | None) -> None:
+        self._shape, self._skip, self.batch_size = shape, _WARM_UP, 0
+        self._steps, self._micros = [], []
