@@ -151,8 +151,8 @@ class LeaseKeeper:
         outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
         if outcome is None:  # the phase runs ahead of the outcome: look again
             return
-        self._end(Ending(status=status, events=tuple(events), outcome=outcome))
         controller.close.remote()
+        self._end(Ending(status=status, events=tuple(events), outcome=outcome))
 
     def _end(self, ending: Ending) -> None:
         with self._lock:
