@@ -121,12 +121,16 @@ class Comparison:
 
 def compare(case_name: str, *, world: int, blocks: int) -> Comparison:
     """Start the ranks as torchrun would, and compare block by block."""
+    from torch.distributed import TCPStore
+
     rendezvous = f"127.0.0.1:{_free_port()}"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it
     shared = os.environ | {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, __file__, "--rank-of", case_name, str(blocks), rendezvous]

@@ -103,7 +103,7 @@ def observe(
 
 
 def resize_ray_train() -> list[Outcome]:
-    """Ray Train follows the cluster: it grows when nodes come and shrinks when one is drained and taken away."""
+    """Ray Train follows the cluster: it grows when nodes come, and shrinks when one is drained and goes."""
     with cluster(nodes=1) as (local, _), job(RayTrainJob, workers=(1, 4)) as running:
         settle(running, world=1)
         outcomes = [observe(running, lambda: _add(local, 1), event="1->2", world=2)]
@@ -165,7 +165,7 @@ def _add(local: LocalCluster, slots: int) -> Any:
 
 
 def _retire(local: LocalCluster, node: Any, *, notice_s: float = 5.0) -> None:
-    """Announce that a node goes away and take it away when it said so, as a cloud or an administrator does."""
+    """Announce that a node goes away and take it away when it was said, as clouds do."""
     import ray
     from ray.core.generated import autoscaler_pb2
 
