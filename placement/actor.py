@@ -92,6 +92,8 @@ class Allocator:
         self._ended_s: dict[str, float] = {}
         self._logged: DecisionRecord | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
+        self._sending: set[tuple[str, type[Instruction]]] = set()
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     async def heartbeat(self, view: JobView, controller: ActorHandle[Any]) -> None:
@@ -100,10 +102,9 @@ class Allocator:
         self._controllers[view.job] = controller
         self._heard_s[view.job] = time.time()
         self._ended_s.pop(view.job, None)
-        if view.job not in core.jobs:
-            # Up to now what it holds counted as others' use, and nobody may decide on that.
-            self._handle(NodesChanged(cluster=self._usable(view.job)))
-        self._handle(JobHeartbeat(view=view))
+        # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
+        cluster = None if view.job in core.jobs else self._usable(view.job)
+        self._handle(JobHeartbeat(view=view, cluster=cluster))
 
     async def ended(self, job: str) -> None:
         """A job is over."""
@@ -170,7 +171,22 @@ class Allocator:
         instructions = self._core.handle(event, time.time())
         self._log_news()
         for instruction in instructions:
-            self._spawn(self._carry_out(instruction))
+            self._post(instruction)
+
+    def _post(self, instruction: Instruction) -> None:
+        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
+        address = (instruction.job, type(instruction))
+        self._outbox[address] = instruction
+        if address not in self._sending:
+            self._sending.add(address)
+            self._spawn(self._send(address))
+
+    async def _send(self, address: tuple[str, type[Instruction]]) -> None:
+        try:
+            while (instruction := self._outbox.pop(address, None)) is not None:
+                await self._carry_out(instruction)
+        finally:
+            self._sending.discard(address)
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         # The loop keeps only weak references to its tasks.

@@ -34,8 +34,7 @@ class AllocatorConfig:
             room); an arrival, an end, changed limits or a lost node are decided at once.
         refresh_s: time after which everything is decided again though nothing happened.
         silence_s: a job that sends no heartbeat for so long is dropped.
-        settle_s: after a start with jobs that already run, time to hear from all of them before anything is
-            decided.
+        settle_s: after a start beside jobs that already run, time from the first heartbeat to hear from all.
         unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
         model_change: relative change of any speed that counts as a changed model.
         log_length: decision records kept.
@@ -133,6 +132,8 @@ class AllocatorCore:
         self._watch_the_clock(now_s)
         if isinstance(event, JobHeartbeat):
             self._hear(event.view, now_s)
+            if event.cluster is not None:
+                self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
             if self._jobs.pop(event.job, None) is not None:
                 self._urgent = "end"
@@ -162,14 +163,14 @@ class AllocatorCore:
             for job in self._jobs.values():
                 job.heard_s = now_s
             self._settling, self._settled_s = True, None
-        if self._settling:
-            if self._settled_s is None:
-                self._settled_s = now_s + self._config.settle_s
-            if now_s >= self._settled_s:
-                self._settling, self._settled_s = False, None
-                self._pending = self._pending or "refresh"
+        if self._settling and self._settled_s is not None and now_s >= self._settled_s:
+            self._settling, self._settled_s = False, None
+            self._pending = self._pending or "refresh"
 
     def _hear(self, view: JobView, now_s: float) -> None:
+        if self._settling and self._settled_s is None:
+            # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
+            self._settled_s = now_s + self._config.settle_s
         job = self._jobs.get(view.job)
         if job is None:
             reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
@@ -179,6 +180,8 @@ class AllocatorCore:
             self._urgent = "arrival"
             return
         job.view, job.heard_s = view, now_s
+        if self._settling:  # nothing was decided yet: what it has is what it is to have
+            job.target = dict(view.allocation)
         news = is_news(job.decided_on, view, self._config.model_change)
         if news == "limits":
             self._urgent = self._urgent or news

@@ -12,9 +12,16 @@ from placement.jobs import JobView
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeartbeat:
-    """A job's controller says how the job stands; the first one is the job's arrival."""
+    """A job's controller says how the job stands; the first one is the job's arrival.
+
+    Attributes:
+        view: the job.
+        cluster: the cluster with what this job holds counted as usable, where the news of the job change that
+            (an unknown job's workers count as others' use); None if it is as it was.
+    """
 
     view: JobView
+    cluster: Cluster | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,11 +158,22 @@ def test_a_restarted_allocator_shuffles_nobody() -> None:
     for i, job in enumerate("abc"):
         before.arrive(view(job, submitted_s=float(i)))
     after = World(4, 4, settling=True)
+    assert after.send(Tick(), 5.0) == []  # the jobs take a while to find it
     instructions = [i for known in before.views.values() for i in after.arrive(known)]
     assert instructions == []
     assert [after.beat(job, 1.0) for job in "abc"] == [[], [], []]
     assert after.sizes() == before.sizes()
     assert after.core.snapshot().settled
+
+
+def test_a_newcomers_own_workers_are_not_others_use() -> None:
+    world = World(4, 4)
+    world.send(NodesChanged(cluster=Cluster(nodes=(node("n0", 4, free=0), node("n1", 4)))))
+    world.arrive(view("a"))
+    assert world.sizes() == {"a": 4}
+    world.views["b"] = view("b", submitted_s=1.0, allocation={"n0": 4})
+    assert world.send(JobHeartbeat(view=world.views["b"], cluster=cluster(4, 4))) == []
+    assert world.sizes() == {"a": 4, "b": 4}
 
 
 def test_an_allocator_that_slept_drops_nobody() -> None:
