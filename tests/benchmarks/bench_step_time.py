@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -64,7 +63,7 @@ def elastic_steps(case: Any, data: Any, world: int) -> Iterator[None]:
             yield
 
 
-def run_rank(case_name: str, blocks: int, rendezvous: str) -> None:
+def run_rank(case_name: str, blocks: int) -> None:
     """Alternate blocks of both systems in this process; rank 0 prints the blocks' times as JSON."""
     import torch
     import torch.distributed as dist
@@ -74,7 +73,7 @@ def run_rank(case_name: str, blocks: int, rendezvous: str) -> None:
     case = next(case for case in CASES if case.name == case_name)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"tcp://{rendezvous}", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
     data = torch.utils.data.TensorDataset(case.inputs(), torch.randint(10, (ROWS,)))
     systems = {"DDP": ddp_steps(case, data), "elastic-ray": elastic_steps(case, data, world)}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
@@ -123,7 +122,6 @@ def compare(case_name: str, *, world: int, blocks: int) -> Comparison:
     """Start the ranks as torchrun would, and compare block by block."""
     from torch.distributed import TCPStore
 
-    rendezvous = f"127.0.0.1:{_free_port()}"
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it
     shared = os.environ | {
         "WORLD_SIZE": str(world),
@@ -133,7 +131,7 @@ def compare(case_name: str, *, world: int, blocks: int) -> Comparison:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, __file__, "--rank-of", case_name, str(blocks), rendezvous]
+    command = [sys.executable, __file__, "--rank-of", case_name, str(blocks)]
     ranks = [
         subprocess.Popen(
             command,
@@ -162,12 +160,6 @@ def compare(case_name: str, *, world: int, blocks: int) -> Comparison:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def main() -> None:
     """Every model with every number of ranks."""
     from step_models import CASES
@@ -191,6 +183,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:
-        run_rank(sys.argv[2], int(sys.argv[3]), sys.argv[4])
+        run_rank(sys.argv[2], int(sys.argv[3]))
     else:
         main()
