@@ -10,14 +10,17 @@ import posixpath
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
-from ray.train import Checkpoint
-from ray.train.v2.api.exceptions import TrainingFailedError
-from ray.train.v2.api.result import Result
 
 from elastic_ray.events import JobEvent, JobOutcome
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+    from ray.train.v2.api.result import Result
+
+# ray.train takes longer to import than a worker takes to start: functions import it when they need it.
 
 EVENTS_FILE = "events.jsonl"
 PROGRESS_FILE = ".elastic_ray.json"
@@ -174,6 +177,8 @@ class RunStorage:
         Raises:
             FileNotFoundError: if ``source`` is no directory, or this node does not see the run's directory.
         """
+        from ray.train import Checkpoint
+
         if isinstance(source, Checkpoint):
             origin, origin_path = resolve(source.path, source.filesystem)
         else:
@@ -207,6 +212,8 @@ class RunStorage:
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.
         """
+        from ray.train import Checkpoint
+
         if isinstance(checkpoint, str):
             checkpoint = Checkpoint(checkpoint, self.filesystem)
         note = _read_note(checkpoint.filesystem, checkpoint.path)
@@ -294,6 +301,9 @@ def make_result(outcome: JobOutcome, storage: RunStorage) -> Result:
     every report.
     """
     import pandas as pd
+    from ray.train import Checkpoint
+    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train.v2.api.result import Result
 
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from placement.throughput import LARGEST, Floats, ThroughputModel, power_sum, real
 
@@ -170,6 +169,8 @@ class _Problem:
 
     def solve(self, start: Floats) -> tuple[float, Floats]:
         """(cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
+        from scipy.optimize import least_squares  # takes longer to import than a worker, which never fits, to start
+
         solved = least_squares(
             self.errors,
             start,

@@ -35,8 +35,8 @@ class AdaptiveDataLoader:
     their samples among the workers too: add results up in an ``Accumulator``. A loop left by ``break`` ends the pass.
 
     Samplers: any sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch;
-    a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads the
-    whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
+    a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
+    the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
 
     Args:
         dataset: map-style or iterable; not empty.

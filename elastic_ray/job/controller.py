@@ -17,7 +17,6 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
-from elastic_ray.errors import WorkersLostError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
@@ -33,6 +32,7 @@ from elastic_ray.job.messages import (
     WorkerReport,
     WorkerSwitched,
 )
+from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
@@ -117,6 +117,7 @@ class JobController:
         self._settled_s = time.monotonic()
         self._stopping_since: float | None = None
         self._heartbeat_due_s = 0.0
+        self._beating: asyncio.Task[Any] | None = None
         self._allocator: Any = None
         self._store: Any = None
         self._address: StoreAddress | None = None
@@ -132,6 +133,10 @@ class JobController:
         """The driver lives."""
         self._lease_until = time.monotonic() + self._spec.elastic.lease_s
         return self._status()
+
+    async def spec(self) -> JobSpec:
+        """What was submitted, without the train function."""
+        return dataclasses.replace(self._spec, train_loop=b"")
 
     async def status(self) -> JobStatus:
         """The job now."""
@@ -204,7 +209,20 @@ class JobController:
     async def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
         """The allocator's decision for this job."""
         if not self._record.phase.ended and self._stopping_since is None:
+            if not nodes and self._record.phase is JobPhase.WAITING:
+                self._record.message = reason
             self._take(Target(nodes=nodes, reason=reason))
+
+    async def unsatisfiable(self, reason: str) -> None:
+        """No node could ever offer what the job asks for, as the allocator sees the cluster."""
+        if self._machine.current is not None or self._record.phase.ended:
+            return
+        if await asyncio.to_thread(may_autoscale):
+            self._record.message = f"{reason}; waiting, for an autoscaler may bring it"
+            return
+        from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
+
+        self._finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
 
     # -- for workers -------------------------------------------------------------------------------------------
 
@@ -274,10 +292,13 @@ class JobController:
         """Let the membership machine decide, and do what it says."""
         if self._record.phase.ended:
             return
+        if not isinstance(stimulus, Tick):
+            logger.debug("job %s: %s", self._spec.job, stimulus)
         for instruction in self._machine.handle(stimulus, time.monotonic()):
             self._perform(instruction)
 
     def _perform(self, instruction: Instruction) -> None:
+        logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
                 self._crew.reserve(worker, node)
@@ -341,6 +362,8 @@ class JobController:
         self._failures += 1
         limit = self._spec.max_failures
         if 0 <= limit < self._failures:
+            from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
+
             self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, self._failures, limit, reason))
             return
         self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; restart from the last checkpoint")
@@ -428,7 +451,8 @@ class JobController:
             self._crew.keep_warm({m.node for m in self._machine.current.members})
         if now_s >= self._heartbeat_due_s:
             self._heartbeat_due_s = now_s + _HEARTBEAT_S
-            self._side(self._heartbeat())
+            if self._beating is None or self._beating.done():
+                self._beating = self._side(self._heartbeat())
 
     async def _fit(self, snapshot: Any) -> None:
         model = await asyncio.to_thread(fit_snapshot, snapshot)
@@ -443,7 +467,7 @@ class JobController:
             if self._allocator is None:
                 self._allocator = await asyncio.to_thread(get_or_create_allocator)
             await asyncio.wait_for(self._allocator.heartbeat.remote(self._view(), self._handle), 5.0)
-        except (RayError, asyncio.TimeoutError, ValueError) as error:
+        except (RayError, asyncio.TimeoutError, ValueError) as error:  # it may be restarting
             logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)
             self._allocator = None
 
@@ -505,10 +529,11 @@ class JobController:
             message=self._record.message,
         )
 
-    def _side(self, work: Any) -> None:
+    def _side(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
         self._side_tasks.add(task)
         task.add_done_callback(self._side_tasks.discard)
+        return task
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         self._side(asyncio.to_thread(function, *arguments))

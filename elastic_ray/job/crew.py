@@ -65,6 +65,7 @@ class Crew:
             log_level=spec.log_level,
         )
         self._groups: dict[str, Any] = {}
+        self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
@@ -85,12 +86,13 @@ class Crew:
         group = self._groups.get(worker)
         # The membership machine gives reservations up in its own time; this only bounds the wait.
         if group is not None and await groups.ready(group, self._spec.elastic.reserve_timeout_s * 2):
+            self._fulfilled.add(worker)
             self._tell(Reserved(worker=worker))
 
     def reserved(self) -> dict[str, int]:
-        """Groups by node, fulfilled or asked for."""
+        """Fulfilled reservations by node."""
         counts: dict[str, int] = {}
-        for worker in self._groups:
+        for worker in self._fulfilled & self._groups.keys():
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
         return counts
 
@@ -162,6 +164,7 @@ class Crew:
         result = self._results.pop(worker, None)
         self.facts.pop(worker, None)
         group = self._groups.pop(worker, None)
+        self._fulfilled.discard(worker)
         if actor is not None:
             fit = (
                 not kill

@@ -15,7 +15,6 @@ import ray
 import torch
 
 from elastic_ray.context import set_session
-from elastic_ray.errors import TrainFunctionError
 from elastic_ray.faults import FaultInjector
 from elastic_ray.job import train_loop
 from elastic_ray.job.messages import (
@@ -173,6 +172,8 @@ class Worker:
         except BaseException as error:
             kept = session.keep_state() if _is_out_of_memory(error) else None
             if kept is None:
+                from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
+
                 wrapped = TrainFunctionError.from_exception(error, rank=session.rank, node=self._host)
                 return _result("error", error=wrapped)
             logger.warning("job %s rank %d: %s", self._setup.job, session.rank, error)

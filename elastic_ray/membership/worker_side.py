@@ -94,7 +94,7 @@ class Membership:
         if self.current is not None and self.communicator is not None and self._is_void(self.current.generation):
             self.communicator.void()
         if self._prepared is not None and self._is_void(self._prepared[0].generation):
-            plan, communicator = self._prepared
+            _, communicator = self._prepared
             self._prepared = None
             if communicator is not None and communicator is not self.communicator:
                 communicator.void()
