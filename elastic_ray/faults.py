@@ -1,7 +1,8 @@
 """Scripted faults: what dies, at which step, at which moment (for tests and for trying out a set-up).
 
->>> Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
-Faults(script=(Fault(action='kill', rank=1, step=7, moment='allreduce'), Fault(action='hang', rank=0, ...)))
+>>> faults = Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
+>>> [fault.action for fault in faults.script]
+['kill', 'hang']
 """
 
 from __future__ import annotations
@@ -26,22 +27,31 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. ``rank`` is the rank at that moment, ``None`` for whoever comes first; ``step`` counts committed
-    steps (``None``: the first time the moment comes up)."""
+    """One fault.
+
+    Attributes:
+        action: "kill", "hang" or "out_of_memory".
+        moment: one of ``MOMENTS``.
+        rank: rank at that moment; None for whoever comes first.
+        step: committed steps by then; None for the first time the moment comes up.
+        worker: id of the worker (``w1`` is the job's first, ``w2`` its second...); None for any.
+    """
 
     action: str
-    rank: int | None
-    step: int | None
     moment: str
+    rank: int | None = None
+    step: int | None = None
+    worker: str | None = None
 
     def __post_init__(self) -> None:
         if self.moment not in MOMENTS:
             raise ValueError(f"moment must be one of {', '.join(MOMENTS)}, but got {self.moment!r}")
 
-    def due(self, *, rank: int, step: int, moment: str) -> bool:
+    def due(self, *, worker: str, rank: int, step: int, moment: str) -> bool:
         """Whether the fault strikes now."""
         return (
             self.moment == moment
+            and (self.worker is None or self.worker == worker)
             and (self.rank is None or self.rank == rank)
             and (self.step is None or self.step == step)
         )
@@ -53,17 +63,23 @@ class Faults:
 
     script: tuple[Fault, ...] = ()
 
-    def kill(self, *, moment: str, rank: int | None = None, step: int | None = None) -> Faults:
+    def kill(
+        self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
+    ) -> Faults:
         """SIGKILL the worker."""
-        return Faults((*self.script, Fault("kill", rank, step, moment)))
+        return Faults((*self.script, Fault("kill", moment, rank, step, worker)))
 
-    def hang(self, *, moment: str, rank: int | None = None, step: int | None = None) -> Faults:
+    def hang(
+        self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
+    ) -> Faults:
         """SIGSTOP the worker: alive for Ray, silent for everybody."""
-        return Faults((*self.script, Fault("hang", rank, step, moment)))
+        return Faults((*self.script, Fault("hang", moment, rank, step, worker)))
 
-    def out_of_memory(self, *, moment: str, rank: int | None = None, step: int | None = None) -> Faults:
+    def out_of_memory(
+        self, *, moment: str, rank: int | None = None, step: int | None = None, worker: str | None = None
+    ) -> Faults:
         """Raise an out-of-memory error in the user's loop."""
-        return Faults((*self.script, Fault("out_of_memory", rank, step, moment)))
+        return Faults((*self.script, Fault("out_of_memory", moment, rank, step, worker)))
 
 
 class FaultInjector:
@@ -78,10 +94,10 @@ class FaultInjector:
         self._open = dict(enumerate(faults.script))
         self._claim = claim
 
-    def at(self, moment: str, *, rank: int, step: int) -> None:
+    def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
         """Called by the session at each moment."""
         for index, fault in list(self._open.items()):
-            if fault.due(rank=rank, step=step, moment=moment):
+            if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]
                 if self._claim(index):
                     _strike(fault)

@@ -178,7 +178,7 @@ class Session:
     def moment(self, name: str) -> None:
         """A named moment of the run, for scripted faults."""
         if self._faults is not None:
-            self._faults.at(name, rank=self.rank, step=self.progress.steps)
+            self._faults.at(name, worker=self.worker, rank=self.rank, step=self.progress.steps)
 
     # -- entering the job --------------------------------------------------------------------------------------
 

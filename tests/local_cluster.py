@@ -17,6 +17,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_memory_monitor_refresh_ms": "0",  # no killing by memory use on a small machine
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # as the tests themselves, whatever else runs here
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
@@ -80,6 +81,18 @@ class LocalCluster:
         if node in self.added:
             self.added.remove(node)
         self.cluster.remove_node(node, allow_graceful=not abruptly)
+
+    def drain_node(self, node: Any, *, deadline_s: float = 600.0) -> None:
+        """Tell Ray that a node will go away, as an autoscaler or a spot notice does."""
+        import time
+
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + deadline_s) * 1000)
+        accepted, message = GcsClient(address=self.address).drain_node(node.node_id, reason, "a test drains", deadline_ms)
+        assert accepted, message
 
     def remove_added_nodes(self) -> None:
         """Back to the head alone."""

@@ -6,11 +6,11 @@ Only this machine issues generations, and every one it issues supersedes the one
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections import Counter
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.roster import InFlight, Phase, Worker, number
 from elastic_ray.membership.signals import (
     AllLost,
     Announce,
@@ -36,17 +36,6 @@ from elastic_ray.membership.signals import (
 )
 
 
-class Phase(enum.Enum):
-    """Where a worker is in its life."""
-
-    RESERVING = "reserving"
-    STARTING = "starting"
-    READY = "ready"
-    MEMBER = "member"
-    LEAVING = "leaving"
-    FINISHED = "finished"
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
     """Times in seconds.
@@ -70,28 +59,13 @@ class MembershipConfig:
     backoff_s: float = 5.0
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Worker:
-    """What the machine knows of one worker."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Deadline:
+    """When to act on something, what it was, and the generation it happened in."""
 
-    worker: str
-    node: str
-    phase: Phase
-    since_s: float
-    has_state: bool = False
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class InFlight:
-    """An announced generation that not all members have entered yet."""
-
-    plan: Plan
-    forced: bool
-    since_s: float
-    from_workers: int
-    pauses: dict[str, float] = dataclasses.field(default_factory=dict)
-    failed: set[str] = dataclasses.field(default_factory=set)
-    effective_s: float | None = None
+    at_s: float
+    cause: str
+    generation: int = 0
 
 
 class JobMembership:
@@ -113,13 +87,18 @@ class JobMembership:
         self._issued = 0
         self._named = 0
         self._not_before_s = 0.0
-        self._suspicion: tuple[float, str] | None = None
+        self._retry_s = 0.0
+        self._suspicion: _Deadline | None = None
+        self._hope: _Deadline | None = None
         self._first_wish_s: float | None = None
+        self._ended = False
         self._out: list[Instruction] = []
 
     def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
-        """Take a stimulus; answer with what is to be done, in order."""
+        """Take a stimulus; answer with what is to be done, in order. Nothing follows the end before a reset."""
         self._out = []
+        if self._ended:
+            return self._out
         match stimulus:
             case Target(nodes=nodes, reason=reason):
                 self._target = {node: count for node, count in nodes.items() if count > 0}
@@ -131,21 +110,23 @@ class JobMembership:
             case Lost(worker=worker, cause=cause):
                 self._lost(worker, cause, now_s)
             case Left(worker=worker):
-                self._left(worker)
+                self._left(worker, now_s)
             case Finished(worker=worker):
                 self._finished(worker)
             case Rerun(worker=worker):
                 self._rerun(worker, now_s)
-            case StepFailed(generation=generation, cause=cause):
-                self._step_failed(generation, cause, now_s)
+            case StepFailed(worker=worker, generation=generation, cause=cause):
+                self._step_failed(worker, generation, cause, now_s)
             case PrepareFailed(worker=worker, generation=generation, cause=cause):
                 self._prepare_failed(worker, generation, cause, now_s)
             case Switched(worker=worker, generation=generation, pause_s=pause_s):
                 self._switched(worker, generation, pause_s, now_s)
             case Tick():
                 pass
-        self._deadlines(now_s)
-        self._reconcile(now_s)
+        if not self._ended:
+            self._deadlines(now_s)
+        if not self._ended:
+            self._reconcile(now_s)
         return self._out
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -178,11 +159,11 @@ class JobMembership:
         order = [m.worker for m in self.current.members] if self.current is not None else []
         rank = {worker: index for index, worker in enumerate(order)}
         living = [w for w in self.workers.values() if w.phase is Phase.MEMBER]
-        return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), _number(w.worker)))
+        return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
 
     def _in(self, *phases: Phase) -> list[Worker]:
         chosen = [w for w in self.workers.values() if w.phase in phases]
-        return sorted(chosen, key=lambda w: _number(w.worker))
+        return sorted(chosen, key=lambda w: w.number)
 
     # -- single workers ----------------------------------------------------------------------------------------
 
@@ -195,48 +176,89 @@ class JobMembership:
 
     def _ready(self, worker: str, has_state: bool, now_s: float) -> None:
         record = self.workers.get(worker)
-        if record is not None and record.phase is Phase.STARTING:
-            record.phase, record.since_s, record.has_state = Phase.READY, now_s, has_state
+        if record is None:
+            return
+        if record.phase is Phase.STARTING:
+            record.phase, record.since_s, record.has_state = Phase.READY, now_s, has_state or record.has_state
+        elif record.phase is Phase.MEMBER:
+            record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
-    def _left(self, worker: str) -> None:
+    def _left(self, worker: str, now_s: float) -> None:
         record = self.workers.pop(worker, None)
-        if record is not None:
-            self._out.append(Release(worker=worker, kill=False, reason="it left its generation"))
+        if record is None:
+            return
+        self._out.append(Release(worker=worker, kill=False, reason="it left its generation"))
+        flight = self.in_flight
+        # It may be the first to speak of the planned generation that it is no part of.
+        expected = flight is not None and not flight.forced and flight.plan.rank_of(worker) is None
+        if record.phase is not Phase.LEAVING and not expected:
+            self._bereave(record, "it left", now_s)
 
     def _finished(self, worker: str) -> None:
         record = self.workers.get(worker)
         if record is None:
             return
         record.phase = Phase.FINISHED
-        if not self._in(Phase.MEMBER):
-            self._out.append(Complete())
+        if not self._in(Phase.MEMBER) and not self._entering():
+            self._end(Complete())
 
     def _rerun(self, worker: str, now_s: float) -> None:
         record = self.workers.get(worker)
         if record is None or record.phase not in (Phase.MEMBER, Phase.READY, Phase.STARTING):
             return
-        member = record.phase is Phase.MEMBER
-        record.phase, record.since_s, record.has_state = Phase.STARTING, now_s, member or record.has_state
-        if member:
-            self._force(f"worker {worker} ran out of memory and starts over", now_s)
+        before, record.has_state = record.phase, True
+        record.phase, record.since_s = Phase.READY if record.rebuilt else Phase.STARTING, now_s
+        record.rebuilt = False
+        cause = f"worker {worker} ran out of memory and starts over"
+        if before is Phase.MEMBER:
+            self._force(cause, now_s)
+        elif self._is_planned(worker):
+            self._withdraw(cause, now_s)
 
     def _lost(self, worker: str, cause: str, now_s: float) -> None:
         record = self.workers.pop(worker, None)
         if record is None:
             return
         self._out.append(Release(worker=worker, kill=True, reason=cause))
-        flight = self.in_flight
-        if record.phase is Phase.LEAVING:
-            return  # its generation is over: nobody waits for it
+        if record.phase is not Phase.LEAVING:  # its generation is over: nobody waits for it
+            self._bereave(record, cause, now_s)
+
+    def _bereave(self, record: Worker, cause: str, now_s: float) -> None:
+        """Go on without a worker that was not expected to go."""
         if record.phase is Phase.MEMBER:
-            self._force(f"lost worker {worker} on node {record.node[:8]}: {cause}", now_s)
+            self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
         elif record.phase is Phase.FINISHED:
-            if not self._in(Phase.MEMBER):
-                self._out.append(Complete())
-        elif flight is not None and flight.plan.rank_of(worker) is not None:
-            self._withdraw(f"joiner {worker} was lost: {cause}", now_s)
+            if not self._in(Phase.MEMBER) and not self._entering():
+                self._end(Complete())
+        elif self._is_planned(record.worker):
+            self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
         else:
             self._not_before_s = now_s + self._config.backoff_s
+        self._check_state(record, cause)
+
+    def _check_state(self, gone: Worker, cause: str) -> None:
+        """After all members were lost, those that started over in place were the last to hold the state."""
+        idle = self.current is None and self.in_flight is None
+        if gone.has_state and idle and not self._holders() and not self._ended:
+            self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
+
+    def _holders(self) -> list[Worker]:
+        return [w for w in self._in(Phase.STARTING, Phase.READY, Phase.MEMBER) if w.has_state]
+
+    def _is_planned(self, worker: str) -> bool:
+        return self.in_flight is not None and self.in_flight.plan.rank_of(worker) is not None
+
+    def _planned(self) -> list[Worker]:
+        """Joiners of the generation in flight that have not said that they entered it."""
+        return [w for w in self._in(Phase.READY) if self._is_planned(w.worker)]
+
+    def _entering(self) -> list[Worker]:
+        """Those of them that enter it now: the change is under way."""
+        return self._planned() if self.in_flight is not None and self.in_flight.begun else []
+
+    def _end(self, last: AllLost | Complete) -> None:
+        self._ended = True
+        self._out.append(last)
 
     # -- generations -------------------------------------------------------------------------------------------
 
@@ -249,83 +271,139 @@ class JobMembership:
             void_below=self._issued if forced else 0,
             reason=reason,
         )
-        self.in_flight = InFlight(plan=plan, forced=forced, since_s=now_s, from_workers=self.world_size)
+        self.in_flight = InFlight(
+            plan=plan,
+            forced=forced,
+            since_s=now_s,
+            from_workers=self.world_size,
+            from_state=any(w.has_state for w in members),
+        )
         concerned = {*(w.worker for w in members), *(w.worker for w in self._in(Phase.MEMBER))}
-        self._out.append(Announce(plan=plan, to=tuple(sorted(concerned, key=_number))))
+        self._out.append(Announce(plan=plan, to=tuple(sorted(concerned, key=number))))
 
     def _force(self, cause: str, now_s: float) -> None:
-        """The generation is broken: go on with its survivors, who hold the state."""
+        """The generation is broken: go on with its survivors, who hold the state.
+
+        Where the change to it was under way, its joiners are among them: they may have trained in it already, and
+        a worker that has must not be left behind with a state that differs from the others'.
+        """
         self._suspicion = None
-        survivors = self.members()
-        flight = self.in_flight
-        waiting = [w.worker for w in self._in(Phase.READY) if flight and flight.plan.rank_of(w.worker) is not None]
-        if flight is not None and waiting:
-            self._out.append(Withdraw(generation=flight.plan.generation, to=tuple(waiting)))
-        if survivors:
+        flight, planned = self.in_flight, self._planned()
+        survivors = sorted([*self.members(), *self._entering()], key=lambda w: not w.has_state)
+        fresh = flight is not None and not flight.from_state  # nothing has been trained yet, or its joiners hold it
+        if survivors and (fresh or any(w.has_state for w in survivors)):
+            self._hope = None
+            self._call_off(planned[: 0 if flight and flight.begun else None])
             self._issue(survivors, forced=True, reason=cause, now_s=now_s)
-            return
-        self.in_flight = None
-        finished = self._in(Phase.FINISHED)
-        if finished:
-            self._out.append(Complete())
-        elif not any(w.has_state for w in self._in(Phase.STARTING, Phase.READY)):
-            self._out.append(AllLost(reason=cause))
+        elif self._in(Phase.FINISHED):
+            self._end(Complete())
+        elif self._holders():
+            self._call_off(planned)
+            self._idle()  # those that start over in place hold the state: the next generation is theirs
+        elif planned:
+            # A joiner may hold the state by now: with its group called off, it says so, or it has none.
+            if self._hope is None:
+                self._hope = _Deadline(now_s + self._config.notice_s, cause)
+                self._call_off(planned)
         else:
-            self.current = None  # those that start over in place hold the state: the next generation is theirs
+            self._end(AllLost(reason=cause))
+
+    def _call_off(self, joiners: list[Worker]) -> None:
+        if self.in_flight is not None and joiners:
+            to = tuple(w.worker for w in joiners)
+            self._out.append(Withdraw(generation=self.in_flight.plan.generation, to=to))
+
+    def _idle(self) -> None:
+        self.current = self.in_flight = self._hope = None
 
     def _withdraw(self, reason: str, now_s: float) -> None:
         """Cancel a planned change; where some rank has entered it already, replace it by force."""
         flight = self.in_flight
         if flight is None:
             return
-        if flight.forced or flight.effective_s is not None:
+        if flight.begun or self._hope is not None:
             self._force(reason, now_s)
             return
         self.in_flight = None
         self._not_before_s = now_s + self._config.backoff_s
         concerned = {m.worker for m in flight.plan.members} | {w.worker for w in self._in(Phase.MEMBER)}
-        living = sorted(concerned & self.workers.keys(), key=_number)
+        living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.plan.generation, to=tuple(living)))
         self._note(EventKind.CANCELLED, flight.plan.world_size, reason, generation=flight.plan.generation)
 
-    def _step_failed(self, generation: int, cause: str, now_s: float) -> None:
-        flight = self.in_flight
+    def _step_failed(self, worker: str, generation: int, cause: str, now_s: float) -> None:
+        flight, record = self.in_flight, self.workers.get(worker)
+        if record is None:
+            return
+        record.failed_in = max(record.failed_in, generation)
+        if record.phase is Phase.LEAVING:
+            self._lost(worker, f"it could not leave: {cause}", now_s)
+            return
+        if record.phase is Phase.READY:
+            record.has_state = True  # who has none yet has nothing to report
+            if self._hope is not None and flight is not None and flight.plan.generation == generation:
+                flight.effective_s = now_s
+                self._force(self._hope.cause, now_s)
+                return
         if flight is not None and flight.forced and generation < flight.plan.generation:
             return  # on its way to the cure already
-        if self.current is None or generation < self.current.generation:
-            return
-        if self._suspicion is None:
-            self._suspicion = (now_s + self._config.notice_s, cause)
+        if generation >= self.generation > 0 and self._suspicion is None:
+            self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
 
     def _prepare_failed(self, worker: str, generation: int, cause: str, now_s: float) -> None:
         flight = self.in_flight
-        if flight is None or flight.plan.generation != generation:
+        if flight is None or flight.plan.generation != generation or self._hope is not None:
             return
-        if flight.forced:
+        if flight.begun:
             flight.failed.add(worker)
+            if self._suspicion is None and not self._silent(flight):
+                self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
             return
+        joiners = self._planned()
         self._withdraw(f"generation {generation} could not be formed: {cause}", now_s)
-        for record in self._in(Phase.READY):
-            if flight.plan.rank_of(record.worker) is not None and not record.has_state:
+        # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
+        self._retry_s = now_s + self._config.notice_s
+        for record in joiners:
+            record.failures += 1
+            if record.failures > 1 and not record.has_state:
                 self._give_up(record, "its group could not be formed")
 
     def _switched(self, worker: str, generation: int, pause_s: float, now_s: float) -> None:
         flight, record = self.in_flight, self.workers.get(worker)
+        if record is not None and record.phase is Phase.READY:
+            record.has_state = True
         if flight is None or flight.plan.generation != generation:
             return
         if flight.effective_s is None:
-            flight.effective_s = now_s
-            self.current = flight.plan
-            for member in self._in(Phase.MEMBER):
-                if flight.plan.rank_of(member.worker) is None:
-                    member.phase, member.since_s = Phase.LEAVING, now_s
+            self._take_effect(flight, now_s)
         if record is not None:
-            if record.phase in (Phase.READY, Phase.STARTING):
-                record.phase, record.since_s = Phase.MEMBER, now_s
-            record.has_state = True
+            if record.phase is Phase.READY:
+                record.phase, record.since_s, record.failures = Phase.MEMBER, now_s, 0
             flight.pauses[worker] = pause_s
-        if all(m.worker in flight.pauses or m.worker not in self.workers for m in flight.plan.members):
+        if self._hope is not None:
+            self._force(self._hope.cause, now_s)
+        elif not self._silent(flight) and not flight.failed & self.workers.keys():
             self._complete_switch(flight)
+
+    def _take_effect(self, flight: InFlight, now_s: float) -> None:
+        before, self.current, flight.effective_s = self.generation, flight.plan, now_s
+        if self._suspicion is not None and self._suspicion.generation < flight.plan.generation:
+            self._suspicion = None  # whoever failed in the generation before is cured by this one
+        for member in self._in(Phase.MEMBER):
+            if flight.plan.rank_of(member.worker) is not None:
+                continue
+            member.phase, member.since_s = Phase.LEAVING, now_s
+            if member.failed_in >= before:
+                self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
+
+    def _silent(self, flight: InFlight) -> list[Worker]:
+        """Living members of an announced generation that have told nothing of it."""
+        told = flight.pauses.keys() | flight.failed
+        return [
+            w
+            for w in self._in(Phase.READY, Phase.MEMBER)
+            if flight.plan.rank_of(w.worker) is not None and w.worker not in told
+        ]
 
     def _complete_switch(self, flight: InFlight) -> None:
         self.in_flight = None
@@ -346,8 +424,11 @@ class JobMembership:
 
     def _deadlines(self, now_s: float) -> None:
         config = self._config
-        if self._suspicion is not None and now_s >= self._suspicion[0]:
-            self._force(f"a collective failed: {self._suspicion[1]}", now_s)
+        if self._hope is not None and now_s >= self._hope.at_s:
+            self._end(AllLost(reason=self._hope.cause))
+            return
+        if self._suspicion is not None and now_s >= self._suspicion.at_s:
+            self._force(f"a collective failed: {self._suspicion.cause}", now_s)
         for record in self._in(Phase.RESERVING):
             if now_s - record.since_s > config.reserve_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
@@ -359,26 +440,28 @@ class JobMembership:
             if now_s - record.since_s > config.join_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
                 self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}")
-        flight = self.in_flight
-        if flight is None:
-            return
+        if self.in_flight is not None and self._hope is None and not self._ended:
+            self._flight_deadline(self.in_flight, now_s)
+
+    def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
         begun_s = flight.since_s if flight.forced else flight.effective_s
-        if begun_s is None or now_s - begun_s <= config.switch_timeout_s:
+        if begun_s is None or now_s - begun_s <= self._config.switch_timeout_s:
             return
-        silent = [
-            m.worker
-            for m in flight.plan.members
-            if m.worker in self.workers and m.worker not in flight.pauses and m.worker not in flight.failed
-        ]
-        for worker in silent:
-            self._lost(worker, f"it did not enter generation {flight.plan.generation} in time", now_s)
-        if not silent:
-            self._force(f"generation {flight.plan.generation} could not be formed", now_s)
+        silent = self._silent(flight)
+        cause = f"it did not enter generation {flight.plan.generation} in time"
+        for record in silent:
+            del self.workers[record.worker]
+            self._out.append(Release(worker=record.worker, kill=True, reason=cause))
+        names = ", ".join(w.worker for w in silent)
+        self._force(
+            f"lost {names}: {cause}" if silent else f"generation {flight.plan.generation} could not be formed", now_s
+        )
 
     def _give_up(self, record: Worker, reason: str) -> None:
         del self.workers[record.worker]
         self._out.append(Release(worker=record.worker, kill=True, reason=reason))
         self._note(EventKind.CANCELLED, self.world_size + 1, f"worker {record.worker} was given up: {reason}")
+        self._check_state(record, reason)
 
     # -- towards the target ------------------------------------------------------------------------------------
 
@@ -387,7 +470,7 @@ class JobMembership:
             return  # the job is ending
         leavers = self._drop_surplus()
         self._ask_for_missing(now_s)
-        if self.in_flight is None and self._suspicion is None:
+        if self.in_flight is None and self._suspicion is None and now_s >= self._retry_s:
             self._change(leavers, now_s)
 
     def _drop_surplus(self) -> list[Worker]:
@@ -402,7 +485,7 @@ class JobMembership:
             here = [w for w in self.workers.values() if w.node == node and w.phase is not Phase.LEAVING]
             # Newest first, and members last: what has not joined costs nothing to give back.
             here.sort(
-                key=lambda w: (w.phase is not Phase.MEMBER, rank.get(w.worker, 0), _number(w.worker)),
+                key=lambda w: (w.phase is not Phase.MEMBER, rank.get(w.worker, 0), w.number),
                 reverse=True,
             )
             for record in here[:surplus]:
@@ -449,7 +532,10 @@ class JobMembership:
         too_small = len(group) < min(self._config.min_workers, len(members)) and bool(
             self._in(Phase.STARTING, Phase.RESERVING)
         )
-        if patient or too_small or [w.worker for w in group] == [w.worker for w in members]:
+        if [w.worker for w in group] == [w.worker for w in members]:
+            self._first_wish_s = None
+            return
+        if patient or too_small:
             return
         self._first_wish_s = None
         self._issue(group, forced=False, reason=self._reason, now_s=now_s)
@@ -458,6 +544,8 @@ class JobMembership:
         """The first generation, or the first after all members were lost."""
         if patient or len(joiners) < min(self._config.min_workers, max(1, self.target_workers)):
             return
+        if any(w.has_state for w in self._in(Phase.STARTING)) and not any(w.has_state for w in joiners):
+            return  # nobody may begin anew while one that starts over in place still holds the state
         joiners.sort(key=lambda w: not w.has_state)
         self._first_wish_s = None
         self._issue(joiners, forced=False, reason=self._reason, now_s=now_s)
@@ -466,8 +554,10 @@ class JobMembership:
         """Give back every worker, before a restart from a checkpoint; the target stays."""
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
-        self.current = self.in_flight = self._suspicion = self._first_wish_s = None
-        self._not_before_s = 0.0
+        self._idle()
+        self._suspicion = self._first_wish_s = None
+        self._not_before_s = self._retry_s = 0.0
+        self._ended = False
         return list(released)
 
     def _note(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
@@ -480,7 +570,3 @@ class JobMembership:
                 generation=generation or (self.current.generation if self.current is not None else 0),
             )
         )
-
-
-def _number(worker: str) -> int:
-    return int(worker[1:])

@@ -1,0 +1,78 @@
+"""Workers killed, hung and lost at scripted moments: training goes on from memory, exactly, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ray.events import EventKind
+from elastic_ray.faults import Faults
+from tests.job import traced
+from tests.job.jobs import kinds, run, start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(180)]
+
+
+def test_kill_at_every_moment_of_a_step(ray_cluster: Any, tmp_path: Path) -> None:
+    """One worker after the other dies, each at another moment; every epoch stays exact."""
+    faults = (
+        Faults()
+        .kill(rank=1, step=3, moment="forward")
+        .kill(rank=2, step=6, moment="backward")
+        .kill(rank=1, step=9, moment="allreduce")
+        .kill(rank=1, step=12, moment="optimizer_step")
+        .kill(rank=0, step=15, moment="after_step")
+    )
+    handle, account = run(tmp_path, workers=6, faults=faults, epochs=6)
+    failures = [event for event in handle.events() if event.kind is EventKind.FAILURE]
+    assert len(failures) == 5, kinds(handle)
+    assert {event.from_workers - event.to_workers for event in failures} == {1}
+    assert len(account.epochs) == 6 and len(account.final) == 1
+    assert all(event.pause_s < 5 for event in failures), [event.pause_s for event in failures]
+
+
+def test_rank_zero_and_its_neighbour_die_at_once(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults().kill(rank=0, step=5, moment="allreduce").kill(rank=1, step=5, moment="backward")
+    handle, account = run(tmp_path, workers=4, faults=faults)
+    assert EventKind.FAILURE in kinds(handle)
+    assert len(account.final) == 1
+    assert handle.result().metrics["samples"] == 192
+
+
+def test_hung_worker_is_found_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults().hang(rank=1, step=6, moment="allreduce")
+    handle, account = run(tmp_path, workers=3, faults=faults, epochs=12, pause_s=0.05)
+    failure = next(event for event in handle.events() if event.kind is EventKind.FAILURE)
+    assert "silent" in failure.reason
+    assert failure.pause_s < 4
+    assert account.worlds[:3] == [3, 2, 3], account.worlds
+
+
+@pytest.mark.parametrize("moment", ["joining", "receiving"])
+def test_joiner_dies(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
+    """A joiner that dies before it was agreed on, or right after, costs no step; the next one makes it."""
+    faults = Faults().kill(worker="w2", moment=moment)
+    handle = start(tmp_path, workers=(1, 2), faults=faults, epochs=40, pause_s=0.03)
+    handle.resize(2)
+    wait_until(lambda: handle.status().workers == 2, handle)
+    handle.stop()
+    handle.result(timeout=30)
+    seen = kinds(handle)
+    assert EventKind.RESIZE in seen
+    if moment == "joining":
+        assert EventKind.FAILURE not in seen, "training must not notice a joiner that was never agreed on"
+
+
+def test_leaver_dies_while_leaving(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults().kill(moment="leaving")
+    handle = start(tmp_path, workers=(1, 3), faults=faults, epochs=60, pause_s=0.03)
+    handle.resize(3)
+    wait_until(lambda: handle.status().workers == 3, handle)
+    handle.resize(1)
+    wait_until(lambda: handle.status().workers == 1, handle)
+    handle.result(timeout=90)
+    account = traced.account(tmp_path / "trace")
+    assert 3 in account.worlds and account.worlds[-1] == 1
+    assert EventKind.FAILURE not in kinds(handle), "a leaver's death must not pause the others"

@@ -1,0 +1,155 @@
+"""How jobs begin and end: errors, restarts, lost drivers and allocators, and what is left behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+
+import elastic_ray as er
+from elastic_ray.errors import TrainFunctionError, WorkersLostError
+from elastic_ray.events import EventKind, JobPhase
+from elastic_ray.faults import Faults
+from tests.job import traced
+from tests.job.jobs import kinds, run, start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+
+
+def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, max_failures=3, raise_at=3)
+    with pytest.raises(KeyError, match="the user's own mistake") as caught:
+        handle.result(timeout=60)
+    assert isinstance(caught.value, TrainFunctionError)
+    assert caught.value.rank == 1 and "traced.py" in str(caught.value)
+    assert EventKind.RESTART not in kinds(handle)
+    assert handle.status().phase is JobPhase.FAILED
+
+
+def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
+    """8 steps an epoch: both die in the second epoch; the first one's checkpoint is where the job goes on."""
+    faults = Faults().kill(rank=0, step=10, moment="forward").kill(rank=1, step=10, moment="forward")
+    handle = start(tmp_path, workers=2, faults=faults, max_failures=1, checkpoint=True, epochs=3)
+    result = handle.result(timeout=120)
+    assert EventKind.RESTART in kinds(handle)
+    assert result.metrics is not None and result.metrics["epoch"] == 2
+    assert result.checkpoint is not None
+    steps = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
+    after = min(line["step"] for line in steps if line["generation"] == max(s["generation"] for s in steps))
+    assert after == 8, "the second epoch begins anew"
+    assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == [0, 1, 2]
+
+
+def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=1, faults=Faults().kill(step=4, moment="backward"))
+    with pytest.raises(WorkersLostError, match="max_failures"):
+        handle.result(timeout=60)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
+    ray_cluster: Any, tmp_path: Path, workers: int
+) -> None:
+    faults = Faults().out_of_memory(rank=0, step=5, moment="forward")
+    adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
+    handle, account = run(tmp_path, workers=workers, faults=faults, adapt=adapt, epochs=6)
+    event = next(event for event in handle.events() if event.kind is EventKind.OUT_OF_MEMORY)
+    assert "bound" in event.reason
+    assert len(account.final) == 1
+    assert handle.result().metrics["samples"] == 192
+
+
+def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, epochs=10_000)
+    wait_until(lambda: handle.status().step > 5, handle)
+    handle.stop()
+    result = handle.result(timeout=20)
+    assert handle.status().phase is JobPhase.STOPPED and result.error is None
+
+
+def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_path: Path) -> None:
+    from placement.actor import get_or_create_allocator
+
+    handle = start(tmp_path, workers=2, epochs=10_000)
+    wait_until(lambda: handle.status().workers == 2, handle)
+    before = handle.status().step
+    ray.kill(get_or_create_allocator(), no_restart=False)
+    wait_until(lambda: handle.status().step > before + 20, handle)
+    deadline = time.monotonic() + 20
+    known: set[str] = set()
+    while handle.job not in known and time.monotonic() < deadline:
+        try:
+            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=5).jobs)
+        except ray.exceptions.RayError:
+            time.sleep(0.2)
+    assert handle.job in known
+    assert EventKind.FAILURE not in kinds(handle) and EventKind.RESIZE not in kinds(handle)
+    handle.stop()
+    handle.result(timeout=20)
+
+
+def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> None:
+    """The lease runs out, the controller ends, and with it workers and groups; the fixture looks for leaks too."""
+    (tmp_path / "trace").mkdir()
+    script = textwrap.dedent(
+        f"""
+        import ray, sys
+        ray.init(address={ray_cluster.address!r}, log_to_driver=False)
+        from pathlib import Path
+        from tests.job.jobs import start
+        handle = start(Path({str(tmp_path)!r}), workers=2, epochs=100000, elastic={{"lease_s": 2.0}})
+        while handle.status().workers < 2:
+            pass
+        print("running", flush=True)
+        handle.wait(600)
+        """
+    )
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=os.getcwd())
+    assert driver.stdout is not None
+    assert driver.stdout.readline().strip() == "running"
+    assert ray_cluster.leaks()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(10)
+    deadline = time.monotonic() + 15
+    while ray_cluster.leaks() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ray_cluster.leaks()
+
+
+def test_events_are_written_beside_the_results(ray_cluster: Any, tmp_path: Path) -> None:
+    import json
+
+    handle, _ = run(tmp_path, workers=1, name="written", epochs=1)
+    lines = (tmp_path / "runs" / "written" / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == [event.kind.value for event in handle.events()]
+
+
+def test_a_loop_without_a_loader_is_an_error(ray_cluster: Any, tmp_path: Path) -> None:
+    trainer = er.ElasticTrainer(lambda: None, run_config=ray.train.RunConfig(storage_path=str(tmp_path)))
+    with pytest.raises(RuntimeError, match="AdaptiveDataLoader"):
+        trainer.submit().result(timeout=60)
+
+
+def test_resources_that_appear_never_are_refused_within_seconds(ray_cluster: Any, tmp_path: Path) -> None:
+    begun_s = time.monotonic()
+    with pytest.raises(ValueError, match="unobtainium"):
+        start(tmp_path, workers=1, bundle={"unobtainium": 1.0})
+    assert time.monotonic() - begun_s < 10
+
+
+def test_resize_beyond_what_the_loader_has_work_for(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=(1, 8), batch_size=4, epochs=10_000)
+    wait_until(lambda: handle.status().workers >= 1, handle)
+    with pytest.raises(ValueError, match="between 1 and 4"):
+        handle.resize(6)
+    handle.stop()
+    handle.result(timeout=20)

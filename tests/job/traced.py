@@ -1,0 +1,195 @@
+"""A train loop that writes down what every rank did, and what must be true of such a trace."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def train(config: dict[str, Any]) -> str:
+    """Train a small network; ``config``: trace (folder), samples, batch_size, epochs, pause_s, adapt, checkpoint."""
+    import torch
+
+    import elastic_ray as er
+
+    torch.manual_seed(0)
+    samples = int(config.get("samples", 192))
+    inputs = torch.randn(samples, 12)
+    targets = (inputs.sum(1) > 0).long()
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
+    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
+    dataset = torch.utils.data.TensorDataset(inputs, targets, torch.arange(samples))
+    loader = er.AdaptiveDataLoader(dataset, batch_size=int(config.get("batch_size", 24)))
+    if "adapt" in config:
+        loader.autoscale_batch_size(**config["adapt"])
+    if er.get_checkpoint() is not None:
+        with er.get_checkpoint().as_directory() as folder:
+            saved = torch.load(os.path.join(folder, "state.pt"))
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scheduler.load_state_dict(saved["scheduler"])
+    trace = Trace(Path(config["trace"]))
+    context = er.get_context()
+    generation = -1
+    for epoch in er.remaining_epochs_until(int(config.get("epochs", 4))):
+        sums = er.Accumulator()
+        for x, y, index in loader:
+            if context.get_generation() != generation:
+                generation = context.get_generation()
+                trace.write("state", hash=state_hash(model, optimizer, scheduler))
+            trace.write("step", epoch=epoch, indices=index.tolist())
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            sums["loss"] += loss.item() * len(y)
+            sums["samples"] += len(y)
+            time.sleep(float(config.get("pause_s", 0.02)))
+            if config.get("raise_at") == context.get_global_step() and context.get_world_rank() == 1:
+                raise KeyError("the user's own mistake")
+        metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
+        er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
+    final = state_hash(model, optimizer, scheduler)
+    trace.write("final", hash=final)
+    return final
+
+
+def _checkpoint(config: dict[str, Any], model: Any, optimizer: Any, scheduler: Any, context: Any) -> Any:
+    if not config.get("checkpoint") or context.get_world_rank() != 0:
+        return None
+    import tempfile
+
+    import torch
+    from ray.train import Checkpoint
+
+    folder = tempfile.mkdtemp()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save(state, os.path.join(folder, "state.pt"))
+    return Checkpoint.from_directory(folder)
+
+
+def state_hash(model: Any, optimizer: Any, scheduler: Any) -> str:
+    """A digest of everything that ranks must share, bit by bit."""
+    import torch
+
+    digest = hashlib.sha256()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        digest.update(tensor.detach().numpy().tobytes())
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        for key in sorted(values):
+            value = values[key]
+            digest.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+    digest.update(repr([group["lr"] for group in state["param_groups"]]).encode())
+    digest.update(repr(scheduler.last_epoch).encode())
+    return digest.hexdigest()[:16]
+
+
+class Trace:
+    """One process's lines; each is on its way to the disk before the training goes on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / f"{os.getpid()}-{time.monotonic_ns()}.jsonl", "a")  # noqa: SIM115
+
+    def write(self, kind: str, **values: Any) -> None:
+        """Add a line."""
+        import elastic_ray as er
+
+        context = er.get_context()
+        line = {
+            "kind": kind,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "generation": context.get_generation(),
+            "rank": context.get_world_rank(),
+            "world": context.get_world_size(),
+            "step": context.get_global_step(),
+            **values,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """What a trace says.
+
+    Attributes:
+        epochs: indices in the order of use, by epoch.
+        worlds: world sizes of the committed steps, in order, repetitions left out.
+        longest_gap_s: longest time between the beginnings of two successive committed steps.
+        pids: processes that took part.
+        final: digests at the end.
+    """
+
+    epochs: dict[int, list[int]]
+    worlds: list[int]
+    longest_gap_s: float
+    pids: set[int]
+    final: set[str]
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """All lines, in order of time."""
+    lines = []
+    for path in folder.glob("*.jsonl"):
+        for text in path.read_text().splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue  # the last line of a killed process
+    return sorted(lines, key=lambda line: float(line["time"]))
+
+
+def account(folder: Path, *, samples: int = 192) -> Account:
+    """Check the invariants that hold for every job; returns the rest for the test's own checks."""
+    lines = read(folder)
+    _check_identical(lines)
+    steps: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
+    for line in lines:
+        if line["kind"] == "step":
+            steps[line["step"]].append(line)
+    assert sorted(steps) == list(range(len(steps))), "a step is missing"
+    epochs: dict[int, list[int]] = collections.defaultdict(list)
+    worlds: list[int] = []
+    begins: list[float] = []
+    for number in sorted(steps):
+        newest = max(line["generation"] for line in steps[number])  # earlier ones were lost and drawn again
+        ranks = {line["rank"]: line for line in steps[number] if line["generation"] == newest}
+        world = ranks[min(ranks)]["world"]
+        assert sorted(ranks) == list(range(world)), f"step {number}: ranks {sorted(ranks)} of {world}"
+        for rank in sorted(ranks):
+            epochs[ranks[rank]["epoch"]] += ranks[rank]["indices"]
+        worlds += [world] if not worlds or worlds[-1] != world else []
+        begins.append(min(line["time"] for line in ranks.values()))
+    for epoch, indices in epochs.items():
+        assert sorted(indices) == list(range(samples)), f"epoch {epoch}: not every sample exactly once"
+    return Account(
+        epochs=dict(epochs),
+        worlds=worlds,
+        longest_gap_s=float(np.max(np.diff(begins))),
+        pids={int(line["pid"]) for line in lines},
+        final={str(line["hash"]) for line in lines if line["kind"] == "final"},
+    )
+
+
+def _check_identical(lines: list[dict[str, Any]]) -> None:
+    by_generation: dict[tuple[int, int], set[str]] = collections.defaultdict(set)
+    for line in lines:
+        if line["kind"] == "state":
+            by_generation[line["generation"], line["step"]].add(str(line["hash"]))
+    differing = {key: hashes for key, hashes in by_generation.items() if len(hashes) > 1}
+    assert not differing, f"ranks differ at (generation, step): {differing}"
