@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
@@ -65,6 +66,7 @@ from elastic_ray.membership.signals import (
 from elastic_ray.storage import RunStorage
 from placement.actor import NAMESPACE, get_or_create_allocator
 from placement.jobs import JobView
+from placement.snapshot import head_node_id
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -77,13 +79,15 @@ _WARM_UP_AFTER_S = 2.0
 def start(spec: JobSpec) -> Any:
     """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
     actor: Any = ray.remote(JobController)
+    # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
+    head = head_node_id()
     return actor.options(
         name=f"job:{spec.job}",
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
-        scheduling_strategy="DEFAULT",
+        scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else "DEFAULT",
     ).remote(spec)
 
 

@@ -347,7 +347,9 @@ class JobMembership:
                 return
         if flight is not None and flight.forced and generation < flight.plan.generation:
             return  # on its way to the cure already
-        if generation >= self.generation > 0 and self._suspicion is None:
+        entering = flight is not None and flight.plan.generation == generation
+        present = self.current is not None and generation >= self.generation
+        if (entering or present) and self._suspicion is None:
             self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
 
     def _prepare_failed(self, worker: str, generation: int, cause: str, now_s: float) -> None:
@@ -359,8 +361,12 @@ class JobMembership:
             if self._suspicion is None and not self._silent(flight):
                 self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
             return
+        self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
+
+    def _try_again(self, cause: str, now_s: float) -> None:
+        """Cancel a planned change that nobody entered, for no fault that is known."""
         joiners = self._planned()
-        self._withdraw(f"generation {generation} could not be formed: {cause}", now_s)
+        self._withdraw(cause, now_s)
         # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
         self._retry_s = now_s + self._config.notice_s
         for record in joiners:
@@ -425,8 +431,10 @@ class JobMembership:
     def _deadlines(self, now_s: float) -> None:
         config = self._config
         if self._hope is not None and now_s >= self._hope.at_s:
-            self._end(AllLost(reason=self._hope.cause))
-            return
+            if not self._holders():
+                self._end(AllLost(reason=self._hope.cause))
+                return
+            self._idle()
         if self._suspicion is not None and now_s >= self._suspicion.at_s:
             self._force(f"a collective failed: {self._suspicion.cause}", now_s)
         for record in self._in(Phase.RESERVING):
@@ -444,8 +452,12 @@ class JobMembership:
             self._flight_deadline(self.in_flight, now_s)
 
     def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
-        begun_s = flight.since_s if flight.forced else flight.effective_s
+        # A planned change waits for the step at which all ranks agree; the first one has none to wait for.
+        begun_s = flight.since_s if flight.forced or not flight.from_workers else flight.effective_s
         if begun_s is None or now_s - begun_s <= self._config.switch_timeout_s:
+            return
+        if not flight.begun:
+            self._try_again(f"generation {flight.plan.generation} was not entered in time", now_s)
             return
         silent = self._silent(flight)
         cause = f"it did not enter generation {flight.plan.generation} in time"
@@ -515,8 +527,9 @@ class JobMembership:
             return
         if self._first_wish_s is None:
             self._first_wish_s = now_s
-        starting = self._in(Phase.STARTING)
-        patient = bool(starting) and now_s - self._first_wish_s < self._config.patience_s
+        # Who leaves while others come saves the job a pause, and a time at a smaller size, by waiting for them.
+        coming = self._in(Phase.STARTING, Phase.RESERVING) if leavers else self._in(Phase.STARTING)
+        patient = bool(coming) and now_s - self._first_wish_s < self._config.patience_s
         if self.current is None:
             self._begin(joiners, patient, now_s)
             return

@@ -195,12 +195,18 @@ class Communicator:
         self._wake.clear()
         wake = self._wake
         poll_s = 0.25
+        finished: list[bool] = []
         if self._nccl is None:
-            work.get_future().add_done_callback(lambda _: wake.set())
+            # gloo calls back a moment before is_completed() turns true, so what was called back is noted, too.
+            def finish(_: Any) -> None:
+                finished.append(True)
+                wake.set()
+
+            work.get_future().add_done_callback(finish)
         else:
             poll_s = _CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
         deadline = time.monotonic() + self.timeout_s + 1.0
-        while not work.is_completed() and not self._voided.is_set():
+        while not (finished or work.is_completed() or self._voided.is_set()):
             wake.wait(poll_s)
             wake.clear()
             if time.monotonic() > deadline:

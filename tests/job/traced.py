@@ -168,13 +168,13 @@ def account(folder: Path, *, samples: int = 192) -> Account:
     begins: list[float] = []
     for number in sorted(steps):
         newest = max(line["generation"] for line in steps[number])  # earlier ones were lost and drawn again
-        ranks = {line["rank"]: line for line in steps[number] if line["generation"] == newest}
-        world = ranks[min(ranks)]["world"]
+        micro_steps = [line for line in steps[number] if line["generation"] == newest]
+        ranks, world = {line["rank"] for line in micro_steps}, micro_steps[0]["world"]
         assert sorted(ranks) == list(range(world)), f"step {number}: ranks {sorted(ranks)} of {world}"
-        for rank in sorted(ranks):
-            epochs[ranks[rank]["epoch"]] += ranks[rank]["indices"]
+        for line in micro_steps:
+            epochs[line["epoch"]] += line["indices"]
         worlds += [world] if not worlds or worlds[-1] != world else []
-        begins.append(min(line["time"] for line in ranks.values()))
+        begins.append(min(line["time"] for line in micro_steps))
     for epoch, indices in epochs.items():
         assert sorted(indices) == list(range(samples)), f"epoch {epoch}: not every sample exactly once"
     return Account(

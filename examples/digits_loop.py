@@ -1,0 +1,95 @@
+"""One train function on scikit-learn's handwritten digits. It runs unchanged
+
+    alone:               python examples/digits_loop.py
+    under torchrun:      torchrun --nproc-per-node 2 examples/digits_loop.py
+    as an elastic job:   see examples/digits.py
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import Conv2d, Flatten, Linear, ReLU, Sequential, Unflatten
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, TensorDataset
+
+import elastic_ray as er
+
+CONFIG = {"net": "mlp", "optimizer": "sgd", "lr": 0.05, "epochs": 10}
+
+
+def train(config: dict[str, Any]) -> float:
+    """Train a small net; returns its accuracy on the held-out digits."""
+    torch.manual_seed(0)
+    training, held_out = digits()
+    model = net(config["net"])
+    if config["optimizer"] == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=0.9)
+
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(training, batch_size=32)
+    loader.autoscale_batch_size(max_batch_size=256, local_bsz_bounds=(4, 128))
+    evaluation = er.AdaptiveDataLoader(held_out, batch_size=120, shuffle=False)
+
+    accuracy = 0.0
+    for _epoch in er.remaining_epochs_until(config["epochs"]):
+        totals = er.Accumulator()
+        model.train()
+        for images, labels in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            totals["loss"] += loss.item() * len(labels)
+            totals["samples"] += len(labels)
+            stand_in_for_a_larger_net(config, len(labels))
+        model.eval()
+        with torch.no_grad():
+            for images, labels in evaluation:
+                totals["right"] += (model(images).argmax(1) == labels).sum().item()
+                totals["tested"] += len(labels)
+        accuracy = totals["right"] / totals["tested"]
+        er.report({"loss": totals["loss"] / totals["samples"], "accuracy": accuracy})
+    return accuracy
+
+
+def digits() -> tuple[Subset, Subset]:
+    """1437 of the 1797 digits to train on, 360 held out."""
+    images, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+    return Subset(dataset, order[360:]), Subset(dataset, order[:360])
+
+
+def net(name: str) -> torch.nn.Module:
+    """A small net for 8 x 8 images."""
+    if name == "mlp":
+        return Sequential(Linear(64, 128), ReLU(), Linear(128, 10))
+    return Sequential(
+        Unflatten(1, (1, 8, 8)),
+        Conv2d(1, 16, 3, padding=1),
+        ReLU(),
+        Conv2d(16, 32, 3, stride=2, padding=1),
+        ReLU(),
+        Flatten(),
+        Linear(32 * 16, 10),
+    )
+
+
+def stand_in_for_a_larger_net(config: dict[str, Any], samples: int) -> None:
+    """Wait as long as an accelerator would compute: a constant per micro-step and some time per sample.
+
+    Eight such workers run side by side on two cores; a net that kept them busy would have them take turns.
+    """
+    time.sleep(config.get("step_s", 0.0) + config.get("sample_s", 0.0) * samples)
+
+
+if __name__ == "__main__":
+    accuracy = train(CONFIG)
+    if er.get_context().get_world_rank() == 0:
+        print(f"accuracy {accuracy:.3f} on the held-out digits, {er.get_context().get_global_step()} steps")

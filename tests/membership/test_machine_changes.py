@@ -1,0 +1,336 @@
+"""Planned changes: the first start, growing, shrinking, moving, and what makes a change wait or come to nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from elastic_ray.events import EventKind
+from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.signals import (
+    Announce,
+    Launch,
+    Note,
+    PrepareFailed,
+    Release,
+    Reserve,
+    Withdraw,
+)
+from tests.membership.driver import CONFIG, Driver, kinds, members_of, only, plan_in, running
+
+# -- the first start -----------------------------------------------------------------------------------------------
+
+
+def test_the_first_start_asks_for_resources_launches_and_begins() -> None:
+    driver = Driver()
+    asked = only(Reserve, driver.target(n1=1, n2=1))
+    assert [(r.worker, r.node) for r in asked] == [("w1", "n1"), ("w2", "n2")]
+    assert driver.reserved("w1") == [Launch(worker="w1", node="n1")]
+    driver.reserved("w2")
+    assert not only(Announce, driver.ready("w1"))  # w2 is starting: worth a moment
+    plan = plan_in(driver.ready("w2"))
+    assert members_of(plan) == ["w1", "w2"]
+    assert (plan.generation, plan.void_below, plan.reason) == (1, 0, "test")
+    assert driver.machine.world_size == 0
+    assert not kinds(driver.switched(1, "w2"))
+    (note,) = only(Note, driver.switched(1, "w1"))
+    assert note == Note(
+        kind=EventKind.STARTED, from_workers=0, to_workers=2, reason="test", pause_s=0.0, generation=1
+    )
+    assert driver.machine.world_size == driver.machine.target_workers == 2
+    assert driver.machine.in_flight is None
+
+
+def test_the_first_start_waits_for_the_gang_of_min_workers_however_long_it_takes() -> None:
+    driver = Driver(dataclasses.replace(CONFIG, min_workers=3))
+    driver.target(n1=4)
+    driver.join("w1", "w2")
+    assert not only(Announce, driver.tick(after_s=50.0))
+    assert members_of(plan_in(driver.join("w3"))) == ["w1", "w2", "w3"]
+
+
+def test_patience_is_bounded_and_only_for_workers_that_are_starting() -> None:
+    driver = Driver()
+    driver.target(n1=2)
+    driver.reserved("w1", "w2")
+    driver.ready("w1")
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s - 0.5))
+    assert members_of(plan_in(driver.tick(after_s=1.0))) == ["w1"]
+    unreserved = Driver()
+    unreserved.target(n1=2)
+    assert members_of(plan_in(unreserved.join("w1"))) == ["w1"]  # w2's resources may take for ever
+
+
+def test_the_first_generation_is_tried_again_when_it_was_not_entered() -> None:
+    """Nobody reports a first generation that breaks in the exchange: no rank has a state to lose yet."""
+    driver = Driver()
+    driver.target(n1=2)
+    driver.reserved("w1", "w2")
+    driver.ready("w1", "w2")
+    out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)
+    assert [w.to for w in only(Withdraw, out)] == [("w1", "w2")]
+    assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s))) == ["w1", "w2"]
+    out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)  # and whoever fails again is replaced
+    assert {r.worker for r in only(Release, out)} == {"w1", "w2"}
+
+
+# -- growing and shrinking -----------------------------------------------------------------------------------------
+
+
+def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
+    driver = running(2)
+    assert [r.worker for r in only(Reserve, driver.target(n1=2, n2=2))] == ["w3", "w4"]
+    driver.reserved("w3", "w4")
+    driver.ready("w4")
+    plan = plan_in(driver.ready("w3"))
+    assert members_of(plan) == ["w1", "w2", "w3", "w4"]
+    assert [plan.local_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 1, 0, 1]
+    assert [plan.node_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 0, 1, 1]
+    driver.switched(2, "w1", pause_s=0.2)
+    assert driver.machine.world_size == 4  # in effect as soon as one is there: all ranks agreed
+    driver.switched(2, "w2", "w3", pause_s=0.1)
+    (note,) = only(Note, driver.switched(2, "w4", pause_s=0.0))
+    assert (note.kind, note.from_workers, note.to_workers, note.pause_s) == (EventKind.RESIZE, 2, 4, 0.2)
+
+
+def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_they_have_left() -> None:
+    driver = running(3)
+    out = driver.target(n1=1)
+    plan = plan_in(out)
+    assert members_of(plan) == ["w1"]
+    assert only(Announce, out)[0].to == ("w1", "w2", "w3")
+    driver.switched(2, "w1")
+    assert driver.asked == {"w1", "w2", "w3"}
+    assert driver.left("w3") == [Release(worker="w3", kill=False, reason="it left its generation")]
+    driver.left("w2")
+    assert driver.asked == {"w1"}
+    assert driver.machine.held() == {"n1": 1}
+
+
+def test_a_leaver_may_be_heard_before_those_that_stay() -> None:
+    driver = running(2)
+    driver.target(n1=1)
+    assert not only(Announce, driver.left("w2"))
+    assert kinds(driver.switched(2, "w1")) == [EventKind.RESIZE]
+    assert driver.names == ["w1"]
+    assert driver.machine.in_flight is None
+
+
+def test_what_has_not_joined_is_given_back_first() -> None:
+    driver = running(2)
+    driver.target(n1=5)
+    driver.reserved("w3", "w4")
+    out = driver.target(n1=3)
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w5", True), ("w4", True)]
+    out = driver.target(n1=2)
+    assert [r.worker for r in only(Release, out)] == ["w3"]
+    assert not only(Announce, out)
+
+
+def test_a_joiner_of_an_announced_change_stays_until_it_is_a_member() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.join("w2")
+    assert not only(Release, driver.target(n1=1))
+    assert members_of(plan_in(driver.switched(2, "w1", "w2"))) == ["w1"]
+
+
+def test_growing_and_shrinking_at_once_is_one_change() -> None:
+    driver = running(2)
+    driver.target(n1=1, n2=2)
+    driver.tick(after_s=1.0)
+    driver.reserved("w3", "w4")
+    driver.ready("w3")
+    plan = plan_in(driver.ready("w4"))
+    assert members_of(plan) == ["w1", "w3", "w4"]
+    driver.switched(2, "w1", "w3", "w4")
+    assert driver.left("w2")
+    assert driver.machine.held() == {"n1": 1, "n2": 2}
+
+
+def test_growing_and_shrinking_does_not_wait_for_ever_for_joiners() -> None:
+    driver = running(2)
+    driver.target(n1=1, n2=2)
+    driver.reserved("w3")  # w4's resources may never come
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s - 0.1))
+    assert members_of(plan_in(driver.tick(after_s=0.2))) == ["w1"]
+
+
+def test_a_move_brings_the_state_along_and_then_leaves() -> None:
+    driver = running(1)
+    driver.target(n2=1)
+    assert not only(Announce, driver.tick(after_s=30.0))  # nobody to hand the state to
+    assert members_of(plan_in(driver.join("w2"))) == ["w1", "w2"]
+    driver.switched(2, "w1")
+    plan = plan_in(driver.switched(2, "w2"))
+    assert members_of(plan) == ["w2"]
+    driver.switched(3, "w2")
+    driver.left("w1")
+    assert driver.machine.held() == {"n2": 1}
+
+
+def test_a_move_of_several_members_keeps_one_of_them() -> None:
+    driver = running(3)
+    driver.target(n2=2)
+    driver.reserved("w4", "w5")
+    driver.ready("w4")
+    plan = plan_in(driver.ready("w5"))
+    assert members_of(plan) == ["w1", "w4", "w5"]
+    driver.switched(2, "w1", "w4", "w5")
+    assert members_of(driver.ledger.plans[-1]) == ["w4", "w5"]
+
+
+def test_patience_is_counted_from_the_first_joiner_not_from_a_wish_that_came_to_nothing() -> None:
+    driver = running(1)
+    driver.target(n2=2)  # a move: w1 would leave, but nobody is there yet
+    driver.tick(after_s=20.0)
+    driver.reserved("w2", "w3")
+    assert not only(Announce, driver.ready("w2"))
+    assert members_of(plan_in(driver.ready("w3"))) == ["w1", "w2", "w3"]
+
+
+def test_the_last_member_stays_when_the_job_gets_nothing() -> None:
+    driver = running(2)
+    assert members_of(plan_in(driver.target())) == ["w1"]
+    driver.switched(2, "w1")
+    driver.left("w2")
+    assert not only(Announce, driver.tick(after_s=100.0))
+    assert driver.names == ["w1"]
+
+
+def test_a_change_below_min_workers_waits_for_joiners_that_are_on_their_way() -> None:
+    driver = running(2, config=dataclasses.replace(CONFIG, min_workers=2))
+    driver.target(n2=2)
+    driver.reserved("w3")
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 2))
+    assert members_of(plan_in(driver.ready("w3"))) == ["w1", "w3"]
+
+
+def test_a_target_that_changes_in_flight_is_followed_afterwards() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.join("w2")
+    driver.target(n1=3)
+    assert not only(Announce, driver.join("w3"))  # one change at a time
+    assert members_of(plan_in(driver.switched(2, "w1", "w2"))) == ["w1", "w2", "w3"]
+
+
+def test_the_same_target_again_changes_nothing() -> None:
+    driver = running(2)
+    assert not driver.target(n1=2)
+    assert not driver.target(n1=2, n2=0)
+
+
+# -- changes that come to nothing ----------------------------------------------------------------------------------
+
+
+def test_a_joiner_that_dies_before_the_switch_is_never_noticed_by_training() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.join("w3")
+    out = driver.lost("w3")
+    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(2, ("w1", "w2"))]
+    assert kinds(out) == [EventKind.CANCELLED]
+    assert not only(Announce, out)
+    assert driver.names == ["w1", "w2"]
+    assert not only(Reserve, driver.tick(after_s=CONFIG.backoff_s - 0.1))
+    assert [r.worker for r in only(Reserve, driver.tick(after_s=0.2))] == ["w4"]
+
+
+def test_the_other_joiners_go_on_without_one_that_died() -> None:
+    driver = running(1)
+    driver.target(n1=3)
+    driver.reserved("w2", "w3")
+    driver.ready("w2", "w3")
+    out = driver.lost("w3")
+    assert [w.to for w in only(Withdraw, out)] == [("w1", "w2")]
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+
+
+def test_a_joiner_that_dies_before_it_was_announced_only_delays_the_next() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.reserved("w2")
+    out = driver.lost("w2")
+    assert [type(i) for i in out] == [Release]
+    assert [r.worker for r in only(Reserve, driver.tick(after_s=CONFIG.backoff_s + 0.1))] == ["w3"]
+
+
+def test_a_reservation_that_is_not_fulfilled_is_given_back_and_asked_for_again_later() -> None:
+    driver = running(1)
+    driver.target(n1=1, dead=1)
+    assert not driver.tick(after_s=CONFIG.reserve_timeout_s - 1.0)
+    out = driver.tick(after_s=1.5)
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    assert kinds(out) == [EventKind.CANCELLED]
+    assert not only(Reserve, out + driver.tick(after_s=CONFIG.backoff_s - 0.5))
+    assert [r.node for r in only(Reserve, driver.tick(after_s=1.0))] == ["dead"]
+    driver.reserved("w2")  # too late: it is not ours any more
+    assert driver.asked == {"w1", "w3"}
+
+
+def test_a_target_on_a_dead_node_holds_nothing_else_up() -> None:
+    driver = running(1)
+    driver.target(n1=1, dead=1, n2=1)
+    assert members_of(plan_in(driver.join("w3"))) == ["w1", "w3"]
+    driver.switched(2, "w1", "w3")
+    driver.tick(after_s=CONFIG.reserve_timeout_s + 1.0)
+    assert driver.names == ["w1", "w3"]
+
+
+def test_a_joiner_that_is_late_is_given_up() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.reserved("w2")
+    out = driver.tick(after_s=CONFIG.join_timeout_s + 1.0)
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    assert kinds(out) == [EventKind.CANCELLED]
+    assert not only(Reserve, out)
+    driver.ready("w2")
+    assert driver.asked == {"w1"}
+
+
+def test_joiners_are_tried_once_more_when_their_group_did_not_form() -> None:
+    """A joiner's death reaches its peers' sockets before the controller: the healthy ones must not pay for it."""
+    driver = running(1)
+    driver.target(n1=3)
+    driver.reserved("w2", "w3")
+    driver.ready("w2", "w3")
+    failed = PrepareFailed(worker="w1", generation=2, cause="connection reset")
+    out = driver.tell(failed)
+    assert [w.to for w in only(Withdraw, out)] == [("w1", "w2", "w3")]
+    assert not only(Release, out)
+    assert not only(Announce, out)  # wait for the news of who died
+    assert not driver.tell(dataclasses.replace(failed, worker="w2"))
+    driver.lost("w3")
+    assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s))) == ["w1", "w2"]
+
+
+def test_joiners_whose_group_never_forms_are_given_up() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.join("w2")
+    driver.tell(PrepareFailed(worker="w1", generation=2, cause="timeout"))
+    assert plan_in(driver.tick(after_s=CONFIG.notice_s)).generation == 3
+    out = driver.tell(PrepareFailed(worker="w1", generation=3, cause="timeout"))
+    assert [r.worker for r in only(Release, out)] == ["w2"]
+
+
+def test_a_planned_change_has_all_the_time_it_needs_to_be_agreed_on() -> None:
+    driver = running(2)
+    driver.target(n1=1)
+    assert not driver.tick(after_s=1000.0)
+    assert driver.machine.in_flight is not None
+
+
+@pytest.mark.parametrize("late", [0.0, 30.0])
+def test_a_leaver_that_dies_while_it_leaves_disturbs_nobody(late: float) -> None:
+    driver = running(2)
+    driver.target(n1=1)
+    driver.switched(2, "w1")
+    assert driver.machine.workers["w2"].phase is Phase.LEAVING
+    out = driver.tick(after_s=late) if late else driver.lost("w2")
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    assert not only(Announce, out)
+    assert driver.names == ["w1"]
