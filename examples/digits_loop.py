@@ -1,8 +1,8 @@
 """One train function on scikit-learn's handwritten digits. It runs unchanged
 
-    alone:               python examples/digits_loop.py
-    under torchrun:      torchrun --nproc-per-node 2 examples/digits_loop.py
-    as an elastic job:   see examples/digits.py
+alone:               python examples/digits_loop.py
+under torchrun:      torchrun --nproc-per-node 2 examples/digits_loop.py
+as an elastic job:   see examples/digits.py
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import time
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import Conv2d, Flatten, Linear, ReLU, Sequential, Unflatten
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
 
 import elastic_ray as er
 
-CONFIG = {"net": "mlp", "optimizer": "sgd", "lr": 0.05, "epochs": 10}
+CONFIG = {"net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 10}
 
 
 def train(config: dict[str, Any]) -> float:
     """Train a small net; returns its accuracy on the held-out digits."""
     torch.manual_seed(0)
-    training, held_out = digits()
+    training, held_out = split(config["images"], config["labels"])
     model = net(config["net"])
     if config["optimizer"] == "adam":
         optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
@@ -58,10 +57,20 @@ def train(config: dict[str, Any]) -> float:
     return accuracy
 
 
-def digits() -> tuple[Subset, Subset]:
-    """1437 of the 1797 digits to train on, 360 held out."""
+def digits() -> dict[str, Any]:
+    """The 1797 digits for the config: 8 x 8 grey values from 0 to 16, and labels.
+
+    Loaded once, where the job is submitted: 130 kB travel faster than every worker imports scikit-learn.
+    """
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
-    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    return {"images": images.astype("uint8"), "labels": labels.astype("uint8")}
+
+
+def split(images: Any, labels: Any) -> tuple[Subset, Subset]:
+    """1437 digits to train on, 360 held out."""
+    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
     return Subset(dataset, order[360:]), Subset(dataset, order[:360])
 
@@ -86,10 +95,11 @@ def stand_in_for_a_larger_net(config: dict[str, Any], samples: int) -> None:
 
     Eight such workers run side by side on two cores; a net that kept them busy would have them take turns.
     """
-    time.sleep(config.get("step_s", 0.0) + config.get("sample_s", 0.0) * samples)
+    if "step_s" in config:
+        time.sleep(config["step_s"] + config["sample_s"] * samples)
 
 
 if __name__ == "__main__":
-    accuracy = train(CONFIG)
+    accuracy = train({**CONFIG, **digits()})
     if er.get_context().get_world_rank() == 0:
         print(f"accuracy {accuracy:.3f} on the held-out digits, {er.get_context().get_global_step()} steps")

@@ -1,0 +1,212 @@
+"""The main job: three elastic PyTorch jobs share one Ray cluster of 8 slots on this machine.
+
+They arrive and end at different times, so the allocator grows and shrinks them while they train, their batch sizes
+follow the gradient noise, and one worker is killed in mid-training. Takes about a minute and a half on two cores:
+
+    python examples/digits.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+# One thread per worker, for eight of them share two cores; read when torch is imported, here and in workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import ray
+import ray.train
+from digits_loop import digits, train
+
+import elastic_ray as er
+
+SLOTS = 8
+TARGET_ACCURACY = 0.95
+KILL_AFTER_S = 10.0  # after "cnn" has begun to train
+TIME_LIMIT_S = 170.0
+
+# The cost of a step is that of a larger net on an accelerator, see digits_loop.stand_in_for_a_larger_net.
+COST = {"step_s": 0.03, "sample_s": 0.004}
+JOBS: dict[str, dict[str, Any]] = {
+    "mlp": {"net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 14, **COST},
+    "cnn": {"net": "cnn", "optimizer": "adam", "lr": 0.003, "epochs": 12, **COST},
+    "late": {"net": "mlp", "optimizer": "adam", "lr": 0.003, "epochs": 10, **COST},
+}
+# When a job is submitted: so many seconds after another one (or nothing) has begun to train.
+ARRIVALS: dict[str, tuple[str | None, float]] = {"mlp": (None, 0.0), "cnn": ("mlp", 2.0), "late": ("cnn", 4.0)}
+
+
+@dataclasses.dataclass
+class Job:
+    """A submitted job and what was seen of it."""
+
+    handle: er.JobHandle
+    submitted_s: float
+    sizes: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    events: list[er.JobEvent] = dataclasses.field(default_factory=list)
+    running_s: float | None = None
+    ended_s: float | None = None
+
+
+class Demo:
+    """Submits the jobs in time, kills one worker, and shows what happens."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.digits = digits()
+        self.jobs: dict[str, Job] = {}
+        self.killed = False
+        self._start_s = time.monotonic()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_s
+
+    def say(self, name: str, text: str) -> None:
+        """One line of the log."""
+        show(f"{self.now_s:6.1f} s  {name:<5} {text}")
+
+    def run(self) -> None:
+        """Until all jobs have ended."""
+        while len(self.jobs) < len(JOBS) or any(job.ended_s is None for job in self.jobs.values()):
+            for name in [name for name in JOBS if name not in self.jobs]:
+                if self.arrives(name):
+                    self.submit(name)
+            for name, job in self.jobs.items():
+                if job.ended_s is None:
+                    self.look(name, job)
+            if not self.killed:
+                self.maybe_kill("cnn")
+            if self.now_s > TIME_LIMIT_S:
+                raise TimeoutError(f"not all jobs have ended within {TIME_LIMIT_S:g} s")
+            time.sleep(0.25)
+
+    def arrives(self, name: str) -> bool:
+        """Whether it is time to submit a job."""
+        other, delay_s = ARRIVALS[name]
+        begin_s = 0.0 if other is None else self.jobs[other].running_s if other in self.jobs else None
+        return begin_s is not None and self.now_s >= begin_s + delay_s
+
+    def submit(self, name: str) -> None:
+        """Submit a job; from here on its size is the allocator's to choose."""
+        trainer = er.ElasticTrainer(
+            train,
+            train_loop_config={**JOBS[name], **self.digits},
+            scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
+            run_config=ray.train.RunConfig(name=name, storage_path=self.directory),
+        )
+        self.jobs[name] = Job(trainer.submit(), self.now_s)
+        self.say(name, "submitted, may have 1 to 4 workers")
+
+    def look(self, name: str, job: Job) -> None:
+        """Show what has happened since the last look."""
+        ended = job.handle.done()
+        for event in job.handle.events(since=len(job.events)):
+            job.events.append(event)
+            self.say(name, describe(event))
+        status = job.handle.status()
+        job.sizes.append((self.now_s, status.workers))
+        if job.running_s is None and status.workers:
+            job.running_s = self.now_s
+        if ended:
+            job.ended_s = self.now_s
+
+    def maybe_kill(self, name: str) -> None:
+        """SIGKILL the last worker of a job that has several: a machine takes one away."""
+        job = self.jobs.get(name)
+        if job is None or job.running_s is None or self.now_s < job.running_s + KILL_AFTER_S:
+            return
+        workers = job.handle.workers()
+        if len(workers) > 1:
+            self.killed = True
+            self.say(name, f"--- kill -9 {workers[-1].pid} (rank {workers[-1].rank} of {len(workers)}) ---")
+            with contextlib.suppress(ProcessLookupError):  # it has just left
+                os.kill(workers[-1].pid, signal.SIGKILL)
+
+
+def show(line: str) -> None:
+    """Print a line. Standard output itself is redirected, for Ray fills it with a paragraph on the killed worker."""
+    print(line, file=sys.__stdout__, flush=True)
+
+
+def describe(event: er.JobEvent) -> str:
+    """An event in one line."""
+    if event.kind is er.EventKind.FINISHED:
+        return event.reason
+    if event.kind is er.EventKind.BATCH:
+        what = f"batch {event.detail['from_batch_size']} -> {event.detail['to_batch_size']}"
+    elif event.from_workers != event.to_workers:
+        what = f"{event.from_workers} -> {event.to_workers} workers"
+        if event.kind is er.EventKind.FAILURE:
+            what = f"FAILURE, {what}"
+    else:
+        what = event.kind.value
+    pause = f", paused {event.pause_s:.2f} s" if event.pause_s else ""
+    return f"{what}{pause}  ({event.reason})"
+
+
+def summary(demo: Demo) -> bool:
+    """Print what happened; whether every job reached the accuracy it should."""
+    show("\nworkers over time, one column per second:")
+    for name, job in demo.jobs.items():
+        show(f"  {name:<5} {''.join(columns(job.sizes))}")
+    show(
+        f"\n  {'job':<5} {'time':>6} {'resizes':>8} {'failures':>9} {'longest pause':>14} {'accuracy':>9}  batch sizes"
+    )
+    good = True
+    for name, job in demo.jobs.items():
+        accuracy = job.handle.result().metrics["accuracy"]
+        good = good and accuracy >= TARGET_ACCURACY
+        count = [event.kind for event in job.events].count
+        pause = max(event.pause_s for event in job.events)
+        show(
+            f"  {name:<5} {job.ended_s - job.submitted_s:>4.0f} s {count(er.EventKind.RESIZE):>8} "
+            f"{count(er.EventKind.FAILURE):>9} {pause:>12.2f} s {accuracy:>9.3f}  {batch_sizes(job)}"
+        )
+    return good
+
+
+def columns(sizes: list[tuple[float, int]]) -> list[str]:
+    """The size seen last before each full second; a dot while the job had no workers."""
+    seen, line = 0, []
+    for second in range(int(sizes[-1][0]) + 1):
+        seen = next((size for at_s, size in reversed(sizes) if at_s <= second), 0)
+        line.append(str(seen) if seen else ".")
+    return line
+
+
+def batch_sizes(job: Job) -> str:
+    """The global batch sizes that the job went through."""
+    changes = [event.detail for event in job.events if event.kind is er.EventKind.BATCH]
+    sizes = [changes[0]["from_batch_size"]] if changes else [32]
+    return " -> ".join(str(size) for size in [*sizes, *(change["to_batch_size"] for change in changes)])
+
+
+def main() -> int:
+    """Run the demo; 0 when every job is accurate enough."""
+    start_s = time.monotonic()
+    ray.init(address="local", num_cpus=SLOTS, include_dashboard=False, log_to_driver=False, logging_level="error")
+    show(f"one Ray cluster with {SLOTS} slots, started in {time.monotonic() - start_s:.1f} s")
+    with tempfile.TemporaryDirectory(prefix="elastic-ray-digits-") as directory:
+        demo = Demo(directory)
+        try:
+            demo.run()
+            good = summary(demo)
+        finally:
+            ray.shutdown()
+    show(f"\nin {time.monotonic() - start_s:.0f} s; every job must reach {TARGET_ACCURACY}: {'yes' if good else 'NO'}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main()
+    sys.exit(code)
