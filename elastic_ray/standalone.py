@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +24,10 @@ from placement.goodput import NoiseScale
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT_S = 600.0
+# Between two looks at the measurements lies a tenth of the time trained so far, within these bounds [s]: a short run
+# finds its batch early, and the fits (about 20 ms each) never cost a long one more than a percent or two.
+_SHORTEST_LOOK_S = 0.2
+_LONGEST_LOOK_S = 2.0
 
 
 class StandaloneLink:
@@ -39,14 +45,20 @@ class StandaloneLink:
         self._post = post
         self._tuner: BatchTuner | None = None
         self._choice: BatchChoice | None = None
-        self._fitting: threading.Thread | None = None
+        self._session: weakref.ref[Session] | None = None
         self.metrics: dict[str, Any] = {}
+
+    def measure(self, session: Session) -> None:
+        """Take measurements from this session, rank 0's, once its loader is known to adapt its batch."""
+        self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
         """Deliver the one generation there will be."""
         if loader is not None and not loader.limits.fixed:
             self._tuner = BatchTuner(loader.limits)
             self._choice = self._tuner.decide(self._nodes, self._replicas, None).choice
+            if self._session is not None:
+                threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
         self._post(
             Plan(
                 generation=1,
@@ -62,12 +74,22 @@ class StandaloneLink:
     def switched(self, generation: int, pause_s: float) -> None:
         """Nothing to tell anybody."""
 
+    def _look(self, reference: weakref.ref[Session]) -> None:
+        begin_s = time.monotonic()
+        while True:
+            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 0.1 * (time.monotonic() - begin_s))))
+            session = reference()
+            if session is None:
+                return
+            report = session.step_report()
+            del session
+            if report is not None:
+                self.observe(report)
+
     def observe(self, report: StepReport) -> None:
-        """Learn from rank 0's measurements; fits run in a thread of their own."""
+        """Learn from rank 0's measurements, and change the batch where that pays."""
         tuner = self._tuner
         if tuner is None or report.shape is None or not report.steps or report.shape != self._choice:
-            return
-        if self._fitting is not None and self._fitting.is_alive():
             return
         tuner.observe(
             nodes=report.nodes,
@@ -79,10 +101,6 @@ class StandaloneLink:
             steps=report.steps,
         )
         tuner.set_noise(NoiseScale(*report.noise) if report.noise else None)
-        self._fitting = threading.Thread(target=self._fit, args=(tuner,), name="fit-goodput", daemon=True)
-        self._fitting.start()
-
-    def _fit(self, tuner: BatchTuner) -> None:
         tuner.set_model(fit_snapshot(tuner.snapshot()))
         decision = tuner.decide(self._nodes, self._replicas, self._choice)
         if decision.choice != self._choice:
@@ -134,7 +152,10 @@ def standalone_session() -> Session:
     membership = Membership(str(rank), form, lambda generation, cause: logger.error("%s", cause))
     nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
     link = StandaloneLink(nodes, world_size, membership.post)
-    return Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
+    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
+    if rank == 0:
+        link.measure(session)
+    return session
 
 
 def _own_host() -> str:
