@@ -49,13 +49,12 @@ class Accumulator(Mapping[str, float]):
 
     def add(self, name: str, value: float) -> None:
         """Add this rank's ``value``; the same as ``accumulator[name] += value``."""
-        if self._session.synced and self._session.depth == 0:
+        if self._session.depth == 0:
             raise RuntimeError(
                 f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
                 "has its own samples"
             )
-        pending = self._session.pending_sums.setdefault(self._key, {})
-        pending[name] = pending.get(name, 0.0) + float(value)
+        self._session.add_to_sum(self._key, name, float(value))
 
     def reset(self) -> None:
         """Begin all sums anew; on every rank, between two passes of a loader."""

@@ -101,10 +101,11 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
     session = current_session()
+    if session.replaying:
+        return  # the job has had this report before this worker came (back)
     session.progress.reports += 1
     if session.rank == 0:
-        progress = session.progress
-        session.link.report(dict(metrics), checkpoint, progress.resume_point(), progress.reports)
+        session.link.report(dict(metrics), checkpoint, session.resume_point(), session.progress.reports)
 
 
 def get_checkpoint() -> Checkpoint | None:

@@ -6,6 +6,7 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.data.sharding import can_switch
 from elastic_ray.faults import FaultInjector
 from elastic_ray.link import Link, LoaderInfo, StepReport
 from elastic_ray.membership.plan import Plan
@@ -81,11 +81,13 @@ class Session:
         self.clock = StepClock()
         self.step: Step | None = None
         self.on_shape_change: list[Callable[[], None]] = []
-        self.pending_sums: dict[tuple[int, int], dict[str, float]] = {}
+        self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
         self.warm_ups: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Callable[[Communicator], None]] = []
         self._abandoned = 0
+        self._replay: tuple[int, dict[tuple[int, int], dict[str, float]], int] | None = None
+        self.applying = False
         self._accumulators: dict[int, int] = {}
         self._ordinals_run = False
         self._noises: list[Callable[[], tuple[float, float] | None]] = []
@@ -146,6 +148,12 @@ class Session:
         return self._outer[0] if self._outer else self.step
 
     @property
+    def accumulating(self) -> bool:
+        """Whether the micro-step in progress leaves its gradients to a later one of its step."""
+        step = self.outermost_step
+        return step is not None and not step.is_last_micro and self._abandoned < self.depth
+
+    @property
     def epochs_done(self) -> float:
         """Epochs of data trained on so far, fractions included."""
         step = self.outermost_step
@@ -200,6 +208,10 @@ class Session:
         self.moment("joining")
         self._join()
         self.synced = True
+        if self.progress.loops:
+            # The user's code between here and the pass that the others are in has had its effect already.
+            self.shared.snapshot()
+            self._replay = (len(self.progress.loops) - 1, copy.deepcopy(self.progress.sums), self.progress.reports)
 
     def _join(self) -> None:
         deadline = time.monotonic() + self._join_timeout_s
@@ -219,8 +231,8 @@ class Session:
                 raise
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """What a rerun in this process needs to go on from here; None when there is no state yet."""
-        if not self.synced:
+        """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""
+        if not self.synced or self.applying:
             return None
         self.shared.roll_back()
         return self.shared.capture(), self.progress
@@ -242,6 +254,10 @@ class Session:
             self.sync_point()
         self.settle()
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        if self._replay is not None and ordinal >= self._replay[0]:
+            self.shared.roll_back()
+            _, self.progress.sums, self.progress.reports = self._replay
+            self._replay = None
         if ordinal == len(self.progress.loops):
             self.progress.loops.append(LoopProgress())
         return self.progress.loops[ordinal]
@@ -266,7 +282,8 @@ class Session:
             self._slot_seen = 0
             self._failure = None
             self._reduced = False
-            self.shared.snapshot()
+            if self.elastic:  # else no step is ever drawn again
+                self.shared.snapshot()
         self.step = step
 
     @property
@@ -279,16 +296,25 @@ class Session:
         """Ordinal that the next loader pass of this epoch would get."""
         return self._ordinal
 
-    def edge(self) -> bool:
+    def edge(self, loop: LoopProgress | None = None) -> bool:
         """The step's body has run: commit it, or find a group to go on with and have it drawn again.
+
+        Args:
+            loop: the pass whose step it is; None for the innermost.
 
         Returns:
             Whether the step was committed (by this rank, or by a survivor whose state it took over).
 
         Raises:
+            RuntimeError: another pass was begun within the step and has not ended.
             WorkerDismissed: this worker leaves here, or the job was stopped.
         """
         self.settle()
+        if loop is not None and self.step is not None and self.step.loop is not loop:
+            raise RuntimeError(
+                "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
+                "use one loader over a dataset that gives both items"
+            )
         step = self._take_step()
         ticks = self.progress.ticks
         self.moment("edge")
@@ -296,14 +322,14 @@ class Session:
         try:
             if self._failure is not None:
                 raise CommunicationFailedError(self._failure)
-            if nested or not self._reduced or self.pending_sums:
+            if nested or not self._reduced or self._pending.get(self.depth + 1):
                 self._vote()
         except CommunicationFailedError as error:
             self._recover(step, str(error))
             return self.progress.ticks > ticks
         self._commit(step, nested=nested)
         if not nested:
-            self._change_between_steps(step.loop.position, step.total)
+            self._change_between_steps(step.can_switch)
         return True
 
     def end_pass(self, loop: LoopProgress, total: int) -> None:
@@ -324,7 +350,7 @@ class Session:
                 self.progress.passes = max(self.progress.passes, furthest)
         loop.done = True
         if self.depth == 0:
-            self._change_between_steps(total, total)
+            self._change_between_steps(lambda world_size: total >= world_size)
 
     def abandon_step(self) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
@@ -354,16 +380,20 @@ class Session:
         step.loop.position += step.count
         self.progress.ticks += 1
         if not nested:
+            # Passes nested in the step are over with it: every step counts them from the same number again.
+            del self.progress.loops[step.ordinal :]
+            self._ordinal = step.ordinal
+            self.shared.forget_snapshot()
             trained = self._slot_seen > 0 or self._reduced
             self.progress.steps += int(trained)
             self.progress.slot = 0
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
 
-    def _change_between_steps(self, position: int, total: int) -> None:
+    def _change_between_steps(self, can_switch: Callable[[int], bool]) -> None:
         if self._stop_agreed:
             raise WorkerDismissed(stopped=True)
         if self._agreed:
-            self._switch(position, total)
+            self._switch(can_switch)
         elif self._batch_agreed is not None and self._batch_agreed != self.shape:
             self._set_shape(self._batch_agreed)
         self._batch_agreed = None
@@ -425,9 +455,15 @@ class Session:
         if self._failure is None:
             self._failure = cause
 
+    def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
+        """An accumulator adds to its sum in the innermost step in progress; it counts when that is committed."""
+        pending = self._pending.setdefault(self.depth, {}).setdefault(key, {})
+        pending[name] = pending.get(name, 0.0) + value
+
     def _vote(self) -> None:
-        names = [(key, name) for key in sorted(self.pending_sums) for name in sorted(self.pending_sums[key])]
-        values = self.control_values() + [self.pending_sums[key][name] for key, name in names]
+        pending = self._pending.pop(self.depth + 1, {})
+        names = [(key, name) for key in sorted(pending) for name in sorted(pending[key])]
+        values = self.control_values() + [pending[key][name] for key, name in names]
         if self.world_size > 1:
             ballot = torch.tensor(values, dtype=torch.float64)
             self.communicator.wait(self.communicator.all_reduce(ballot))
@@ -436,14 +472,13 @@ class Session:
         for (key, name), value in zip(names, values[CONTROL_SIZE:], strict=True):
             sums = self.progress.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
-        self.pending_sums.clear()
 
     # -- changes of group --------------------------------------------------------------------------------------
 
-    def _switch(self, position: int, total: int) -> None:
+    def _switch(self, can_switch: Callable[[int], bool]) -> None:
         generation = self._agreed
         prepared = self.membership.prepared_plan(generation)
-        if prepared is not None and not can_switch(position=position, total=total, world_size=prepared.world_size):
+        if prepared is not None and not can_switch(prepared.world_size):
             return  # too few samples left in this pass for so many ranks: at its end
         self._agreed = 0
         try:
@@ -457,12 +492,14 @@ class Session:
     def _recover(self, step: Step, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
         nested, outer_lost = self.step is not None, self._failure is not None
+        self._pending = {depth: sums for depth, sums in self._pending.items() if depth <= self.depth}
         if not nested:
             self.shared.roll_back()
             del self.progress.loops[step.ordinal :]
             self._ordinal = step.ordinal
         before = self.progress.ticks, self.progress.slot
         self._regroup(cause, self.membership.generation)
+        outer_lost = outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if nested and outer_lost and before == (self.progress.ticks, self.progress.slot):
             self._failure = cause  # nobody finished the surrounding step either: its own edge draws it again
 
@@ -470,7 +507,6 @@ class Session:
         """Wait for the next generation and enter it; returns the loader passes that the furthest rank has ended."""
         if not self.elastic:
             raise CommunicationFailedError(cause)
-        self.pending_sums.clear()
         while True:
             self.link.failed(generation, cause)
             try:
@@ -507,6 +543,22 @@ class Session:
         self.shared.shape = shape
         for callback in self.on_shape_change:
             callback()
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the loop's code runs only to catch up with a pass that the others are in."""
+        return self._replay is not None
+
+    def resume_point(self) -> dict[str, Any]:
+        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
+        step = self.outermost_step
+        if step is None or self.failed or self.progress.slot == 0:
+            return self.progress.resume_point()
+        done = copy.deepcopy(self.progress)
+        done.loops = done.loops[: step.ordinal]
+        done.loops[-1].position += step.count
+        done.steps += 1
+        return done.resume_point()
 
     # -- for the controller -----------------------------------------------------------------------------------
 

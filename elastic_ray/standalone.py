@@ -106,7 +106,7 @@ class StandaloneLink:
         if decision.choice != self._choice:
             logger.info("batch %d: %s", decision.batch_size, decision.reason)
             self._choice = decision.choice
-            self._post(SetBatch(batch=decision.choice))
+            self._post(SetBatch(generation=1, batch=decision.choice))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.run_progress import LoopProgress
@@ -18,23 +18,32 @@ class Step:
         total: samples in the pass.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
         scale: global / initial batch size, by the loader's setting (a short last step does not change it).
+        init_batch_size: global batch that the user's learning rate belongs to.
         shape: how the loader cuts its full steps on each rank.
         ordinal: how many loader passes of the epoch had begun when the step did.
+        can_switch: whether a group of a given size may begin after the step.
         micro: the micro-step in progress.
+        count: samples of the whole step.
     """
 
     loop: LoopProgress
     total: int
     sizes: Sequence[Sequence[int]]
     scale: float
+    init_batch_size: int
     shape: BatchChoice
     ordinal: int
+    can_switch: Callable[[int], bool]
     micro: int = 0
+    count: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = sum(map(sum, self.sizes))
 
     @property
-    def count(self) -> int:
-        """Samples of the whole step."""
-        return sum(sum(sizes) for sizes in self.sizes)
+    def sample_scale(self) -> float:
+        """Samples of this very step / initial batch size."""
+        return self.count / self.init_batch_size
 
     @property
     def micro_steps(self) -> int:

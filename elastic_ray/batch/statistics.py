@@ -235,7 +235,7 @@ class SuccessiveGradients:
         self._every = every
         self._kept: dict[int, tuple[Tensor, float | Tensor]] = {}
         self._first: tuple[int, int] | None = None  # step and batch size of the kept gradients
-        self._sums: Tensor | None = None
+        self._rows: dict[int, tuple[int, Tensor]] = {}  # group and norms of each bucket of the pair's second step
         self._batch_size = 0
 
     def wants(self, step: int) -> bool:
@@ -255,7 +255,8 @@ class SuccessiveGradients:
     ) -> None:
         """Take in one bucket of a step; no-op for steps that belong to no pair.
 
-        Pairs whose steps do not follow each other or differ in batch size are dropped.
+        Pairs whose steps do not follow each other or differ in batch size are dropped. A bucket that is added again
+        in the same step (several backward passes) replaces what it held.
 
         Args:
             step: number of the step, counting up by one.
@@ -274,15 +275,12 @@ class SuccessiveGradients:
             previous, previous_scale = self._kept[bucket]
             u, v = _weighted(previous, precond), _weighted(flat, precond)
             row = torch.stack((torch.dot(u, u), torch.dot(v, v), torch.dot(u, v))).to(torch.float32)
-            row = row / _scales(previous_scale, grad_scale, row)
-            if self._sums is None:
-                self._sums = torch.zeros(self._groups, 3, device=row.device)
-            self._sums[group] += row
+            self._rows[bucket] = group, row / _scales(previous_scale, grad_scale, row)
             self._batch_size = batch_size
 
     def _keep(self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor) -> None:
         if self._first != (step, batch_size):
-            self._first, self._sums = (step, batch_size), None
+            self._first, self._rows = (step, batch_size), {}
         kept = self._kept.get(bucket)
         if kept is not None and kept[0].shape == flat.shape and kept[0].dtype == flat.dtype:
             buffer = kept[0].copy_(flat)
@@ -293,16 +291,18 @@ class SuccessiveGradients:
 
     def take(self) -> PairNorms | None:
         """The norms of a pair just completed, once; None in between."""
-        if self._sums is None:
+        if not self._rows:
             return None
-        norms = PairNorms(sums=self._sums, batch_size=self._batch_size)
-        self._sums = self._first = None
-        return norms
+        sums = torch.zeros(self._groups, 3, device=next(iter(self._rows.values()))[1].device)
+        for group, row in self._rows.values():
+            sums[group] += row
+        self._rows, self._first = {}, None
+        return PairNorms(sums=sums, batch_size=self._batch_size)
 
     def reset(self) -> None:
         """Drop kept gradients and their memory: when replicas join, or parameters change by other means."""
         self._kept.clear()
-        self._first = self._sums = None
+        self._rows, self._first = {}, None
 
 
 def _scales(previous: float | Tensor, now: float | Tensor, like: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class AdaptiveDataLoader:
         try:
             while (batches := self._next_step(loop)) is not None:
                 yield from self._micro_batches(batches)
-                if self._session.edge():
+                if self._session.edge(loop):
                     self._feed.commit()
             total = self._pass_total(loop)
         except GeneratorExit:
@@ -231,8 +231,10 @@ class AdaptiveDataLoader:
                 total=total,
                 sizes=cut.sizes(count),
                 scale=batch_size / limits.init_batch_size if self._adaptive else 1.0,
+                init_batch_size=limits.init_batch_size,
                 shape=self.shape,
                 ordinal=session.next_ordinal,
+                can_switch=lambda world_size: self._feed.can_switch(loop.position, total, world_size),
             )
         )
         return batches

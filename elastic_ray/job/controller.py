@@ -74,6 +74,7 @@ _TICK_S = 0.1
 _HEARTBEAT_S = 1.0
 _STOP_GRACE_S = 10.0
 _WARM_UP_AFTER_S = 2.0
+_STUCK_FAILURES = 10
 
 
 def start(spec: JobSpec) -> Any:
@@ -105,7 +106,8 @@ class JobController:
                 min_workers=spec.min_workers,
                 reserve_timeout_s=elastic.reserve_timeout_s,
                 join_timeout_s=elastic.join_timeout_s,
-                switch_timeout_s=elastic.switch_timeout_s,
+                # A member may be busy for as long as a collective may last; the pulse finds those that hang.
+                switch_timeout_s=elastic.collective_timeout_s,
             )
         )
         self._crew = Crew(spec, self._handle, self._take, self._on_result)
@@ -126,6 +128,8 @@ class JobController:
         self._store: Any = None
         self._address: StoreAddress | None = None
         self._launches: list[Launch] = []
+        self._given_up: set[str] = set()
+        self._stuck: tuple[int, int] = (-1, 0)
         self._return_value: Any = None
         self._closed = asyncio.Event()
         self._side_tasks: set[asyncio.Task[Any]] = set()
@@ -232,8 +236,12 @@ class JobController:
 
     async def push(self, worker: str, message: WorkerMessage) -> None:
         """A worker's message."""
+        if worker in self._given_up:
+            return  # it was declared lost; whatever it says now, the job has gone on without it
         self._pulse.heard(worker)
         match message:
+            case Beat(ending=True):
+                self._pulse.forget(worker)
             case Beat(report=report):
                 if report is not None:
                     self._observe(report)
@@ -312,11 +320,14 @@ class JobController:
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
                 self._pulse.forget(worker)
+                if kill:
+                    self._given_up.add(worker)
                 self._crew.release(worker, kill=kill)
                 self._heartbeat_due_s = 0.0
             case Announce(plan=plan, to=to):
                 self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan)))
             case Withdraw(generation=generation, to=to):
+                self._desk.withdraw()
                 self._crew.post(to, Cancel(generation=generation))
             case Note():
                 self._note(instruction)
@@ -355,12 +366,22 @@ class JobController:
         )
         if note.kind is EventKind.CANCELLED:
             return
+        if note.kind is EventKind.FAILURE and self._is_stuck():
+            cause = f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {note.reason}"
+            self._finish(JobPhase.FAILED, error=RuntimeError(cause))
+            return
         self._settled_s = time.monotonic()
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
         if note.kind is EventKind.RESIZE:
             self._resize_cost_s += 0.3 * (note.pause_s - self._resize_cost_s)
         self._heartbeat_due_s = 0.0
+
+    def _is_stuck(self) -> bool:
+        """Whether group after group fails without progress (ranks that run different code, a cut network)."""
+        steps = self._desk.latest.total_steps if self._desk.latest is not None else 0
+        self._stuck = (steps, self._stuck[1] + 1 if steps == self._stuck[0] else 1)
+        return self._stuck[1] > _STUCK_FAILURES
 
     def _restart(self, reason: str) -> None:
         self._failures += 1
@@ -442,7 +463,7 @@ class JobController:
 
     async def _tick(self) -> None:
         now_s = time.monotonic()
-        members = {m.worker for m in self._machine.members()}
+        members = self._machine.watched()
         for worker, silence_s in self._pulse.silent(now_s, members):
             self._take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
         self._take(Tick())
@@ -464,7 +485,7 @@ class JobController:
         plan = self._machine.current
         if change is not None and plan is not None and self._machine.in_flight is None:
             choice, self._record.batch_reason = change
-            self._crew.post([plan.members[0].worker], SetBatch(batch=choice))
+            self._crew.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
 
     async def _heartbeat(self) -> None:
         try:

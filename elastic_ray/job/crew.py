@@ -184,7 +184,7 @@ class Crew:
         for worker in workers:
             actor = self._actors.get(worker)
             if actor is not None:
-                actor.post.remote(message)
+                actor.post.remote(worker, message)
 
     # -- the warm pool -----------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class BatchDesk:
         self._fitted_s = 0.0
         self._choice: BatchChoice | None = None
         self._replicas = 1
+        self._before: tuple[BatchChoice | None, int] = (None, 1)
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -64,8 +65,13 @@ class BatchDesk:
         if self._tuner is None or self.loader is None:
             return None
         decision = self._tuner.decide(plan.nodes, plan.world_size, self._choice, current_replicas=self._replicas)
+        self._before = (self._choice, self._replicas)
         self._choice, self._replicas = decision.choice, plan.world_size
         return decision.choice
+
+    def withdraw(self) -> None:
+        """The generation that was chosen for last will not come to be."""
+        self._choice, self._replicas = self._before
 
     def observe(self, report: StepReport) -> None:
         """Take rank 0's report."""

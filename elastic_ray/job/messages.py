@@ -130,9 +130,10 @@ class WorkerReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life; rank 0 adds its measurements."""
+    """A sign of life; rank 0 adds its measurements. ``ending``: the last one, for the run is over."""
 
     report: StepReport | None = None
+    ending: bool = False
 
 
 WorkerMessage = (

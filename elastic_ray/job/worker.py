@@ -33,7 +33,7 @@ from elastic_ray.job.messages import (
 )
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, connect_store
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard, connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session, WorkerDismissed
@@ -53,10 +53,16 @@ class ControllerLink:
         self._worker = worker
         self._storage = RunStorage(setup.storage_path, setup.storage_filesystem)
         self._store = store
+        self._last_report: Any = None
 
-    def push(self, message: WorkerMessage) -> None:
+    def push(self, message: WorkerMessage) -> Any:
         """Send a message; a controller that is gone takes this process with it, so nobody waits here."""
-        self._controller.push.remote(self._worker, message)
+        return self._controller.push.remote(self._worker, message)
+
+    def flush(self) -> None:
+        """Wait until the last report has arrived: the end of the run must not overtake it."""
+        if self._last_report is not None:
+            ray.get(self._last_report, timeout=10.0)
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
         self.push(WorkerReady(loader=loader, has_state=has_state))
@@ -75,7 +81,9 @@ class ControllerLink:
         if checkpoint is not None:
             stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
             path = stored.path
-        self.push(WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point))
+        self._last_report = self.push(
+            WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point)
+        )
 
     def claim_fault(self, index: int) -> bool:
         return bool(self._store.add(f"fault/{index}", 1) == 1)
@@ -99,10 +107,17 @@ class Heart:
             count += 1
             session = self._session
             due = session.rank == 0 and session.synced and count % self._every == 0
-            self._link.push(Beat(report=session.step_report() if due else None))
+            report = None
+            if due:
+                try:
+                    report = session.step_report()
+                except Exception:  # the heart must beat on whatever a measurement runs into
+                    logger.exception("the step report failed")
+            self._link.push(Beat(report=report))
 
     def stop(self) -> None:
         """Stop and join."""
+        self._link.push(Beat(ending=True))
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -121,6 +136,7 @@ class Worker:
         self._setup = setup
         self._controller = controller
         self._membership: Membership | None = None
+        self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
     def prepare(self) -> ProcessFacts:
@@ -131,10 +147,10 @@ class Worker:
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         return ProcessFacts(pid=os.getpid(), cuda=cuda)
 
-    def post(self, message: Message) -> None:
-        """A message of the controller."""
+    def post(self, worker: str, message: Message) -> None:
+        """A message of the controller to one run; one that comes too late finds another, or none."""
         membership = self._membership
-        if membership is not None:
+        if membership is not None and membership.worker == worker:
             membership.post(message)
 
     def run(self, assignment: Assignment) -> RunResult:
@@ -161,16 +177,20 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
+        broken = False
         try:
             value = train_loop.call(self._setup.train_loop)
             session.finish()
+            link.flush()
             return _result("finished", value=value)
         except WorkerDismissed as dismissed:
             return _result("stopped" if dismissed.stopped else "left")
         except (LostGroupError, CommunicationFailedError) as error:
+            broken = True
             return _result("lost", cause=str(error))
         except BaseException as error:
-            kept = session.keep_state() if _is_out_of_memory(error) else None
+            broken = True
+            kept = session.keep_state() if _is_out_of_memory(error) and session.atomic_bsz else None
             if kept is None:
                 from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
 
@@ -183,8 +203,8 @@ class Worker:
             return kept
         finally:
             set_session(None)
+            session.membership.close(broken=broken)
             heart.stop()
-            session.membership.close()
 
     def _session(
         self,
@@ -210,7 +230,7 @@ class Worker:
         def could_not_form(generation: int, cause: str) -> None:
             link.push(WorkerCouldNotForm(generation=generation, cause=cause))
 
-        self._membership = Membership(assignment.worker, form, could_not_form)
+        self._membership = Membership(assignment.worker, form, could_not_form, self._graveyard)
         session = Session(
             assignment.worker,
             self._membership,

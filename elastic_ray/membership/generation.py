@@ -154,6 +154,10 @@ class JobMembership:
         """As :meth:`held`, without those on their way out."""
         return dict(Counter(w.node for w in self.workers.values() if w.phase is not Phase.LEAVING))
 
+    def watched(self) -> set[str]:
+        """Workers from whom signs of life are expected."""
+        return {w.worker for w in self._in(Phase.READY, Phase.MEMBER)}
+
     def members(self) -> list[Worker]:
         """Living members in rank order."""
         order = [m.worker for m in self.current.members] if self.current is not None else []
@@ -208,7 +212,9 @@ class JobMembership:
             return
         before, record.has_state = record.phase, True
         record.phase, record.since_s = Phase.READY if record.rebuilt else Phase.STARTING, now_s
-        record.rebuilt = False
+        record.rebuilt, record.held = False, self.generation
+        if self._is_planned(worker):
+            self._call_off([record])  # were it to hear of it only now, it might enter it alone
         cause = f"worker {worker} ran out of memory and starts over"
         if before is Phase.MEMBER:
             self._force(cause, now_s)
@@ -268,7 +274,7 @@ class JobMembership:
         plan = Plan(
             generation=self._issued,
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
-            void_below=self._issued if forced else 0,
+            void_below=self._issued if forced or self.current is None else 0,
             reason=reason,
         )
         self.in_flight = InFlight(
@@ -340,7 +346,7 @@ class JobMembership:
             self._lost(worker, f"it could not leave: {cause}", now_s)
             return
         if record.phase is Phase.READY:
-            record.has_state = True  # who has none yet has nothing to report
+            self._entered(record, generation, now_s)
             if self._hope is not None and flight is not None and flight.plan.generation == generation:
                 flight.effective_s = now_s
                 self._force(self._hope.cause, now_s)
@@ -351,6 +357,17 @@ class JobMembership:
         present = self.current is not None and generation >= self.generation
         if (entering or present) and self._suspicion is None:
             self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
+
+    def _entered(self, record: Worker, generation: int, now_s: float) -> None:
+        """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
+        record.has_state = True
+        flight = self.in_flight
+        expected = flight is not None and (flight.plan.generation == generation or record in self._entering())
+        if not expected and len(self._holders()) > 1 and self._hope is None:
+            planned = self._is_planned(record.worker)
+            self._give_up(record, f"it holds the state of generation {generation}, which was called off")
+            if planned:
+                self._withdraw(f"joiner {record.worker} was given up", now_s)
 
     def _prepare_failed(self, worker: str, generation: int, cause: str, now_s: float) -> None:
         flight = self.in_flight
@@ -371,13 +388,13 @@ class JobMembership:
         self._retry_s = now_s + self._config.notice_s
         for record in joiners:
             record.failures += 1
-            if record.failures > 1 and not record.has_state:
+            if record.failures > 1:
                 self._give_up(record, "its group could not be formed")
 
     def _switched(self, worker: str, generation: int, pause_s: float, now_s: float) -> None:
         flight, record = self.in_flight, self.workers.get(worker)
         if record is not None and record.phase is Phase.READY:
-            record.has_state = True
+            self._entered(record, generation, now_s)
         if flight is None or flight.plan.generation != generation:
             return
         if flight.effective_s is None:
@@ -554,14 +571,21 @@ class JobMembership:
         self._issue(group, forced=False, reason=self._reason, now_s=now_s)
 
     def _begin(self, joiners: list[Worker], patient: bool, now_s: float) -> None:
-        """The first generation, or the first after all members were lost."""
-        if patient or len(joiners) < min(self._config.min_workers, max(1, self.target_workers)):
+        """The first generation, or the first after all members were lost: then of those that hold the state alone,
+        for a world that grows needs a step at which it may."""
+        holders = self._holders()
+        group = [w for w in joiners if w.has_state or not holders]
+        if holders:
+            newest = max(w.held for w in holders)
+            if all(w.held < newest for w in group):
+                return  # who has trained longest is still starting over
+            patient = patient and any(w.phase is Phase.STARTING for w in holders)
+        elif len(group) < min(self._config.min_workers, max(1, self.target_workers)):
             return
-        if any(w.has_state for w in self._in(Phase.STARTING)) and not any(w.has_state for w in joiners):
-            return  # nobody may begin anew while one that starts over in place still holds the state
-        joiners.sort(key=lambda w: not w.has_state)
+        if patient or not group:
+            return
         self._first_wish_s = None
-        self._issue(joiners, forced=False, reason=self._reason, now_s=now_s)
+        self._issue(group, forced=False, reason=self._reason, now_s=now_s)
 
     def reset(self) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays."""

@@ -74,8 +74,9 @@ class Cancel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SetBatch:
-    """The controller's wish for another batch shape; rank 0 carries it into the next step for all ranks."""
+    """The controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
 
+    generation: int
     batch: BatchChoice
 
 

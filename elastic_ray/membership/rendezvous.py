@@ -92,9 +92,10 @@ class Communicator:
             client = connect_store(address, form_timeout_s)
             store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=timeout_s)
+            options._timeout = timedelta(seconds=form_timeout_s)  # gloo takes it for the rendezvous too
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
+            self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
             if cuda:
                 self._nccl = _form_nccl(store, rank, world_size, timeout_s)
         except (RuntimeError, ValueError) as error:

@@ -30,6 +30,7 @@ class Worker:
         since_s: when it came into this phase.
         has_state: whether it is known to hold a trained state; true of every member.
         failed_in: latest generation that failed on it; it waits for a newer one.
+        held: generation in which it ran out of memory, with the state that it keeps.
         rebuilt: its ``Ready`` overtook its ``Rerun``.
         failures: planned generations in a row that could not be formed with it as a joiner.
     """
@@ -40,6 +41,7 @@ class Worker:
     since_s: float
     has_state: bool = False
     failed_in: int = -1
+    held: int = 0
     rebuilt: bool = False
     failures: int = 0
 

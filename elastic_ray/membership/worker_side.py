@@ -37,9 +37,16 @@ class Membership:
         worker: id of this worker.
         form: makes the communicator of a plan.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
+        graveyard: where broken groups rest; one for all runs in a process, for it must outlive each of them.
     """
 
-    def __init__(self, worker: str, form: CommunicatorFactory, on_prepare_failed: Callable[[int, str], None]) -> None:
+    def __init__(
+        self,
+        worker: str,
+        form: CommunicatorFactory,
+        on_prepare_failed: Callable[[int, str], None],
+        graveyard: Graveyard | None = None,
+    ) -> None:
         self.worker = worker
         self._form = form
         self._on_prepare_failed = on_prepare_failed
@@ -49,10 +56,10 @@ class Membership:
         self._forming: threading.Thread | None = None
         self._void_below = 0
         self._cancelled: set[int] = set()
-        self._graveyard = Graveyard()
+        self._graveyard = graveyard or Graveyard()
         self.current: Plan | None = None
         self.communicator: Communicator | None = None
-        self.wanted_batch: BatchChoice | None = None
+        self._wish: SetBatch | None = None
         self.stop_requested = False
 
     # -- control thread ------------------------------------------------------------------------------------
@@ -66,17 +73,19 @@ class Membership:
                 case Cancel(generation=generation):
                     self._cancelled.add(generation)
                     self._void_groups()
-                case SetBatch(batch=batch):
-                    self.wanted_batch = batch
+                case SetBatch():
+                    self._wish = message
                 case Stop():
                     self.stop_requested = True
             self._news.notify_all()
 
     def _take_plan(self, plan: Plan) -> None:
+        self._void_below = max(self._void_below, plan.void_below)
+        if self._is_void(plan.generation):
+            return  # its cancellation was faster
         if self._plan is not None and plan.generation <= self._plan.generation:
             return
         self._plan = plan
-        self._void_below = max(self._void_below, plan.void_below)
         self._void_groups()
         rank = plan.rank_of(self.worker)
         if rank is None:
@@ -125,6 +134,12 @@ class Membership:
         return self.current.generation if self.current is not None else 0
 
     @property
+    def wanted_batch(self) -> BatchChoice | None:
+        """The batch shape that the controller wants in the present generation, None to go on as it is."""
+        wish = self._wish
+        return wish.batch if wish is not None and wish.generation == self.generation else None
+
+    @property
     def prepared_ahead(self) -> int:
         """How many generations ahead of the present one the prepared group is; 0 when none is prepared."""
         prepared = self._prepared
@@ -156,7 +171,8 @@ class Membership:
             return plan, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[Plan, Communicator | None]:
-        """Wait for a group newer than the present one and make it the present one.
+        """Wait for a group to go on with and make it the present one: any for a newcomer, and for a member whose
+        group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
         Raises:
             LostGroupError: none was formed within ``timeout_s``.
@@ -165,10 +181,10 @@ class Membership:
         while True:
             with self._news:
                 self._news.wait_for(
-                    lambda: self._prepared is not None or self.stop_requested,
+                    lambda: self._may_take() or self.stop_requested,
                     timeout=max(0.0, deadline - time.monotonic()),
                 )
-                prepared = self._prepared
+                prepared = self._prepared if self._may_take() else None
             if prepared is None:
                 raise LostGroupError(
                     f"worker {self.worker} heard of no generation after {self.generation} within {timeout_s:.0f} s"
@@ -177,11 +193,15 @@ class Membership:
             if taken is not None:
                 return taken
 
-    def close(self) -> None:
-        """Let go of every group."""
+    def _may_take(self) -> bool:
+        return self._prepared is not None and (self.current is None or self._is_void(self.current.generation))
+
+    def close(self, *, broken: bool) -> None:
+        """Let go of every group; ``broken`` when operations may be pending in them."""
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:
+                    communicator.broken = communicator.broken or broken
                     self._graveyard.bury(communicator)
             self.communicator, self._prepared = None, None
         if self._forming is not None:

@@ -24,7 +24,9 @@ class Bucket:
         body: the buffer without its tail.
         views: one view of ``body`` for each parameter, in its shape.
         pending: gradients still missing in the present backward pass.
-        holds_sum: whether ``body`` holds accumulated gradients of earlier micro-steps.
+        carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
+        used: which parameters had a gradient in any micro-step of an accumulation.
+        written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
     """
 
     index: int
@@ -34,7 +36,36 @@ class Bucket:
     body: torch.Tensor
     views: list[torch.Tensor]
     pending: int = 0
-    holds_sum: bool = False
+    carried: torch.Tensor | None = None
+    used: list[bool] = dataclasses.field(default_factory=list)
+    written: tuple[torch.nn.Parameter, torch.Tensor, int] | None = None
+
+    def begin_step(self) -> None:
+        """Nothing of an earlier step counts any more."""
+        self.used = [False] * len(self.params)
+        self.written = None
+
+    def mark_written(self) -> None:
+        """Remember a gradient that holds what was reduced."""
+        param = next((p for p in self.params if p.grad is not None), None)
+        grad = param.grad if param is not None else None
+        self.written = (param, grad, grad._version) if param is not None and grad is not None else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, nobody zeroed it.
+
+        ``zero_grad`` drops the tensor, or counts as one more change of it than the pass's own.
+        """
+        if self.written is None:
+            return False
+        param, grad, version = self.written
+        return param.grad is grad and grad._version <= version + 1
+
+    def replace_buffer(self) -> None:
+        """Leave the buffer to a reduction that was given up and may still write to it."""
+        self.flat = self.flat.clone()
+        self.body, self.views = _cut_views(self.flat, self.params)
 
 
 def build_buckets(groups: Sequence[Sequence[torch.nn.Parameter]], tail: int) -> tuple[list[Bucket], torch.Tensor]:
@@ -80,9 +111,11 @@ def _cut(params: list[torch.nn.Parameter], *, first: bool) -> list[list[torch.nn
 def _allocate(index: int, group: int, params: list[torch.nn.Parameter], extra: int) -> Bucket:
     numel = sum(p.numel() for p in params)
     flat = torch.zeros(numel + extra, dtype=params[0].dtype, device=params[0].device)
-    body = flat[:numel]
-    views, offset = [], 0
-    for p in params:
-        views.append(body[offset : offset + p.numel()].view(p.shape))
-        offset += p.numel()
+    body, views = _cut_views(flat, params)
     return Bucket(index=index, group=group, params=params, flat=flat, body=body, views=views)
+
+
+def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    sizes = [p.numel() for p in params]
+    body = flat[: sum(sizes)]
+    return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +21,33 @@ from elastic_ray.step import Step
 from placement.goodput import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
-_DENSE_STEPS = 32
+_DENSE_STEPS = 16
 _EVERY = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    """What a backward pass has found, to count once the optimizer has applied its gradients.
+
+    Attributes:
+        estimates: raw noise scale of each group; None for a pair of successive gradients, which ``_pairs`` holds.
+        step: the step.
+        replicas: world size.
+        preconditioned: whether norms are in the optimizer's units.
+    """
+
+    estimates: tuple[NoiseScale, ...] | None
+    step: Step
+    replicas: int
+    preconditioned: bool
 
 
 class NoiseTracker:
     """Smoothed noise scale per parameter group.
 
     Rank 0 measures; what it finds travels with the next gradient reduction, so that every rank scales its learning
-    rate by the very same numbers, one step later.
+    rate by the very same numbers, one step later. A step that the optimizer does not apply (AMP found it not finite)
+    does not count.
 
     Args:
         optimizer: for preconditioning, where it is of Adam's kind.
@@ -41,7 +60,10 @@ class NoiseTracker:
         self._smoothed = SmoothedNoise()
         self._pairs = SuccessiveGradients(groups=groups)
         self._preconditioners: dict[int, BucketPreconditioner] = {}
+        self._preconditioned = False
+        self._pending: _Pending | None = None
         self._shared: tuple[NoiseScale | None, ...] = (None,) * groups
+        self._received: list[float] = []
         self._adam_like: bool | None = None
         self._last_step = -1
         self._step = 0
@@ -59,7 +81,7 @@ class NoiseTracker:
 
     @property
     def by_group(self) -> tuple[NoiseScale | None, ...]:
-        """Noise scale of each parameter group, as every rank knows it in this step."""
+        """Noise scale of each parameter group, as every rank knows it in this step; another tuple when it changes."""
         return self._shared
 
     # -- measuring ---------------------------------------------------------------------------------------------
@@ -67,22 +89,14 @@ class NoiseTracker:
     def measures(self, step: int, gradients: int) -> bool:
         """Whether this step's statistics are taken, from ``gradients`` gradients (replicas x micro-batches)."""
         self._step = step
+        self._pending = None
         if gradients == 1:
             return self._pairs.wants(step)
         return step < _DENSE_STEPS or step % _EVERY == 0
 
-    def local_norm(self, grads: Sequence[torch.Tensor | None], bucket: Bucket) -> float:
-        """Squared norm of this rank's unweighted gradient in one bucket."""
-        present = [g for g in grads if g is not None]
-        if not present:
-            return 0.0
-        precondition = self._preconditioner(bucket)
-        if precondition is None:
-            return float(torch.stack(torch._foreach_norm(present)).square_().sum())
-        flat = torch.cat(
-            [(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in zip(bucket.params, grads, strict=True)]
-        )
-        return float(squared_norm(flat, precondition))
+    def local_norm(self, bucket: Bucket, weight: float) -> torch.Tensor:
+        """Squared norm of a gradient that lies in the bucket, times ``weight``."""
+        return squared_norm(bucket.body, self._preconditioner(bucket)) / (weight * weight)
 
     def _preconditioner(self, bucket: Bucket) -> torch.Tensor | None:
         if self._adam_like is None and self._optimizer.state:
@@ -101,12 +115,18 @@ class NoiseTracker:
         *,
         replicas: int,
         grad_scale: float,
-        steps: int,
+        goes_on: bool = False,
     ) -> None:
-        """Estimate from several gradients: ``local_norms`` are summed over all of them, buckets hold the mean."""
+        """Estimate from several gradients: ``local_norms`` are summed over all of them, buckets hold the mean.
+
+        ``goes_on``: this pass added its loss's gradient to what the pass before had reduced, so each local gradient
+        has only this loss's own noise.
+        """
+        before, self._pending = self._pending, None
+        self._pairs.reset()
         gradients = replicas * step.micro_steps
         sizes = [size for row in step.sizes for size in row]
-        if gradients < 2 or max(sizes) > 1.1 * min(sizes) + 1:
+        if max(sizes) > 1.1 * min(sizes) + 1:
             return  # the estimator wants gradients of equal size
         means = [0.0] * self._groups
         for bucket in buckets:
@@ -116,51 +136,50 @@ class NoiseTracker:
             mean_sq_norms=[norm / gradients / squared for norm in local_norms],
             sq_norms_of_mean=[norm / squared for norm in means],
             samples=gradients,
-            scale=step.scale,
+            scale=step.sample_scale,
         )
-        self._pairs.reset()
-        self._update(estimates, step.scale, steps, successive=False)
-        if replicas == 1:
-            self._shared = self._smoothed.groups or self._shared  # one rank: nobody to agree with
+        if goes_on and estimates is not None:
+            first = before.estimates if before is not None else None
+            estimates = _added(first, estimates, step.sample_scale) if first is not None else None
+        if estimates is not None:
+            self._pending = _Pending(estimates, step, replicas, self._preconditions(buckets))
 
-    def pair(self, step: Step, buckets: Sequence[Bucket], grad_scale: float, steps: int) -> None:
-        """One replica without accumulation: estimate from two successive gradients."""
+    def pair(self, step: Step, buckets: Sequence[Bucket], grad_scale: float) -> None:
+        """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
         for bucket in buckets:
-            for index, param in enumerate(bucket.params):
-                if param.grad is not None:
-                    self._pairs.add(
-                        steps,
-                        bucket.index << 20 | index,
-                        param.grad.reshape(-1),
-                        batch_size=step.count,
-                        group=bucket.group,
-                        precond=self._slice(bucket, index),
-                        grad_scale=grad_scale,
-                    )
-        norms = self._pairs.take()
-        if norms is not None:
-            self._update(norms.estimates(max(1, round(step.count / step.scale))), step.scale, steps, successive=True)
-            self._shared = self._smoothed.groups or self._shared  # one rank: nobody to agree with
+            self._pairs.add(
+                self._step,
+                bucket.index,
+                bucket.body,
+                batch_size=step.count,
+                group=bucket.group,
+                precond=self._preconditioner(bucket),
+                grad_scale=grad_scale,
+            )
+        self._pending = _Pending(None, step, 1, self._preconditions(buckets))
 
-    def _slice(self, bucket: Bucket, index: int) -> torch.Tensor | None:
-        precondition = self._preconditioner(bucket)
-        if precondition is None:
-            return None
-        start = sum(p.numel() for p in bucket.params[:index])
-        return precondition[start : start + bucket.params[index].numel()]
+    def _preconditions(self, buckets: Sequence[Bucket]) -> bool:
+        return any(self._preconditioner(bucket) is not None for bucket in buckets)
 
-    def _update(self, estimates: tuple[NoiseScale, ...] | None, scale: float, steps: int, *, successive: bool) -> None:
+    def applied(self) -> None:
+        """The optimizer has applied the gradients of the latest backward pass: what it found counts now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        estimates, successive = pending.estimates, False
+        if estimates is None:
+            norms, successive = self._pairs.take(), True
+            estimates = norms.estimates(pending.step.init_batch_size) if norms is not None else None
         if estimates is None:
             return
-        elapsed = max(1, steps - self._last_step) if self._last_step >= 0 else 1
-        self._last_step = steps
-        self._smoothed = self._smoothed.update(
-            [noise.sqr for noise in estimates],
-            [noise.var for noise in estimates],
-            scale,
-            steps=elapsed,
-            successive=successive,
-        )
+        if pending.preconditioned != self._preconditioned:
+            self._smoothed, self._last_step = SmoothedNoise(), -1  # other units from here on
+            self._preconditioned = pending.preconditioned
+        elapsed = max(1, self._step - self._last_step) if self._last_step >= 0 else 1
+        self._last_step = self._step
+        self._smoothed = self._smoothed.add(estimates, pending.step.sample_scale, steps=elapsed, successive=successive)
+        if pending.replicas == 1:
+            self._shared = self._smoothed.groups  # nobody to agree with
 
     # -- agreeing ----------------------------------------------------------------------------------------------
 
@@ -169,27 +188,50 @@ class NoiseTracker:
         groups = self._smoothed.groups or (None,) * self._groups
         return [value for noise in groups for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
 
-    def take_shared(self, values: Sequence[float]) -> None:
+    def take_shared(self, values: list[float]) -> None:
         """Rank 0's noise scale as all ranks got it."""
+        if values == self._received:
+            return
+        self._received = values
         pairs = zip(values[::2], values[1::2], strict=True)
         self._shared = tuple(NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
 
     def advance(self, scale: float) -> None:
         """Count the scale-invariant progress of an applied step."""
-        self.progress += step_gain(scale, self.value)
+        self.progress += 1.0 if scale == 1.0 else step_gain(scale, self.value)
+
+    def invalidate(self) -> None:
+        """The group or the batch changes: no pair spans it, and all ranks compute preconditioners anew together."""
+        self._pairs.reset()
+        self._pending = None
+        self._received = []
+        for preconditioner in self._preconditioners.values():
+            preconditioner.invalidate()
 
     # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
         """State for joiners and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in self._shared]
-        return {"smoothed": self._smoothed.to_dict(), "shared": shared, "progress": self.progress}
+        return {
+            "smoothed": self._smoothed.to_dict(),
+            "preconditioned": self._preconditioned,
+            "shared": shared,
+            "progress": self.progress,
+        }
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state; kept gradients and preconditioners start afresh."""
         self._smoothed = SmoothedNoise.from_dict(tree["smoothed"])
         self._shared = tuple(None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
+        self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
-        self._pairs.reset()
-        for preconditioner in self._preconditioners.values():
-            preconditioner.invalidate()
+        self.invalidate()
+
+
+def _added(first: Sequence[NoiseScale], second: Sequence[NoiseScale], scale: float) -> tuple[NoiseScale, ...]:
+    """Noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
+
+    Their noises count as independent: var = var1 + var2, and sqr2 still holds var1 / scale of the first's noise.
+    """
+    return tuple(NoiseScale(sqr=b.sqr - a.var / scale, var=a.var + b.var) for a, b in zip(first, second, strict=True))

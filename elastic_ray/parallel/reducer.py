@@ -25,6 +25,9 @@ from elastic_ray.step import Step
 class GradientReducer:
     """Hooks on parameters of one model; see the module's text.
 
+    While gradients are accumulated, a micro-step contributes what ``.grad`` holds after the last backward pass before
+    ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
+
     Args:
         groups: parameters of each of the optimizer's parameter groups.
         session: the run.
@@ -42,28 +45,33 @@ class GradientReducer:
         self._session = session
         self._noise = noise
         self._grad_scale = grad_scale
-        params = sum(len(group) for group in groups)
+        params = sum(1 for group in groups for p in group if p.requires_grad)
         # Control values, squared norms of local gradients, rank 0's noise scale, and which parameters were used.
         self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
         self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
-        self._used = slice(self._shared.stop, self._shared.stop + params)
-        self._buckets, self._tail = build_buckets(groups, self._used.stop)
+        self._nothing_to_share = [0.0] * (2 * len(groups))
+        self._buckets, self._tail = build_buckets(groups, self._shared.stop + params)
         last = self._buckets[-1]
         self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
         self._works: list[Any] = []
-        self._local_norms = [0.0] * len(groups)
+        self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
+        self._carried_norms = self._no_norms  # of the micro-steps before
+        self._local_norms = list(self._no_norms)
+        self._step: Step | None = None
+        self._micro = 0
+        self._open = True  # until the optimizer steps
+        self._carries = False  # earlier micro-steps have left something
         self._running = False
         self._launched = 0
         self._sync = True
         self._weight = 1.0
-        self._measure = False
-        position = {id(p): i for i, p in enumerate(p for group in groups for p in group)}
-        self._positions = [[position[id(p)] for p in bucket.params] for bucket in self._buckets]
+        self._reduces = self._accumulates = self._measures = self._measured_step = False
+        self._goes_on = False  # the pass adds to what this step has reduced already
+        self._complete = True  # the pass has reached every parameter
         for bucket in self._buckets:
+            on_gradient = functools.partial(self._on_gradient, bucket)
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    functools.partial(self._on_gradient, bucket)
-                )
+                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -73,6 +81,10 @@ class GradientReducer:
             yield
         finally:
             self._sync = True
+
+    def close(self) -> None:
+        """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
+        self._open = False
 
     # -- during backward ---------------------------------------------------------------------------------------
 
@@ -92,38 +104,66 @@ class GradientReducer:
         self._running = True
         self._launched = 0
         self._works = []
+        self._goes_on, self._complete = False, True
         for bucket in self._buckets:
             bucket.pending = len(bucket.params)
-        self._weight = step.weight(session.rank) if step is not None else 1.0 / session.world_size
-        last = step is None or step.is_last_micro
-        self._reduces = last and session.world_size > 1 and not session.failed
-        self._accumulates = step is not None and step.micro_steps > 1
-        if step is None or step.micro == 0:
-            self._local_norms = [0.0] * len(self._local_norms)
-            for bucket in self._buckets:
-                bucket.holds_sum = False
-            replicas = session.world_size * (step.micro_steps if step is not None else 1)
-            self._measure = step is not None and self._noise.measures(session.progress.steps, replicas)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._reduces = self._accumulates = self._measures = False
+        if step is None:
+            self._step = None
+            self._weight = 1.0 / session.world_size
+            self._reduces = session.world_size > 1
+            return
+        if step is not self._step:
+            self._begin_step(step)
+        elif step.micro != self._micro:
+            self._carry()
+        self._micro = step.micro
+        last = step.is_last_micro
+        if not (last or self._open):
+            return
+        self._weight = step.weight(session.rank)
+        self._local_norms = list(self._no_norms)
+        self._reduces = last and session.world_size > 1 and not session.failed
+        self._accumulates = step.micro_steps > 1
+        self._measures = self._measured_step and self._open and not session.failed
+
+    def _begin_step(self, step: Step) -> None:
+        self._step = step
+        self._open, self._carries = True, False
+        self._carried_norms = self._no_norms
+        for bucket in self._buckets:
+            bucket.begin_step()
+        session = self._session
+        self._measured_step = self._noise.measures(session.progress.steps, session.world_size * step.micro_steps)
+
+    def _carry(self) -> None:
+        """Another micro-step begins: keep what the ones before have left in the buckets."""
+        self._open, self._carries = True, True
+        self._carried_norms = [a + b for a, b in zip(self._carried_norms, self._local_norms, strict=True)]
+        for bucket in self._buckets:
+            if bucket.carried is None:
+                bucket.carried = torch.empty_like(bucket.body)
+            bucket.carried.copy_(bucket.body)
 
     @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
-        """The bucket's weighted local gradients, and their squared norm."""
+        """The bucket's weighted local gradients on top of earlier micro-steps', and their squared norm."""
         grads = [p.grad for p in bucket.params]
-        weight = self._weight
+        weight, rest = self._weight, None
+        goes_on = bucket.goes_on
         if self._accumulates:
-            weight /= self._grad_scale()  # the loss scale may move between micro-steps
-        if self._measure:
-            self._local_norms[bucket.group] += self._noise.local_norm(grads, bucket)
-        for grad, view in zip(grads, bucket.views, strict=True):
-            if grad is None:
-                if not bucket.holds_sum:
-                    view.zero_()
-            elif bucket.holds_sum:
-                view.add_(grad, alpha=weight)
-            else:
-                torch.mul(grad, weight, out=view)
-        bucket.holds_sum = True
+            if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
+                rest = bucket.body * (1.0 / self._session.world_size - weight)
+            elif self._carries:
+                rest = bucket.carried
+            bucket.used = [used or grad is not None for used, grad in zip(bucket.used, grads, strict=True)]
+        self._goes_on = self._goes_on or goes_on
+        _put(grads, bucket, weight)
+        if self._measures:
+            self._local_norms[bucket.group] += self._noise.local_norm(bucket, weight)
+        if rest is not None:
+            bucket.body.add_(rest)
 
     def _launch_ready(self) -> None:
         """Start reductions in the fixed order, as far as buckets are full."""
@@ -143,35 +183,46 @@ class GradientReducer:
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
+    @torch.no_grad()
     def _fill_tail(self) -> None:
-        session = self._session
-        used = [float(p.grad is not None) for b in self._buckets for p in b.params]
-        order = [position for positions in self._positions for position in positions]
-        flags = [0.0] * len(used)
-        for position, flag in zip(order, used, strict=True):
-            flags[position] = flag
-        shared = self._noise.shared_values() if session.rank == 0 else [0.0] * (self._shared.stop - self._shared.start)
-        values = [*session.control_values(), *self._local_norms, *shared, *flags]
-        self._tail.copy_(torch.tensor(values, dtype=self._tail.dtype))
+        session, tail = self._session, self._tail
+        shared = self._noise.shared_values() if session.rank == 0 else self._nothing_to_share
+        head = [*session.control_values(), *self._no_norms, *shared]
+        tail[: self._shared.stop] = torch.tensor(head, dtype=tail.dtype)
+        if self._measures:
+            for index, (carried, local) in enumerate(zip(self._carried_norms, self._local_norms, strict=True)):
+                tail[self._norms.start + index] = carried + local
+        tail[self._shared.stop :] = 1.0
+        if not self._complete:
+            flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
+            tail[self._shared.stop :] = torch.tensor(flags, dtype=tail.dtype)
+
+    def _used(self, bucket: Bucket) -> list[bool]:
+        """Which parameters have a gradient on this rank, from any micro-step."""
+        return bucket.used if self._accumulates else [p.grad is not None for p in bucket.params]
 
     # -- at the end of backward --------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         self._running = False
-        step = self._session.step
+        step = self._step
         if self._reduces:
+            self._complete = not any(bucket.pending for bucket in self._buckets)
             for bucket in self._buckets:
                 bucket.pending = 0  # parameters without a gradient in this pass
             self._launch_ready()
             self._collect(step)
+        elif step is None:
+            return
         elif self._accumulates:
             for bucket in self._buckets:
                 self._fill(bucket)
-            if step is not None and step.is_last_micro and not self._session.failed:
-                self._write_back(self._buckets)
-                self._statistics(step, self._local_norms)
-        elif self._measure and step is not None and not self._session.failed:
-            self._noise.pair(step, self._buckets, self._grad_scale(), self._session.progress.steps)
+            if step.is_last_micro and not self._session.failed:
+                self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
+                norms = zip(self._carried_norms, self._local_norms, strict=True)
+                self._statistics(step, [float(carried + local) for carried, local in norms])
+        elif self._measures:
+            self._pair(step)
 
     def _collect(self, step: Step | None) -> None:
         session = self._session
@@ -183,51 +234,69 @@ class GradientReducer:
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
-        values = self._tail.tolist()
+        values = self._tail[: self._shared.stop].tolist()
         session.control_result(values[:CONTROL_SIZE])
         self._noise.take_shared(values[self._shared])
-        self._write_back(self._buckets, values[self._used])
+        self._write_back(lambda: [count > 0 for count in self._tail[self._shared.stop :].tolist()])
         session.reduced()
-        if step is not None and self._measure:
+        if step is not None:
             self._statistics(step, values[self._norms])
 
     def _give_up(self, cause: str) -> None:
         self._session.fail_step(cause)
-        # The abandoned reduction may still write into the old buffers.
         for bucket in self._buckets:
-            bucket.flat = bucket.flat.clone()
-            bucket.body = bucket.flat[: bucket.body.numel()]
-            offset, views = 0, []
-            for p in bucket.params:
-                views.append(bucket.body[offset : offset + p.numel()].view(p.shape))
-                offset += p.numel()
-            bucket.views = views
+            bucket.replace_buffer()
         last = self._buckets[-1]
         self._tail = last.flat[last.body.numel() :] if self._tail_rides else self._tail.clone()
         self._works = []
 
     @torch.no_grad()
-    def _write_back(self, buckets: Sequence[Bucket], used: Sequence[float] | None = None) -> None:
-        factor = self._grad_scale() if self._accumulates else 1.0
-        for bucket, positions in zip(buckets, self._positions, strict=True):
-            if factor != 1.0:
-                bucket.body.mul_(factor)
-            grads, views = [], []
-            for p, view, position in zip(bucket.params, bucket.views, positions, strict=True):
-                if p.grad is not None:
-                    grads.append(p.grad)
-                    views.append(view)
-                elif used is not None and used[position] > 0:
-                    p.grad = view.clone()  # used on other ranks only
-            if grads:
+    def _write_back(self, used: Callable[[], list[bool]]) -> None:
+        """Buckets into ``.grad``; ``used`` tells of each parameter whether any rank had a gradient."""
+        first = 0
+        for bucket in self._buckets:
+            if any(p.grad is None for p in bucket.params):
+                flags = used()[first : first + len(bucket.params)]
+                for p, flag in zip(bucket.params, flags, strict=True):
+                    if p.grad is None and flag:
+                        p.grad = torch.empty_like(p)  # used on other ranks or in earlier micro-steps only
+            pairs = [(p.grad, view) for p, view in zip(bucket.params, bucket.views, strict=True) if p.grad is not None]
+            if pairs:
+                grads, views = zip(*pairs, strict=True)
                 torch._foreach_copy_(grads, views)
+            first += len(bucket.params)
+            bucket.mark_written()
 
     def _statistics(self, step: Step, local_norms: Sequence[float]) -> None:
+        if not self._measures:
+            return
+        if self._goes_on and self._accumulates:
+            return
         self._noise.collect(
             step,
             local_norms,
             self._buckets,
             replicas=self._session.world_size,
             grad_scale=self._grad_scale(),
-            steps=self._session.progress.steps,
+            goes_on=self._goes_on,
         )
+
+    @torch.no_grad()
+    def _pair(self, step: Step) -> None:
+        for bucket in self._buckets:
+            _put([p.grad for p in bucket.params], bucket, 1.0)
+        self._noise.pair(step, self._buckets, self._grad_scale())
+
+
+def _put(grads: list[Any], bucket: Bucket, weight: float) -> None:
+    """Weighted gradients into the bucket's buffer; zeros where there is none."""
+    if any(grad is None for grad in grads):
+        for grad, view in zip(grads, bucket.views, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                torch.mul(grad, weight, out=view)
+        return
+    torch._foreach_copy_(bucket.views, grads)
+    if weight != 1.0:
+        bucket.body.mul_(weight)

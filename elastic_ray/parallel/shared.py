@@ -57,6 +57,10 @@ class SharedState:
         """Remember the small state at the beginning of a step."""
         self._snapshots = [copy.deepcopy(capture()) for capture, _ in self._rollbacks]
 
+    def forget_snapshot(self) -> None:
+        """The step was committed: there is nothing to undo."""
+        self._snapshots = []
+
     def roll_back(self) -> None:
         """Return the small state to the beginning of the step."""
         for (_, restore), snapshot in zip(self._rollbacks, self._snapshots, strict=False):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.scaling_rules import ScalingRule, resolve
+from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.context import current_session
 from elastic_ray.parallel.buffers import BufferSync
@@ -18,6 +18,9 @@ from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.state import DictState, ModuleState, OptimizerState
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
+
+# Rules whose factors are 1 at scale 1 and do not move with the progress.
+_BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
 
 
 class AdaptiveDataParallel(torch.nn.Module):
@@ -65,11 +68,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._optimizer = optimizer
         self._scaler = grad_scaler
         self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
+        self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._tracker = NoiseTracker(optimizer, len(groups))
         self._reducer = GradientReducer(groups, session, self._tracker, self._grad_scale)
         self._index = session.new_model(self._tracker_noise)
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
+        session.on_shape_change.append(self._tracker.invalidate)
+        self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         _patch_step(optimizer, self._step)
 
     # -- for users ---------------------------------------------------------------------------------------------
@@ -118,6 +124,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
         for number, scheduler in enumerate(known):
+            _count_optimizer_steps(scheduler, self._session)
             shared.register(f"lr_scheduler/{index}/{number}", DictState(scheduler))
             shared.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
         if known:
@@ -125,6 +132,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             self._session.before_first_epoch.append(self._check_scheduler)
         if self._scaler is not None:
+            _keep_scale_while_accumulating(self._scaler, self._session)
             shared.register(f"grad_scaler/{index}", DictState(self._scaler))
             shared.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
 
@@ -149,35 +157,41 @@ class AdaptiveDataParallel(torch.nn.Module):
                 "replicate: call backward() yourself and step() without a closure"
             )
         session = self._session
+        self._reducer.close()
         if not session.may_apply():
             return None
-        with self._scaled_rates():
+        self._tracker.applied()
+        step = session.outermost_step
+        scale = step.scale if step is not None else 1.0
+        self._tracker.advance(scale)
+        if scale == 1.0 and not self._warms:
             result = apply(**kwargs)
+        else:
+            with self._scaled_rates(scale):
+                result = apply(**kwargs)
         session.applied()
         return result
 
     @contextmanager
-    def _scaled_rates(self) -> Iterator[None]:
+    def _scaled_rates(self, scale: float) -> Iterator[None]:
         """Learning rates for the present batch size, restored afterwards."""
-        step, groups = self._session.outermost_step, self._optimizer.param_groups
-        scale = step.scale if step is not None else 1.0
-        self._tracker.advance(scale)
-        if scale == 1.0 and not self._rule_warms:
-            yield
-            return
+        groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        factors = self._rule.factors(scale, self._tracker.by_group, self._session.epochs_done)
         try:
-            for group, rate, factor in zip(groups, rates, factors, strict=True):
+            for group, rate, factor in zip(groups, rates, self._rate_factors(scale), strict=True):
                 group["lr"] = rate * factor
             yield
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    @property
-    def _rule_warms(self) -> bool:
-        return getattr(self._rule, "warmup_epochs", 0) > 0
+    def _rate_factors(self, scale: float) -> tuple[float, ...]:
+        noise, progress = self._tracker.by_group, self._session.epochs_done
+        # Rules of one's own and warm-ups may look at the progress, which moves with every step.
+        asked = (scale, noise, None if not self._warms else progress)
+        if self._factors is None or self._factors[0] != asked:
+            self._factors = asked, self._rule.factors(scale, noise, progress)
+        return self._factors[1]
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
@@ -220,3 +234,36 @@ def _patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
         return step(original, closure, **kwargs)
 
     optimizer.step = wrapped  # type: ignore[method-assign]
+
+
+def _count_optimizer_steps(scheduler: Any, session: Session) -> None:
+    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
+    if not hasattr(scheduler, "step"):
+        return
+    original = type(scheduler).step
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if session.accumulating else original(self, *args, **kwargs)
+
+    _override(scheduler, step=step)
+
+
+def _keep_scale_while_accumulating(scaler: Any, session: Session) -> None:
+    """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
+    original = type(scaler).update
+
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.state_dict() if session.accumulating else None
+        original(self, *args, **kwargs)
+        if before is not None:
+            self.load_state_dict(before)
+
+    _override(scaler, update=update)
+
+
+def _override(target: Any, **methods: Any) -> None:
+    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict."""
+    kind = type(target)
+    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})

@@ -31,7 +31,7 @@ def test_the_first_start_asks_for_resources_launches_and_begins() -> None:
     assert not only(Announce, driver.ready("w1"))  # w2 is starting: worth a moment
     plan = plan_in(driver.ready("w2"))
     assert members_of(plan) == ["w1", "w2"]
-    assert (plan.generation, plan.void_below, plan.reason) == (1, 0, "test")
+    assert (plan.generation, plan.void_below, plan.reason) == (1, 1, "test")
     assert driver.machine.world_size == 0
     assert not kinds(driver.switched(1, "w2"))
     (note,) = only(Note, driver.switched(1, "w1"))

@@ -1,0 +1,132 @@
+"""Processes that run a function together, in the environment that torchrun gives its ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_STORES: list[Any] = []  # as the agent's, a store outlives its ranks
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died, or was not done in time."""
+
+
+class Ranks:
+    """Keeps a few processes that have imported torch; each `run` is a fresh group of them, or one process alone."""
+
+    def __init__(self) -> None:
+        self._spawn = multiprocessing.get_context("spawn")
+        self._processes: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 60.0) -> Any:
+        """The results of `function(*args)` in rank order; without `world` the one result of a process on its own.
+
+        Raises:
+            RankFailedError: a rank raised (then with its traceback), died, or was not done in time.
+            Exception: a process on its own raised this.
+        """
+        answers = self._ask(function, args, world or 1, alone=world is None, timeout_s=timeout_s)
+        failed = {rank: value for rank, (good, value) in enumerate(answers) if not good}
+        if failed:
+            error, shown = next(iter(failed.values()))
+            if world is None and error is not None:
+                raise error
+            raise RankFailedError(f"rank {next(iter(failed))} of {world}:\n{shown}")
+        results = [value for _, value in answers]
+        return results[0] if world is None else results
+
+    def _ask(
+        self, function: Callable[..., Any], args: tuple[Any, ...], world: int, *, alone: bool, timeout_s: float
+    ) -> list[Any]:
+        while len(self._processes) < world:
+            self._start()
+        ours = self._processes[:world]
+        shared = {} if alone else _shared_environment(world)
+        for rank, (_, pipe) in enumerate(ours):
+            mine = {} if alone else {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            pipe.send_bytes(pickle.dumps((mine, function, args)))
+        deadline = time.monotonic() + timeout_s
+        answers: list[Any] = []
+        for rank, (process, pipe) in enumerate(ours):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError("was not done in time")
+                answers.append(pickle.loads(pipe.recv_bytes()))
+            except (EOFError, ConnectionError) as error:
+                heard = [shown for good, (_, shown) in ((a[0], a[1]) for a in answers if not a[0])]
+                self.close()
+                raise RankFailedError(
+                    f"rank {rank} of {world} {error or f'died with exit code {process.exitcode}'}\n" + "\n".join(heard)
+                ) from None
+        if any(not good for good, _ in answers):
+            self.close()  # operations may be pending in the group
+        return answers
+
+    def _start(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        os.environ["OMP_NUM_THREADS"] = "1"
+        process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append((process, ours))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in self._processes:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._processes = []
+
+
+def _shared_environment(world: int) -> dict[str, str]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _STORES.append(store)
+    return {
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_RUN_ID": f"test-{store.port}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    from elastic_ray.context import set_session
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            environment, function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        for name in _OWN:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
+        set_session(None)
+        torch.manual_seed(0)
+        try:
+            answer = pickle.dumps((True, function(*args)))
+        except BaseException as error:
+            try:
+                answer = pickle.dumps((False, (error, traceback.format_exc())))
+            except Exception:
+                answer = pickle.dumps((False, (None, traceback.format_exc())))
+        sys.stdout.flush()
+        pipe.send_bytes(answer)

@@ -1,0 +1,250 @@
+"""A simulated worker: what ``session.py`` and ``worker_side.py`` do, without tensors and threads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from elastic_ray.data.sharding import can_switch
+from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.signals import (
+    Finished,
+    Left,
+    Lost,
+    PrepareFailed,
+    Ready,
+    Rerun,
+    StepFailed,
+    Switched,
+)
+from tests.membership.simulated_groups import Edge, State
+
+if TYPE_CHECKING:
+    from tests.membership.simulated_job import SimJob
+
+REGROUP_TIMEOUT_S = 15.0
+
+
+class SimWorker:
+    """See the module's text.
+
+    Attributes:
+        token: number of the present wait; what comes for an older one is ignored.
+        life: number of the present run of the train function (it starts over when out of memory).
+        doing: "building", "joining", "regrouping", "exchanging", "stepping", or "gone".
+        complete: holds a trained state.
+        lineage: generation that the state last went through an exchange in.
+    """
+
+    def __init__(self, job: SimJob, name: str, node: str, state: State) -> None:
+        self._job = job
+        self.name, self.node, self.state = name, node, state
+        self.token = self.life = 0
+        self.alive = True
+        self.hung_s: float | None = None
+        self.complete, self.lineage = False, 0
+        self.doing = "building"
+        self.current: Plan | None = None
+        self._collectives = 0
+        self._forget()
+        self._build()
+
+    def _forget(self) -> None:
+        self._latest = self._void_below = 0
+        self._cancelled: set[int] = set()
+        self._prepared: tuple[Plan, bool] | None = None
+        self.current = None
+
+    @property
+    def responsive(self) -> bool:
+        """Whether it runs at all."""
+        return self.alive and self.hung_s is None
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether it could go on with training."""
+        return self.responsive and self.complete and self.doing != "gone"
+
+    @property
+    def generation(self) -> int:
+        """Its present generation, 0 before the first."""
+        return self.current.generation if self.current is not None else 0
+
+    def _build(self) -> None:
+        self.doing, life = "building", self.life
+
+        def built() -> None:
+            if self.responsive and self.life == life:
+                self.doing = "joining"
+                self._job.send(Ready(worker=self.name, has_state=self.complete))
+                self._look()
+
+        self._job.soon(1.5, built, at_least_s=0.1)
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """Its process is gone."""
+        if self.alive:
+            self.alive, self.doing = False, "gone"
+            self._job.groups.died(self.name)
+
+    def hang(self) -> None:
+        """Its process stands still: no peer notices."""
+        self.hung_s = self._job.now_s
+
+    def run_out_of_memory(self) -> None:
+        """Start over with the state kept; the peers' sockets stay open."""
+        if not self.responsive or self.doing != "stepping" or not self.complete:
+            return
+        self._job.send(Rerun(worker=self.name))
+        self.token += 1
+        self.life += 1
+        self._forget()
+        self._build()
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def hear_plan(self, plan: Plan) -> None:
+        """As ``Membership.post``."""
+        if self.doing == "gone" or plan.generation <= self._latest:
+            return
+        self._latest = plan.generation
+        self._void_below = max(self._void_below, plan.void_below)
+        self._call_off()
+        if plan.rank_of(self.name) is None:
+            self._prepared = (plan, False)
+            self._look()
+        else:
+            self._job.groups.form(plan, self)
+
+    def hear_cancel(self, generation: int) -> None:
+        """As ``Membership.post``."""
+        self._cancelled.add(generation)
+        self._call_off()
+
+    def _is_void(self, generation: int) -> bool:
+        return generation < self._void_below or generation in self._cancelled
+
+    def _call_off(self) -> None:
+        if self._prepared is not None and self._is_void(self._prepared[0].generation):
+            self._prepared = None
+        if self.current is not None and self._is_void(self.generation) and self.doing in ("exchanging", "stepping"):
+            self.fail("the generation was called off", self.token)
+
+    def formed(self, plan: Plan, life: int) -> None:
+        """Its group is there."""
+        if self.responsive and life == self.life and plan.generation == self._latest:
+            if not self._is_void(plan.generation):
+                self._prepared = (plan, True)
+                self._look()
+
+    def not_formed(self, plan: Plan, life: int) -> None:
+        """Its group cannot be formed."""
+        prepared = self._prepared is not None and self._prepared[0].generation == plan.generation
+        if self.responsive and life == self.life and not prepared and self.generation < plan.generation:
+            if not self._is_void(plan.generation):
+                self._job.send(PrepareFailed(worker=self.name, generation=plan.generation, cause="timeout"))
+
+    # -- from generation to generation -------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Take the prepared group up where one is waited for."""
+        if self._prepared is None or self.doing not in ("joining", "regrouping"):
+            return
+        plan, _ = self._prepared
+        if self.doing == "regrouping" and not plan.void_below and not self._job.rules.regroup_into_planned:
+            return  # a planned change needs the agreement of all, and a step at which it may happen
+        self._take()
+
+    def _take(self) -> None:
+        assert self._prepared is not None
+        (plan, member), self._prepared = self._prepared, None
+        self.current = plan
+        self.token += 1
+        if not member:
+            self.doing = "gone"
+            self._job.soon(0.3, self._unwound)
+            return
+        self.doing, self._collectives = "exchanging", 0
+        self._job.groups.collective(self, plan, 0, 0, lambda _: self._exchange(plan))
+
+    def _unwound(self) -> None:
+        if self.responsive:
+            self.alive = False  # it rests in the warm pool
+            self._job.send(Left(worker=self.name))
+
+    def _exchange(self, plan: Plan) -> None:
+        token = self.token
+
+        def arrive() -> None:
+            if not self.responsive or self.token != token:
+                return
+            if self._job.groups.receive(plan, self):
+                self.complete, self.lineage = True, plan.generation
+                self._job.send(Switched(worker=self.name, generation=plan.generation, pause_s=0.1))
+                self._step()
+            else:
+                self._job.after(0.5, lambda: self.fail("its source is gone", token))
+
+        self._job.after(self._job.groups.due_s(plan, self), arrive)
+
+    def fail(self, cause: str, token: int) -> None:
+        """What it waits for cannot be."""
+        if not self.responsive or token != self.token or self.doing not in ("exchanging", "stepping"):
+            return
+        self.token += 1
+        was, self.doing = self.doing, "regrouping"
+        if not self.complete:
+            self.doing = "joining"
+        else:
+            self._job.send(StepFailed(worker=self.name, generation=self.generation, cause=f"{cause} ({was})"))
+            token = self.token
+            self._job.after(REGROUP_TIMEOUT_S, lambda: self._give_up(token))
+        self._look()
+
+    def _give_up(self, token: int) -> None:
+        if self.responsive and self.token == token and self.doing == "regrouping":
+            self.doing = "gone"
+            self._job.send(Lost(worker=self.name, cause="heard of no generation"))
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self.doing = "stepping"
+        self.token += 1
+        token = self.token
+
+        def reduce() -> None:
+            if not self.responsive or self.token != token or self.current is None:
+                return
+            self._collectives += 1
+            lead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
+            self._job.groups.collective(self, self.current, self._collectives, lead, self._commit)
+
+        self._job.soon(0.25, reduce, at_least_s=0.05)
+
+    def _commit(self, edge: Edge) -> None:
+        assert self.current is not None
+        self.state = edge.state
+        self._job.groups.committed(self.current, edge.state)
+        if self.current.rank_of(self.name) == 0:
+            self._job.maybe_checkpoint(edge.state)
+        if edge.state.final:
+            self.doing, self.alive = "gone", False
+            self._job.finished.append(edge.state)
+            self._job.send(Finished(worker=self.name))
+        elif edge.lead and self._switch(self.generation + edge.lead):
+            return
+        else:
+            self._step()
+
+    def _switch(self, generation: int) -> bool:
+        if self._prepared is None or self._prepared[0].generation != generation:
+            self.fail("called off after it was agreed on", self.token)
+            return True
+        world = self._prepared[0].world_size
+        if not can_switch(position=self.state.position, total=self._job.samples, world_size=world):
+            return False
+        self._take()
+        return True
+

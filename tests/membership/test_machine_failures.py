@@ -1,0 +1,474 @@
+"""Unplanned changes: workers that die, hang, run out of memory or finish at the worst moment, and late messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ray.events import EventKind
+from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.signals import (
+    AllLost,
+    Announce,
+    Complete,
+    Left,
+    Lost,
+    Note,
+    PrepareFailed,
+    Ready,
+    Release,
+    Rerun,
+    Reserve,
+    Reserved,
+    StepFailed,
+    Stimulus,
+    Switched,
+    Withdraw,
+)
+from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
+
+
+def growing(workers: int = 1) -> tuple[Driver, str]:
+    """A job in generation 1 that has announced generation 2 with one joiner."""
+    driver = running(workers)
+    driver.target(n1=workers + 1)
+    joiner = f"w{workers + 1}"
+    assert plan_in(driver.join(joiner)).generation == 2
+    return driver, joiner
+
+
+# -- members that die ----------------------------------------------------------------------------------------------
+
+
+def test_survivors_go_on_at_once_when_a_member_dies_in_a_step() -> None:
+    driver = running(3)
+    out = driver.lost("w1")
+    plan = plan_in(out)
+    assert (members_of(plan), plan.generation, plan.void_below) == (["w2", "w3"], 2, 2)
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w1", True)]
+    assert [r.worker for r in only(Reserve, out)] == ["w4"]  # the target has not changed
+    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert not driver.tell(StepFailed(worker="w3", generation=1, cause="reset"))
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)
+    driver.switched(2, "w2")
+    (note,) = only(Note, driver.switched(2, "w3", pause_s=0.7))
+    assert (note.kind, note.from_workers, note.to_workers, note.pause_s) == (EventKind.FAILURE, 3, 2, 0.7)
+
+
+def test_a_failed_step_waits_a_moment_for_the_news_of_who_died() -> None:
+    driver = running(3)
+    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
+    assert members_of(plan_in(driver.lost("w1"))) == ["w2", "w3"]
+    assert not driver.tick(after_s=CONFIG.notice_s)
+
+
+def test_without_such_news_all_members_go_on() -> None:
+    driver = running(3)
+    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    plan = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
+    assert (members_of(plan), plan.void_below) == (["w1", "w2", "w3"], 2)
+    assert "reset" in plan.reason
+
+
+def test_two_deaths_at_once_end_in_one_generation_of_the_others() -> None:
+    driver = running(4)
+    driver.lost("w1")
+    assert members_of(plan_in(driver.lost("w3"))) == ["w2", "w4"]
+    driver.tell(StepFailed(worker="w2", generation=2, cause="could not connect"))  # of the one in between
+    assert not only(Announce, driver.tick(after_s=CONFIG.notice_s * 2))
+    assert kinds(driver.switched(3, "w2", "w4")) == [EventKind.FAILURE]
+
+
+def test_all_lost() -> None:
+    driver = running(2)
+    driver.lost("w1")
+    out = driver.lost("w2")
+    assert only(AllLost, out)
+    assert isinstance(out[-1], AllLost)  # what came after it would not be given back by the reset
+    assert not driver.tick(after_s=10.0)
+    assert not driver.target(n1=5)
+
+
+def test_a_reset_gives_everything_back_and_begins_anew_with_higher_numbers() -> None:
+    driver = running(2)
+    driver.target(n1=3, n2=1)
+    driver.reserved("w3")
+    driver.lost("w1")
+    driver.lost("w2")
+    released = driver.machine.reset()
+    for instruction in released:
+        driver.ledger.book(instruction)
+    assert {r.worker for r in only(Release, released)} == {"w3", "w4", "w5"}
+    assert not driver.asked
+    asked = [r.worker for r in only(Reserve, driver.tick(after_s=0.1))]
+    assert asked == ["w6", "w7", "w8", "w9"]
+    driver.reserved(*asked)
+    driver.ready(*asked)
+    assert driver.ledger.plans[-1].generation > 2
+    assert kinds(driver.switched(driver.ledger.plans[-1].generation, *asked)) == [EventKind.STARTED]
+
+
+def test_a_hung_member_is_lost_like_a_dead_one() -> None:
+    driver = running(2)
+    out = driver.lost("w2", "it has been silent for 2.1 s")
+    assert members_of(plan_in(out)) == ["w1"]
+    driver.switched(2, "w1")
+    assert not driver.tell(Switched(worker="w2", generation=1, pause_s=0.0))  # it wakes up
+    assert not driver.tell(StepFailed(worker="w2", generation=2, cause="called off"))
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)
+
+
+def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -> None:
+    driver = running(4)
+    driver.lost("w1")
+    driver.switched(2, "w2")
+    out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)
+    assert {(r.worker, r.kill) for r in only(Release, out)} == {("w3", True), ("w4", True)}
+    plan = plan_in(out)
+    assert members_of(plan) == ["w2"]
+    assert "w3, w4" in plan.reason
+
+
+def test_a_forced_generation_that_nobody_could_form_is_tried_again_soon() -> None:
+    driver = running(3)
+    driver.lost("w1")
+    assert not driver.tell(PrepareFailed(worker="w2", generation=2, cause="timeout"))
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)  # w3 has not spoken
+    assert not driver.tell(PrepareFailed(worker="w3", generation=2, cause="timeout"))
+    assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))) == ["w2", "w3"]
+
+
+def test_a_forced_generation_that_breaks_while_it_is_entered_is_replaced() -> None:
+    driver = running(3)
+    driver.lost("w1")
+    driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
+    assert plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1)).generation == 3
+
+
+# -- failures and planned changes ----------------------------------------------------------------------------------
+
+
+def test_a_failure_supersedes_a_planned_change_and_the_joiner_is_taken_up_again() -> None:
+    driver, joiner = growing(2)
+    out = driver.lost("w1")
+    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(2, (joiner,))]
+    plan = plan_in(out)
+    assert (members_of(plan), plan.void_below) == (["w2"], 3)
+    assert members_of(plan_in(driver.switched(3, "w2"))) == ["w2", joiner]
+
+
+def test_a_suspicion_holds_new_changes_back() -> None:
+    driver = running(2)
+    driver.tell(StepFailed(worker="w1", generation=1, cause="reset"))
+    assert not only(Announce, driver.target(n1=1))
+    driver.tick(after_s=CONFIG.notice_s + 0.1)
+    assert members_of(plan_in(driver.switched(2, "w1", "w2"))) == ["w1"]
+
+
+def test_a_joiner_that_dies_after_the_switch_is_a_lost_member() -> None:
+    driver, joiner = growing(2)
+    driver.switched(2, "w1", "w2", joiner)
+    assert members_of(plan_in(driver.lost(joiner))) == ["w1", "w2"]
+
+
+def test_a_joiner_that_dies_in_the_switch_is_replaced_by_force() -> None:
+    driver, joiner = growing(2)
+    driver.switched(2, "w1")
+    plan = plan_in(driver.lost(joiner))
+    assert (members_of(plan), plan.void_below) == (["w1", "w2"], 3)
+
+
+def test_a_member_that_dies_in_the_switch_leaves_the_joiner_among_the_survivors() -> None:
+    """The joiner may have trained in generation 2 already: left behind, its state would differ from the others'."""
+    driver, joiner = growing(2)
+    driver.switched(2, "w1")
+    out = driver.lost("w2")
+    assert members_of(plan_in(out)) == ["w1", joiner]
+    assert not only(Withdraw, out)
+    assert not driver.switched(2, joiner)  # late, of the generation before
+    assert members_of(plan_in(driver.lost("w1", "died in generation 3 too"))) == [joiner]
+
+
+@pytest.mark.parametrize("evidence", ["switched", "failed"])
+def test_a_joiner_that_holds_the_last_state_saves_the_job(evidence: str) -> None:
+    driver, joiner = growing(1)
+    driver.switched(2, "w1")
+    out = driver.lost("w1")
+    assert not ended(out)
+    assert [w.to for w in only(Withdraw, out)] == [(joiner,)]  # so that it speaks up
+    speaks: Stimulus = StepFailed(worker=joiner, generation=2, cause="called off")
+    if evidence == "switched":
+        speaks = Switched(worker=joiner, generation=2, pause_s=0.0)
+    plan = plan_in(driver.tell(speaks, after_s=CONFIG.notice_s / 2))
+    assert (members_of(plan), plan.void_below) == ([joiner], 3)
+    assert kinds(driver.switched(3, joiner)) == [EventKind.FAILURE]
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_joiner_without_a_state_does_not_begin_anew_where_training_was(switched: bool) -> None:
+    driver, _ = growing(1)
+    if switched:
+        driver.switched(2, "w1")
+    assert not ended(driver.lost("w1"))
+    assert only(AllLost, driver.tick(after_s=CONFIG.notice_s + 0.1))
+
+
+def test_nothing_is_lost_with_a_member_before_the_first_step() -> None:
+    driver = Driver()
+    driver.target(n1=2)
+    driver.reserved("w1", "w2")
+    driver.ready("w1", "w2")
+    driver.switched(1, "w1")
+    out = driver.lost("w1")
+    assert not ended(out)
+    assert members_of(plan_in(out)) == ["w2"]
+
+
+def test_a_joiner_that_never_enters_a_change_under_way_is_lost() -> None:
+    driver, joiner = growing(2)
+    driver.switched(2, "w1", "w2")
+    out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [(joiner, True)]
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+
+
+def test_a_torn_vote_is_cured_by_the_generation_that_was_agreed_on() -> None:
+    """w2's last collective of generation 1 failed, w1's did not: w2 enters generation 2 all the same."""
+    driver, joiner = growing(2)
+    driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    driver.switched(2, "w1", "w2", joiner)
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)
+
+
+def test_a_failure_in_the_generation_that_is_entered_is_no_thing_of_the_past() -> None:
+    driver, joiner = growing(2)
+    driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
+    driver.switched(2, "w1")
+    assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))) == ["w1", "w2", joiner]
+
+
+def test_a_leaver_whose_last_step_failed_is_released() -> None:
+    driver = running(2)
+    driver.target(n1=1)
+    driver.switched(2, "w1")
+    out = driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    other = running(2)
+    other.target(n1=1)
+    other.tell(StepFailed(worker="w2", generation=1, cause="reset"))
+    out = other.switched(2, "w1")
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    assert not other.tick(after_s=CONFIG.notice_s * 2)
+
+
+def test_a_leaver_that_leaves_a_broken_generation_is_lost() -> None:
+    """It took up the planned change, which the forced one has replaced: nobody else will ever hold its state."""
+    driver = running(2)
+    driver.target(n1=1)
+    assert members_of(plan_in(driver.lost("w1"))) == ["w2"]
+    assert only(AllLost, driver.left("w2"))
+
+
+# -- out of memory -------------------------------------------------------------------------------------------------
+
+
+def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
+    driver = running(2)
+    out = driver.tell(Rerun(worker="w1"))
+    assert members_of(plan_in(out)) == ["w2"]
+    assert not only(Release, out)
+    assert driver.machine.workers["w1"].phase is Phase.STARTING
+    driver.switched(2, "w2")
+    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w2", "w1"]
+
+
+def test_the_only_member_out_of_memory_goes_on_with_its_state() -> None:
+    driver = running(1)
+    assert not driver.tell(Rerun(worker="w1"))
+    plan = plan_in(driver.ready("w1", has_state=True))
+    assert members_of(plan) == ["w1"]
+    driver.switched(plan.generation, "w1")
+    assert driver.names == ["w1"]
+
+
+def test_several_members_out_of_memory_begin_again_together() -> None:
+    driver = running(3)
+    driver.tell(Rerun(worker="w2"))
+    driver.tell(Rerun(worker="w1"))
+    assert not ended(driver.tell(Rerun(worker="w3")))
+    driver.ready("w1", "w2", has_state=True)
+    assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w2", "w3"]
+
+
+def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.reserved("w2")
+    driver.tell(Rerun(worker="w1"))
+    driver.ready("w2")
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 3))
+    plan = plan_in(driver.ready("w1", has_state=True))
+    assert members_of(plan) == ["w1"]  # w2 comes at a step where the rest of the epoch is enough for both
+    assert members_of(plan_in(driver.switched(plan.generation, "w1"))) == ["w1", "w2"]
+
+
+@pytest.mark.parametrize("end", ["died", "late", "died ready"])
+def test_when_the_last_that_holds_the_state_goes_the_job_restarts(end: str) -> None:
+    driver = running(1)
+    driver.target(n1=2)
+    driver.reserved("w2")
+    driver.tell(Rerun(worker="w1"))
+    driver.ready("w2")
+    if end == "late":
+        out = driver.tick(after_s=CONFIG.join_timeout_s + 1.0)
+    else:
+        if end == "died ready":
+            driver.ready("w1", has_state=True)
+        out = driver.lost("w1")
+    assert only(AllLost, out)
+    assert not only(Announce, out)
+
+
+def test_all_members_lost_while_one_starts_over_goes_on_with_that_one() -> None:
+    driver = running(2)
+    driver.tell(Rerun(worker="w1"))
+    assert not ended(driver.lost("w2"))
+    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1"]
+
+
+def test_out_of_memory_in_a_change_that_is_entered() -> None:
+    """w2's Switched is still on its way: the others wait for it in generation 2, where it is no more."""
+    driver, joiner = growing(1)
+    driver.switched(2, "w1")
+    out = driver.tell(Rerun(worker=joiner))
+    assert members_of(plan_in(out)) == ["w1"]
+    driver.switched(2, joiner)
+    assert driver.machine.workers[joiner].phase is Phase.STARTING
+    driver.switched(3, "w1")
+    assert members_of(plan_in(driver.ready(joiner, has_state=True))) == ["w1", joiner]
+
+
+def test_a_joiner_with_the_state_of_a_generation_that_was_called_off_is_of_no_use() -> None:
+    driver = running(1)
+    driver.target(n1=3)
+    driver.reserved("w2", "w3")
+    driver.ready("w2", "w3")
+    driver.lost("w3")  # but all had entered generation 2 by then; generation 3 is in flight
+    out = driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
+    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
+    assert [w.generation for w in only(Withdraw, out)] == [3]
+
+
+# -- the end -------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_is_complete_when_all_members_have_finished() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.join("w3")  # announced, but training ends first
+    assert not driver.finished("w1")
+    assert driver.finished("w2") == [Complete()]
+    assert not driver.tick(after_s=100.0)
+
+
+def test_nothing_new_is_begun_while_the_job_ends() -> None:
+    driver = running(2)
+    driver.finished("w1")
+    assert not driver.target(n1=1, n2=3)
+
+
+def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
+    driver = running(3)
+    driver.finished("w1")
+    assert members_of(plan_in(driver.lost("w3"))) == ["w2"]
+    driver.switched(2, "w2")
+    assert driver.finished("w2") == [Complete()]
+
+
+def test_some_finish_and_the_rest_die() -> None:
+    driver = running(3)
+    driver.finished("w1")
+    driver.lost("w2")
+    assert only(Complete, driver.lost("w3"))
+
+
+def test_a_first_member_that_finishes_early_does_not_end_the_job_for_the_others() -> None:
+    """Ray may deliver w1's whole life before w2's first word."""
+    driver = Driver()
+    driver.target(n1=2)
+    driver.reserved("w1", "w2")
+    driver.ready("w1", "w2")
+    driver.switched(1, "w1")
+    assert not driver.finished("w1")
+    driver.switched(1, "w2")
+    assert driver.finished("w2") == [Complete()]
+
+
+# -- late, repeated and unexpected messages ------------------------------------------------------------------------
+
+
+def test_messages_of_workers_that_are_gone_or_unknown_mean_nothing() -> None:
+    driver = running(2)
+    driver.lost("w2")
+    driver.switched(2, "w1")
+    strangers: list[Stimulus] = []
+    for worker in ("w2", "w77"):
+        strangers += [
+            Reserved(worker=worker),
+            Ready(worker=worker),
+            Left(worker=worker),
+            Rerun(worker=worker),
+            Lost(worker=worker, cause="again"),
+            StepFailed(worker=worker, generation=2, cause="late"),
+            PrepareFailed(worker=worker, generation=2, cause="late"),
+            Switched(worker=worker, generation=1, pause_s=9.0),
+        ]
+    assert not [i for stimulus in strangers for i in driver.tell(stimulus)]
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)
+
+
+def test_messages_of_old_generations_mean_nothing() -> None:
+    driver = running(2)
+    driver.tell(StepFailed(worker="w1", generation=1, cause="reset"))
+    driver.tick(after_s=CONFIG.notice_s + 0.1)
+    driver.switched(2, "w1", "w2")
+    assert not driver.switched(1, "w1", "w2")
+    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="late"))
+    assert not driver.tell(PrepareFailed(worker="w2", generation=1, cause="late"))
+    assert not driver.tick(after_s=CONFIG.notice_s * 2)
+    assert driver.machine.generation == 2
+
+
+def test_ready_before_reserved_means_nothing_and_a_repeated_one_neither() -> None:
+    driver = Driver()
+    driver.target(n1=1)
+    assert not driver.ready("w1")
+    driver.join("w1")
+    assert not driver.ready("w1")
+    driver.switched(1, "w1")
+    assert not driver.reserved("w1")
+
+
+def test_ready_may_overtake_the_rerun_before_it() -> None:
+    driver = running(2)
+    assert not driver.ready("w2", has_state=True)
+    assert members_of(plan_in(driver.tell(Rerun(worker="w2")))) == ["w1"]
+    assert members_of(plan_in(driver.switched(2, "w1"))) == ["w1", "w2"]
+
+
+def test_switched_to_an_older_generation_after_a_newer_one_changes_nothing() -> None:
+    driver = running(3)
+    driver.lost("w1")
+    driver.lost("w2")
+    driver.switched(3, "w3")
+    assert not driver.tell(Switched(worker="w3", generation=2, pause_s=1.0))
+    assert driver.names == ["w3"]
+
+
+def test_a_withdrawn_change_that_some_had_agreed_on_already_ends_in_a_generation_of_all() -> None:
+    driver, joiner = growing(2)
+    driver.lost(joiner)
+    assert not driver.switched(2, "w1")  # the withdrawal crossed it
+    driver.tell(StepFailed(worker="w1", generation=2, cause="called off"))
+    plan = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
+    assert (members_of(plan), plan.void_below) == (["w1", "w2"], 3)

@@ -1,0 +1,89 @@
+"""Whole jobs under random targets, deaths, hangs and out-of-memory errors, with messages out of order.
+
+What must hold at every event is asserted in the simulation itself; see ``simulated_job`` and ``driver.Ledger``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ray.events import EventKind
+from tests.membership.simulated_job import Rules, SimJob
+
+NODES = {"n1": 3, "n2": 2, "n3": 2}
+# Long enough for: a hung joiner in two attempts to form a group, a dead node's reservation, a restart, a move.
+RECOVERY_S = 90.0
+
+
+def random_target(chance: random.Random, nodes: dict[str, int]) -> dict[str, int]:
+    """Some workers on some nodes, at least one."""
+    target = {node: chance.randint(0, fit) for node, fit in nodes.items()}
+    return {node: count for node, count in target.items() if count} or {next(iter(nodes)): 1}
+
+
+def disturb(job: SimJob, chance: random.Random) -> None:
+    """One random mishap or wish."""
+    living = job.living()
+    victim = chance.choice(living) if living else None
+    match chance.choice(["target", "target", "kill", "kill", "two", "hang", "memory", "node"]):
+        case "target":
+            job.target(random_target(chance, NODES))
+        case "kill" if victim is not None:
+            job.kill(victim.name)
+        case "two":
+            for worker in chance.sample(living, min(2, len(living))):
+                job.kill(worker.name)
+        case "hang" if victim is not None:
+            victim.hang()
+        case "memory" if victim is not None:
+            victim.run_out_of_memory()
+        case "node" if len(job.dead_nodes) < len(NODES) - 1 and chance.random() < 0.3:
+            job.kill_node(chance.choice(sorted(NODES.keys() - job.dead_nodes)))
+
+
+def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules()) -> SimJob:
+    """A job's life: a start, mishaps, then peace, in which it must reach its target and finish."""
+    chance = random.Random(seed)
+    job = SimJob(seed, NODES, min_workers=min_workers, rules=rules)
+    job.target(random_target(chance, NODES))
+    for _ in range(mishaps):
+        job.run_for(chance.choice([0.05, 0.3, 1.0, 4.0]))
+        disturb(job, chance)
+    target = random_target(chance, {n: fit for n, fit in NODES.items() if n not in job.dead_nodes})
+    job.target(target)
+    deadline_s = job.now_s + RECOVERY_S
+    while not settled(job, target):
+        assert job.now_s < deadline_s, f"holds {job.machine.held()} of {target}; {job.machine.in_flight}"
+        job.run_for(1.0)
+    before = job.safe_ticks
+    job.run_for(3.0)
+    assert job.safe_ticks > before, "it trains"
+    job.last_epoch = max(w.state.epoch for w in job.living())
+    job.run_for(20.0)
+    assert job.done, "it finishes"
+    assert job.check_samples() > job.last_epoch
+    return job
+
+
+def settled(job: SimJob, target: dict[str, int]) -> bool:
+    """Whether the job has the size it is to have, and everybody lives."""
+    machine = job.machine
+    reached = machine.held() == target and machine.world_size == sum(target.values())
+    return reached and machine.in_flight is None and all(w.worker in job.holding() for w in machine.members())
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), mishaps=st.integers(0, 14), min_workers=st.integers(1, 3))
+def test_a_job_lives_through_any_mishaps(seed: int, mishaps: int, min_workers: int) -> None:
+    live(seed, mishaps, min_workers=min_workers)
+
+
+def test_without_mishaps_nothing_is_forced() -> None:
+    for seed in range(10):
+        job = live(seed, 0)
+        assert job.restarts == 0
+        assert {note.kind for note in job.notes} <= {EventKind.STARTED, EventKind.RESIZE}
