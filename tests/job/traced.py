@@ -157,7 +157,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 def account(folder: Path, *, samples: int = 192) -> Account:
     """Check the invariants that hold for every job; returns the rest for the test's own checks."""
     lines = read(folder)
-    _check_identical(lines)
+    check_identical(lines)
     steps: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
     for line in lines:
         if line["kind"] == "step":
@@ -186,7 +186,8 @@ def account(folder: Path, *, samples: int = 192) -> Account:
     )
 
 
-def _check_identical(lines: list[dict[str, Any]]) -> None:
+def check_identical(lines: list[dict[str, Any]]) -> None:
+    """All ranks of a generation begin it with the same bits."""
     by_generation: dict[tuple[int, int], set[str]] = collections.defaultdict(set)
     for line in lines:
         if line["kind"] == "state":
