@@ -69,6 +69,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._watchers = 0
         self._ending: Ending | None = None
+        self._collected: Ending | None = None
         self.answered = False  # whether the controller has started
         self.last = JobStatus(job=job, phase=JobPhase.WAITING)
         self._thread = threading.Thread(target=self._run, name=f"elastic_ray-lease-{job}", daemon=True)
@@ -101,6 +102,9 @@ class LeaseKeeper:
 
     def lost(self, error: BaseException) -> None:
         """Note that the controller is gone."""
+        if self._collected is not None:  # it has closed because everything was fetched
+            self._end(self._collected)
+            return
         message = "its controller is gone"
         status = dataclasses.replace(self.last, phase=JobPhase.FAILED, workers=0, message=message)
         self._end(Ending(status=status, before=self.last, lost=_reason(error)))
@@ -151,8 +155,9 @@ class LeaseKeeper:
         outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
         if outcome is None:  # the phase runs ahead of the outcome: look again
             return
+        self._collected = Ending(status=status, events=tuple(events), outcome=outcome)
         controller.close.remote()
-        self._end(Ending(status=status, events=tuple(events), outcome=outcome))
+        self._end(self._collected)
 
     def _end(self, ending: Ending) -> None:
         with self._lock:
