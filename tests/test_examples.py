@@ -1,0 +1,46 @@
+"""The examples, run as people run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str, timeout_s: float) -> str:
+    """Standard output of a command that must succeed, without what the test session has set for its own Ray."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["PYTHONPATH"] = str(ROOT)
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_jobs_share_a_cluster_and_a_killed_worker_costs_no_job() -> None:
+    output = run(sys.executable, "examples/digits.py", timeout_s=280)
+    accuracies = [float(value) for value in re.findall(r"\d s +(0\.\d{3})  ", output)]
+    assert len(accuracies) == 3, output
+    assert min(accuracies) >= 0.95
+    assert "kill -9" in output
+    assert re.search(r"[1-3] -> [2-4] workers, paused", output), "no job has grown"
+    assert "raylet" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]])
+def test_the_loop_runs_alone_and_under_torchrun(launcher: list[str]) -> None:
+    output = run(sys.executable, *launcher, "examples/digits_loop.py", timeout_s=110)
+    assert len(output.splitlines()) == 1
+    match = re.match(r"accuracy (0\.\d+) on the held-out digits", output)
+    assert match is not None, output
+    assert float(match[1]) >= 0.95

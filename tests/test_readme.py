@@ -1,0 +1,78 @@
+"""What the README tells people to run is what CI runs, and its example works."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Runs the example as a script, with a trainer that is built but does not start, and then its loop alone.
+_RUNNER = """
+import runpy, sys, types
+import elastic_ray.trainer
+
+elastic_ray.trainer.ElasticTrainer.fit = lambda self: types.SimpleNamespace(metrics="built")
+train = runpy.run_path(sys.argv[1], run_name="__main__")["train"]
+train({"lr": 0.1})
+
+from elastic_ray.context import current_session
+print(current_session().link.metrics["loss"])
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in one language."""
+    text = (ROOT / "README.md").read_text()
+    return [body.strip("\n") for body in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+
+
+def test_there_are_two_commands_and_one_runs_the_main_job_the_other_the_tests() -> None:
+    main_job, tests = blocks("bash")
+    assert main_job == 'pip install -c constraints.txt -e ".[examples]" && python examples/digits.py'
+    assert tests == 'pip install -c constraints.txt -e ".[test]" && pytest'
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ci_runs_the_readmes_own_commands(number: int) -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    function = re.search(r"^readme_command\(\) \{\n.*?^\}$", script, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    answer = subprocess.run(
+        ["bash", "-c", f"{function[0]}\nreadme_command {number}"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert answer.stdout.rstrip("\n") == blocks("bash")[number - 1]
+    variable = {1: "main_job", 2: "tests"}[number]
+    assert f"{variable}=$(readme_command {number})" in script
+    assert f'"${{{variable}%% && *}}"' in script, "the command's installation is not run"
+    assert f'"${{{variable}#* && }}"' in script, "what the command installs is not run"
+
+
+def test_the_example_is_short_and_runs(tmp_path: Path) -> None:
+    (example,) = blocks("python")
+    assert len(example.splitlines()) <= 26
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(
+        [sys.executable, "-c", _RUNNER, str(script)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+    )
+    built, loss = answer.stdout.split()
+    assert built == "built"
+    assert float(loss) < 0.2
+
+
+def test_files_that_the_readme_links_to_exist() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
