@@ -80,6 +80,7 @@ class Session:
         self.leading_loader: object = None
         self.clock = StepClock()
         self.step: Step | None = None
+        self.shape_changes = 0
         self.on_shape_change: list[Callable[[], None]] = []
         self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
         self.warm_ups: list[Callable[[], None]] = []
@@ -100,6 +101,7 @@ class Session:
         self._slot_seen = 0
         self._failure: str | None = None
         self._reduced = False
+        self._trains = False
         self._agreed = 0
         self._stop_agreed = False
         self._batch_agreed: BatchChoice | None = None
@@ -281,7 +283,7 @@ class Session:
         else:
             self._slot_seen = 0
             self._failure = None
-            self._reduced = False
+            self._reduced = self._trains = False
             if self.elastic:  # else no step is ever drawn again
                 self.shared.snapshot()
         self.step = step
@@ -384,7 +386,7 @@ class Session:
             del self.progress.loops[step.ordinal :]
             self._ordinal = step.ordinal
             self.shared.forget_snapshot()
-            trained = self._slot_seen > 0 or self._reduced
+            trained = self._slot_seen > 0 or self._trains
             self.progress.steps += int(trained)
             self.progress.slot = 0
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
@@ -445,6 +447,10 @@ class Session:
         self._stop_agreed = self._stop_agreed or sums[2] > 0
         if sums[3] > 0:
             self._batch_agreed = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
+
+    def trains(self) -> None:
+        """A backward pass of this step has begun: it trains, even when AMP leaves its update out."""
+        self._trains = True
 
     def reduced(self) -> None:
         """A gradient reduction of this step was completed."""
@@ -541,6 +547,7 @@ class Session:
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         self.shared.shape = shape
+        self.shape_changes += 1
         for callback in self.on_shape_change:
             callback()
 

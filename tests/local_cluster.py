@@ -91,7 +91,8 @@ class LocalCluster:
 
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + deadline_s) * 1000)
-        accepted, message = GcsClient(address=self.address).drain_node(node.node_id, reason, "a test drains", deadline_ms)
+        client = GcsClient(address=self.address)
+        accepted, message = client.drain_node(node.node_id, reason, "a test drains", deadline_ms)
         assert accepted, message
 
     def remove_added_nodes(self) -> None:

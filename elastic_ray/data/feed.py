@@ -10,13 +10,13 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ray.data.order import EpochOrder, StreamSharder
-from elastic_ray.data.sharding import Indices, can_switch, rank_indices, split, step_size
+from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 
 
 class StepCut:
     """How the next steps are cut; equal on all ranks but for ``rank``."""
 
-    __slots__ = ("batch_size", "drop_last", "micro_steps", "rank", "world_size")
+    __slots__ = ("_sizes", "_slices", "batch_size", "drop_last", "micro_steps", "rank", "world_size")
 
     def __init__(self, *, batch_size: int, micro_steps: int, world_size: int, rank: int, drop_last: bool) -> None:
         self.batch_size = batch_size
@@ -24,6 +24,9 @@ class StepCut:
         self.world_size = world_size
         self.rank = rank
         self.drop_last = drop_last
+        # By samples of the step: nearly all steps have as many.
+        self._sizes: dict[int, list[list[int]]] = {}
+        self._slices: dict[int, list[slice]] = {}
 
     def count(self, position: int, total: int) -> int:
         """Samples of the step at ``position``; 0 at the end."""
@@ -36,9 +39,18 @@ class StepCut:
         )
 
     def sizes(self, count: int) -> list[list[int]]:
-        """Samples of each rank and micro-step."""
-        sizes: list[list[int]] = split(count, world_size=self.world_size, micro_steps=self.micro_steps).tolist()
-        return sizes
+        """Samples of each rank and micro-step; not to be changed."""
+        if count not in self._sizes:
+            self._sizes[count] = split(count, world_size=self.world_size, micro_steps=self.micro_steps).tolist()
+        return self._sizes[count]
+
+    def slices(self, count: int) -> list[slice]:
+        """This rank's part of the step in each micro-step."""
+        if count not in self._slices:
+            self._slices[count] = rank_slices(
+                count, rank=self.rank, world_size=self.world_size, micro_steps=self.micro_steps
+            )
+        return self._slices[count]
 
 
 class _IndexFeed:
@@ -61,8 +73,8 @@ class _IndexFeed:
             step = self._order[position : position + count]
             if self._locality:
                 step = np.sort(step)  # each rank then reads one stretch of the file
-            for indices in rank_indices(step, rank=cut.rank, world_size=cut.world_size, micro_steps=cut.micro_steps):
-                yield indices.tolist()
+            for piece in cut.slices(count):
+                yield step[piece].tolist()
             position += count
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from elastic_ray.context import current_session
 from elastic_ray.data.feed import Feed, MapFeed, StepCut, StreamFeed
-from elastic_ray.data.order import drops_last, order_for
+from elastic_ray.data.order import SamplerOrder, drops_last, order_for
 from elastic_ray.link import LoaderInfo
 from elastic_ray.run_progress import LoopProgress
 from elastic_ray.session import Session
@@ -72,10 +72,11 @@ class AdaptiveDataLoader:
         self._drop_last = drops_last(sampler, drop_last=drop_last)
         self._session: Session = current_session()
         self._adaptive = False
-        self._stale = True
+        self._passes = 0
+        self._reading: tuple[LoopProgress, int] | None = None  # pass and state of the group that the feed is set to
+        self._setting: tuple[int, BatchChoice, StepCut] | None = None
         self._samples: int | None = None
         self._feed = self._make_feed(shuffle, sampler, seed, num_workers, options)
-        self._session.on_shape_change.append(self._mark_stale)
         self._announce()
 
     def _make_feed(self, shuffle: bool, sampler: Any, seed: int, num_workers: int, options: dict[str, Any]) -> Feed:
@@ -92,9 +93,11 @@ class AdaptiveDataLoader:
             return StreamFeed(self.dataset, seed=seed, collate=options.get("collate_fn"))
         order = order_for(self.dataset, shuffle=shuffle, sampler=sampler)
         self._samples = len(self.dataset)
+        if isinstance(order, SamplerOrder) and isinstance(sampler, Sized):
+            self._samples = len(sampler)  # a weighted sampler draws as often as it was told to
         if self._limits.init_batch_size > self._samples:
             raise ValueError(
-                f"batch_size must be at most the dataset's {self._samples} samples, "
+                f"batch_size must be at most the {self._samples} samples of an epoch, "
                 f"but got {self._limits.init_batch_size}"
             )
         return MapFeed(self.dataset, order, seed=seed, num_workers=num_workers, options=options)
@@ -126,7 +129,7 @@ class AdaptiveDataLoader:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if self._samples is not None and max_batch_size > self._samples:
             raise ValueError(
-                f"max_batch_size must be at most the dataset's {self._samples} samples, but got {max_batch_size}"
+                f"max_batch_size must be at most the {self._samples} samples of an epoch, but got {max_batch_size}"
             )
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
@@ -191,9 +194,10 @@ class AdaptiveDataLoader:
         loop = self._session.enter_loop()
         if loop.done:
             return
-        self._stale = True
+        self._reading = None
+        epoch = self._epoch()
         try:
-            while (batches := self._next_step(loop)) is not None:
+            while (batches := self._next_step(epoch, loop)) is not None:
                 yield from self._micro_batches(batches)
                 if self._session.edge(loop):
                     self._feed.commit()
@@ -212,45 +216,54 @@ class AdaptiveDataLoader:
             if micro < len(batches) - 1:
                 self._session.clock.micro()
 
-    def _next_step(self, loop: LoopProgress) -> list[Callable[[], Any]] | None:
+    def _epoch(self) -> int:
+        """Epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
+        if self._session.in_epochs:
+            return self._session.progress.epoch
+        self._passes += 1
+        return self._passes - 1
+
+    def _next_step(self, epoch: int, loop: LoopProgress) -> list[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session = self._session
         session.check_group()
-        epoch = session.progress.epoch
-        cut = self._cut()
-        if self._stale:
+        shape, cut = self._present_cut()
+        # Also after a pass over this very loader that was nested in the last step.
+        if self._reading is None or self._reading[0] is not loop or self._reading[1] != session.shape_changes:
             self._feed.begin(epoch, loop.position, cut)
-            self._stale = False
+            self._reading = loop, session.shape_changes
         count, total, batches = self._feed.step(epoch, loop.position, cut)
         if count == 0 or loop.done:
             return None
-        limits, batch_size = self._limits, self.current_batch_size
+        init_batch_size = self._limits.init_batch_size
         session.begin_step(
             Step(
                 loop=loop,
                 total=total,
                 sizes=cut.sizes(count),
-                scale=batch_size / limits.init_batch_size if self._adaptive else 1.0,
-                init_batch_size=limits.init_batch_size,
-                shape=self.shape,
+                scale=cut.batch_size / init_batch_size,
+                init_batch_size=init_batch_size,
+                shape=shape,
                 ordinal=session.next_ordinal,
                 can_switch=lambda world_size: self._feed.can_switch(loop.position, total, world_size),
             )
         )
         return batches
 
-    def _cut(self) -> StepCut:
+    def _present_cut(self) -> tuple[BatchChoice, StepCut]:
+        """The setting for the next step; it moves with the group and the batch only."""
         session = self._session
-        return StepCut(
-            batch_size=self.current_batch_size,
-            micro_steps=self.shape.accum_steps + 1,
-            world_size=session.world_size,
-            rank=session.rank,
-            drop_last=self._drop_last,
-        )
+        if self._setting is None or self._setting[0] != session.shape_changes:
+            shape = self.shape
+            cut = StepCut(
+                batch_size=self.current_batch_size,
+                micro_steps=shape.accum_steps + 1,
+                world_size=session.world_size,
+                rank=session.rank,
+                drop_last=self._drop_last,
+            )
+            self._setting = session.shape_changes, shape, cut
+        return self._setting[1:]
 
     def _pass_total(self, loop: LoopProgress) -> int:
         return self._samples if self._samples is not None else loop.position
-
-    def _mark_stale(self) -> None:
-        self._stale = True

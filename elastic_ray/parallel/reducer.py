@@ -135,6 +135,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin_step()
         session = self._session
+        session.trains()
         self._measured_step = self._noise.measures(session.progress.steps, session.world_size * step.micro_steps)
 
     def _carry(self) -> None:

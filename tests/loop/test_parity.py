@@ -111,7 +111,7 @@ def mixed() -> nn.Module:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Momentum and weight decay, so that every step tells on the next."""
-    return torch.optim.SGD([p for p in model.parameters()], lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def groups(model: nn.Module) -> torch.optim.Optimizer:

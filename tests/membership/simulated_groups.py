@@ -1,4 +1,4 @@
-"""Groups of simulated workers: how they form, their collectives, the exchange of state, and what a death does to them."""
+"""Groups of simulated workers: how they form, their collectives, the exchange of state, and what deaths do."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ class Groups:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collective(
-        self, worker: SimWorker, plan: Plan, number: int, lead: int, then: Callable[[Edge], None]
-    ) -> None:
+    def collective(self, worker: SimWorker, plan: Plan, number: int, lead: int, then: Callable[[Edge], None]) -> None:
         """Take part in a generation's collective ``number``; ``then`` follows when all did."""
         group, job = self.of(plan), self._job
         given = group.given.setdefault(number, {})

@@ -247,4 +247,3 @@ class SimWorker:
             return False
         self._take()
         return True
-

@@ -1,0 +1,211 @@
+"""Properties of the small pure parts: who sends state to whom, agreement, resume points, silence, the batch desk."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.pulse import Pulse
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Member, Plan, Progress
+from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead
+
+# -- transfer_rounds -----------------------------------------------------------------------------------------------
+
+ranks = st.builds(Progress, step=st.integers(0, 3), slot=st.integers(0, 2), has_state=st.booleans())
+
+
+@given(st.lists(ranks, min_size=1, max_size=20))
+def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: list[Progress]) -> None:
+    furthest = max(p.order() for p in progress)
+    if furthest[0]:
+        holds = {rank for rank, p in enumerate(progress) if p.order() == furthest}
+    else:
+        holds = {0}
+    begun = len(holds)
+    rounds = transfer_rounds(progress)
+    for served in rounds:
+        busy = [rank for pair in served for rank in pair]
+        assert len(busy) == len(set(busy)), "a rank sends to one or receives from one at a time"
+        assert {source for source, _ in served} <= holds, "who sends has something to send"
+        assert not {destination for _, destination in served} & holds, "nobody receives twice"
+        holds |= {destination for _, destination in served}
+    assert holds == set(range(len(progress)))
+    # the number that has it can at most double
+    assert len(rounds) == math.ceil(math.log2(len(progress) / begun))
+
+
+@given(st.lists(ranks, min_size=1, max_size=20))
+def test_all_ranks_draw_up_the_same_transfers(progress: list[Progress]) -> None:
+    assert transfer_rounds(progress) == transfer_rounds(tuple(progress))
+
+
+def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -> None:
+    newcomer, holder = Progress(step=9), Progress(step=1, has_state=True)
+    assert transfer_rounds([newcomer, holder]) == [[(1, 0)]]
+    assert transfer_rounds([newcomer, newcomer, newcomer, newcomer]) == [[(0, 1)], [(0, 2), (1, 3)]]
+    assert transfer_rounds([holder, holder]) == []
+    with pytest.raises(ValueError, match="at least one rank"):
+        transfer_rounds([])
+
+
+# -- agreed_lead ---------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=64))
+def test_a_lead_is_agreed_on_exactly_when_all_have_it(leads: list[int]) -> None:
+    common = leads[0] if len(set(leads)) == 1 else 0
+    assert agreed_lead(float(sum(leads)), float(sum(d * d for d in leads)), len(leads)) == common
+
+
+@given(lead=st.integers(1, 60), world=st.integers(2, 64), other=st.integers(0, 60))
+def test_one_rank_that_differs_is_enough_to_disagree(lead: int, world: int, other: int) -> None:
+    leads = [lead] * (world - 1) + [other]
+    sums = float(sum(leads)), float(sum(d * d for d in leads))
+    assert agreed_lead(*sums, world) == (lead if other == lead else 0)
+
+
+# -- RunProgress ---------------------------------------------------------------------------------------------------
+
+loops = st.lists(st.builds(LoopProgress, position=st.integers(0, 100), done=st.booleans()), max_size=3)
+runs = st.builds(
+    RunProgress,
+    epoch=st.integers(0, 9),
+    loops=loops,
+    steps=st.integers(0, 99),
+    reports=st.integers(0, 9),
+    ticks=st.integers(0, 99),
+    passes=st.integers(0, 9),
+    slot=st.integers(0, 2),
+)
+
+
+@given(runs)
+def test_a_resume_point_survives_json_and_comes_back(run: RunProgress) -> None:
+    back = RunProgress.from_resume_point(json.loads(json.dumps(run.resume_point())))
+    ended = bool(run.loops) and all(loop.done for loop in run.loops)
+    assert back.epoch == run.epoch + ended
+    assert back.loops == ([] if ended else run.loops)
+    assert (back.steps, back.reports) == (run.steps, run.reports)
+    assert (back.ticks, back.slot, back.passes) == (0, 0, 0)  # they order living ranks only
+    assert back.resume_point() == run.resume_point()
+
+
+def test_a_resume_point_of_an_older_version_is_read() -> None:
+    assert RunProgress.from_resume_point({"epoch": 3}) == RunProgress(epoch=3)
+
+
+# -- Pulse ---------------------------------------------------------------------------------------------------------
+
+
+def silent_after(pulse: Pulse, times: list[float], members: list[str]) -> list[str]:
+    return [worker for now_s in times for worker, _ in pulse.silent(now_s, members)]
+
+
+def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
+    pulse = Pulse(2.0)
+    pulse.silent(100.0, [])
+    pulse.heard("a")
+    pulse.heard("b")
+    ticks = [100.0 + 0.1 * i for i in range(1, 20)]
+    assert not silent_after(pulse, ticks, ["a", "b"])
+    pulse.heard("a")
+    ((worker, silence_s),) = pulse.silent(102.15, ["a", "b", "never heard of"])
+    assert worker == "b"
+    assert silence_s == pytest.approx(2.15)
+    assert not pulse.silent(102.2, ["a"])  # only members count
+    pulse.forget("b")
+    assert not pulse.silent(102.3, ["a", "b"])
+
+
+def test_the_controllers_own_pauses_are_nobodys_silence() -> None:
+    pulse = Pulse(2.0)
+    pulse.silent(0.0, ["a"])
+    pulse.heard("a")
+    assert not pulse.silent(60.0, ["a"])  # it was held up for a minute, and so were the messages
+    assert not pulse.silent(10.0, ["a"])  # a clock that goes back is no silence either
+
+
+@given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.5, 5.0))
+def test_silence_is_never_longer_than_time_and_who_speaks_is_never_silent(gaps: list[float], timeout_s: float) -> None:
+    pulse, now_s, heard_s = Pulse(timeout_s), 0.0, 0.0
+    pulse.silent(now_s, ["a", "b"])
+    pulse.heard("a")
+    for gap_s in gaps:
+        now_s += gap_s
+        pulse.heard("b")
+        silent = dict(pulse.silent(now_s, ["a", "b"]))
+        assert silent.get("a", 0.0) <= now_s - heard_s + 1e-9
+        assert "b" not in silent
+
+
+# -- BatchDesk -----------------------------------------------------------------------------------------------------
+
+
+def plan_of(workers: int, generation: int = 1) -> Plan:
+    members = tuple(Member(worker=f"w{i + 1}", node="n1") for i in range(workers))
+    return Plan(generation=generation, members=members)
+
+
+def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepReport:
+    return StepReport(
+        generation=generation,
+        nodes=1,
+        replicas=workers,
+        shape=shape,
+        steps=10,
+        step_time=0.1 + 0.001 * shape.atomic_bsz,
+        grad_time=0.05,
+        noise=(1.0, 1000.0),
+        epoch=0,
+        epochs=1,
+        total_steps=10,
+        batch_size=shape.batch_size(workers),
+    )
+
+
+def open_desk(*, fixed: bool = False) -> BatchDesk:
+    desk = BatchDesk(fixed=fixed)
+    limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
+    desk.open(LoaderInfo(limits=limits, dataset_size=10_000))
+    return desk
+
+
+def test_a_fixed_desk_keeps_the_global_batch_whatever_the_number_of_workers() -> None:
+    desk = open_desk(fixed=True)
+    for workers in (1, 2, 4):
+        choice = desk.choose(plan_of(workers))
+        assert choice is not None
+        assert choice.batch_size(workers) == 64
+
+
+def test_a_desk_that_knows_no_loader_leaves_the_choice_to_it() -> None:
+    assert BatchDesk(fixed=False).choose(plan_of(2)) is None
+
+
+def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:
+    """The job trains on with two workers; the desk must not believe that it has four."""
+    desk = open_desk()
+    shape = desk.choose(plan_of(2))
+    assert shape is not None
+    desk.observe(report_of(2, shape))
+    assert desk.choose(plan_of(4, generation=2)) is not None  # announced, then withdrawn
+    desk.observe(report_of(2, shape))
+    snapshot = desk.due(10.0)
+    assert snapshot is not None
+    from elastic_ray.batch.tuner import fit_snapshot
+
+    change = desk.fitted(fit_snapshot(snapshot))
+    assert change is not None, "a batch of 64 on two workers is far from the best at this noise"
+    assert change[0].batch_size(2) > 64
+    assert desk.fitted(fit_snapshot(snapshot)) is None  # asked for already
+    again = desk.choose(plan_of(2, generation=3))  # the next change starts from what is in use
+    assert again is not None
+    assert again.batch_size(2) <= change[0].batch_size(2)
