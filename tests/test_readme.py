@@ -55,7 +55,7 @@ def test_ci_runs_the_readmes_own_commands(number: int) -> None:
 
 def test_the_example_is_short_and_runs(tmp_path: Path) -> None:
     (example,) = blocks("python")
-    assert len(example.splitlines()) <= 26
+    assert len(example.splitlines()) <= 25
     script = tmp_path / "example.py"
     script.write_text(example)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
