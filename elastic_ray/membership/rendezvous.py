@@ -19,7 +19,7 @@ import torch.distributed as dist
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
 _GRAVEYARD_GRACE_S = 5.0
-_SPINS = 20
+_BRIEFLY = timedelta(milliseconds=20)
 _CUDA_POLL_S = 2e-4
 
 
@@ -151,11 +151,7 @@ class Communicator:
         Raises:
             CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
-        for _ in range(_SPINS):
-            if work.is_completed():
-                break
-            time.sleep(0)
-        else:
+        if not self._waited_briefly(work):
             self._block(work)
         if self._voided.is_set() and not work.is_completed():
             self.broken = True
@@ -189,6 +185,16 @@ class Communicator:
         if failure or not done.is_set():
             self.broken = True
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
+
+    def _waited_briefly(self, work: Any) -> bool:
+        """Whether gloo's own wait, the cheapest, saw the end; it cannot be called off, so it must be short."""
+        if self._nccl is not None:
+            return bool(work.is_completed())
+        try:
+            work.wait(_BRIEFLY)
+        except RuntimeError:
+            return bool(work.is_completed())  # a wait that times out leaves the operation as it is
+        return True
 
     def _block(self, work: Any) -> None:
         # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that

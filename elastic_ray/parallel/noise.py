@@ -64,6 +64,7 @@ class NoiseTracker:
         self._pending: _Pending | None = None
         self._shared: tuple[NoiseScale | None, ...] = (None,) * groups
         self._received: list[float] = []
+        self._sent: tuple[SmoothedNoise, list[float]] | None = None
         self._adam_like: bool | None = None
         self._last_step = -1
         self._step = 0
@@ -185,8 +186,11 @@ class NoiseTracker:
 
     def shared_values(self) -> list[float]:
         """Rank 0's noise scale for the reduction: sqr and var of each group, zeros while unknown."""
-        groups = self._smoothed.groups or (None,) * self._groups
-        return [value for noise in groups for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
+        if self._sent is None or self._sent[0] is not self._smoothed:
+            groups = self._smoothed.groups or (None,) * self._groups
+            values = [value for noise in groups for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
+            self._sent = self._smoothed, values
+        return self._sent[1]
 
     def take_shared(self, values: list[float]) -> None:
         """Rank 0's noise scale as all ranks got it."""

@@ -28,7 +28,7 @@ class Ranks:
         self._spawn = multiprocessing.get_context("spawn")
         self._processes: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 60.0) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 100.0) -> Any:
         """The results of `function(*args)` in rank order; without `world` the one result of a process on its own.
 
         Raises:
