@@ -5,11 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
 SETTLE_S = 5.0
+
+# A shared machine stalls now and then; pytest's own timeout finds what hangs.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="module")

@@ -106,10 +106,12 @@ class SimWorker:
 
     def hear_plan(self, plan: Plan) -> None:
         """As ``Membership.post``."""
-        if self.doing == "gone" or plan.generation <= self._latest:
+        if self.doing == "gone":
+            return
+        self._void_below = max(self._void_below, plan.void_below)
+        if self._is_void(plan.generation) or plan.generation <= self._latest:
             return
         self._latest = plan.generation
-        self._void_below = max(self._void_below, plan.void_below)
         self._call_off()
         if plan.rank_of(self.name) is None:
             self._prepared = (plan, False)
@@ -121,6 +123,7 @@ class SimWorker:
         """As ``Membership.post``."""
         self._cancelled.add(generation)
         self._call_off()
+        self._look()
 
     def _is_void(self, generation: int) -> bool:
         return generation < self._void_below or generation in self._cancelled
@@ -151,10 +154,9 @@ class SimWorker:
         """Take the prepared group up where one is waited for."""
         if self._prepared is None or self.doing not in ("joining", "regrouping"):
             return
-        plan, _ = self._prepared
-        if self.doing == "regrouping" and not plan.void_below and not self._job.rules.regroup_into_planned:
-            return  # a planned change needs the agreement of all, and a step at which it may happen
-        self._take()
+        replaced = self.current is None or self._is_void(self.generation)
+        if replaced or self._job.rules.regroup_into_planned:  # else it needs the agreement of all
+            self._take()
 
     def _take(self) -> None:
         assert self._prepared is not None
