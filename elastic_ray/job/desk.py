@@ -30,6 +30,7 @@ class BatchDesk:
         self._choice: BatchChoice | None = None
         self._replicas = 1
         self._before: tuple[BatchChoice | None, int] = (None, 1)
+        self._chosen_for = 0
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -66,11 +67,13 @@ class BatchDesk:
             return None
         decision = self._tuner.decide(plan.nodes, plan.world_size, self._choice, current_replicas=self._replicas)
         self._before = (self._choice, self._replicas)
-        self._choice, self._replicas = decision.choice, plan.world_size
+        self._choice, self._replicas, self._chosen_for = decision.choice, plan.world_size, plan.generation
         return decision.choice
 
     def withdraw(self) -> None:
-        """The generation that was chosen for last will not come to be."""
+        """The generation that was chosen for last will not come to be, unless it has been reported from already."""
+        if self.latest is not None and self.latest.generation >= self._chosen_for:
+            return
         self._choice, self._replicas = self._before
 
     def observe(self, report: StepReport) -> None:

@@ -213,8 +213,9 @@ class JobMembership:
         before, record.has_state = record.phase, True
         record.phase, record.since_s = Phase.READY if record.rebuilt else Phase.STARTING, now_s
         record.rebuilt, record.held = False, self.generation
-        if self._is_planned(worker):
-            self._call_off([record])  # were it to hear of it only now, it might enter it alone
+        # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
+        for generation in range(max(1, self.generation), self._issued + 1):
+            self._out.append(Withdraw(generation=generation, to=(worker,)))
         cause = f"worker {worker} ran out of memory and starts over"
         if before is Phase.MEMBER:
             self._force(cause, now_s)

@@ -106,7 +106,7 @@ class Groups:
                 for peer in list(group.waiting):
                     self._notice(group, peer)
                 if len(group.forming) < len(group.names):
-                    for peer in group.forming - group.absent:
+                    for peer in sorted(group.forming - group.absent):
                         self._could_not_form(group, self._job.workers[peer], self._job.random.uniform(0.02, 1.0))
 
     def _notice(self, group: Group, worker: str) -> None:

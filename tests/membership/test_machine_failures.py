@@ -277,14 +277,23 @@ def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
     out = driver.tell(Rerun(worker="w1"))
     assert members_of(plan_in(out)) == ["w2"]
     assert not only(Release, out)
+    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(1, ("w1",))]
     assert driver.machine.workers["w1"].phase is Phase.STARTING
     driver.switched(2, "w2")
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w2", "w1"]
 
 
+def test_a_run_that_starts_over_is_never_told_of_generations_that_were_announced_to_the_one_before() -> None:
+    driver = running(3)
+    driver.target(n1=1)
+    driver.tell(Rerun(worker="w3"))  # in flight: generation 3, and generation 2 may still be on its way to anybody
+    out = driver.tell(Rerun(worker="w1"))
+    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(g, ("w1",)) for g in (1, 2, 3)]
+
+
 def test_the_only_member_out_of_memory_goes_on_with_its_state() -> None:
     driver = running(1)
-    assert not driver.tell(Rerun(worker="w1"))
+    assert driver.tell(Rerun(worker="w1")) == [Withdraw(generation=1, to=("w1",))]
     plan = plan_in(driver.ready("w1", has_state=True))
     assert members_of(plan) == ["w1"]
     driver.switched(plan.generation, "w1")

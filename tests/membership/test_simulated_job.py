@@ -75,7 +75,7 @@ def settled(job: SimJob, target: dict[str, int]) -> bool:
     return reached and machine.in_flight is None and all(w.worker in job.holding() for w in machine.members())
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), mishaps=st.integers(0, 14), min_workers=st.integers(1, 3))
 def test_a_job_lives_through_any_mishaps(seed: int, mishaps: int, min_workers: int) -> None:
     live(seed, mishaps, min_workers=min_workers)

@@ -207,3 +207,19 @@ def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> 
     assert change is not None, "a batch of 64 on two workers is far from the best at this noise"
     assert change[0].batch_size(2) > 64
     assert desk.fitted(model) is None  # asked for already
+
+
+def test_a_withdrawal_from_one_worker_leaves_the_batch_in_use_alone() -> None:
+    """A worker that starts over is not to hear of the generation in effect any more; for the others it stands."""
+    desk = open_desk()
+    desk.choose(plan_of(2))
+    desk.choose(plan_of(4, generation=2))
+    desk.observe(report_of(4, BatchChoice(atomic_bsz=16), generation=2))
+    snapshot = desk.due(10.0)
+    assert snapshot is not None
+    change = desk.fitted(fit_snapshot(snapshot))
+    assert change is not None
+    desk.withdraw()
+    choice = desk.choose(plan_of(3, generation=3))
+    assert choice is not None
+    assert choice.batch_size(3) >= change[0].batch_size(4)
