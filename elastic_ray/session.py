@@ -272,9 +272,11 @@ class Session:
     def end_epoch(self) -> None:
         """The epoch's body has run to its end."""
         self.settle()
+        # This epoch's sums stay for code after the loop to read; until the next ones are there.
+        kept = (-1, self.progress.epoch)
+        self.progress.sums = {key: sums for key, sums in self.progress.sums.items() if key[0] in kept}
         self.progress.epoch += 1
         self.progress.loops.clear()
-        self.progress.sums = {key: sums for key, sums in self.progress.sums.items() if key[0] < 0}
 
     def begin_step(self, step: Step) -> None:
         """A loader is about to hand out the first micro-batch of a step."""

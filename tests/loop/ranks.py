@@ -75,7 +75,7 @@ class Ranks:
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         os.environ["OMP_NUM_THREADS"] = "1"
-        process = self._spawn.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self._spawn.Process(target=_serve, args=(theirs,))  # no daemon: ranks have children
         process.start()
         theirs.close()
         self._processes.append((process, ours))
