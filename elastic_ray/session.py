@@ -21,7 +21,7 @@ from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.shared import SharedState
-from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead, names_agree, names_ballot
 from elastic_ray.step import Step
 from elastic_ray.step_clock import StepClock
 
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 # What rides on every gradient reduction and vote: lead, lead squared, stop, and rank 0's wish for m and s.
 CONTROL_SIZE = 5
+# A vote goes on with a digest of the names of sums, then the sums. Ballots have a multiple of this length, so that
+# ranks that disagree on the names still meet in one reduction and can say so.
+_NAMES_END = CONTROL_SIZE + 2
+_BALLOT = 32
 
 
 class WorkerDismissed(BaseException):
@@ -326,7 +330,7 @@ class Session:
         try:
             if self._failure is not None:
                 raise CommunicationFailedError(self._failure)
-            if nested or not self._reduced or self._pending.get(self.depth + 1):
+            if nested or not self._reduced or self._expects_sums:
                 self._vote()
         except CommunicationFailedError as error:
             self._recover(step, str(error))
@@ -468,16 +472,27 @@ class Session:
         pending = self._pending.setdefault(self.depth, {}).setdefault(key, {})
         pending[name] = pending.get(name, 0.0) + value
 
+    @property
+    def _expects_sums(self) -> bool:
+        """Whether any rank may have added to an accumulator: all ranks make the same ones at the same places."""
+        return -1 in self._accumulators or self.progress.epoch in self._accumulators
+
     def _vote(self) -> None:
         pending = self._pending.pop(self.depth + 1, {})
         names = [(key, name) for key in sorted(pending) for name in sorted(pending[key])]
-        values = self.control_values() + [pending[key][name] for key, name in names]
+        values = self.control_values() + names_ballot(names) + [pending[key][name] for key, name in names]
         if self.world_size > 1:
-            ballot = torch.tensor(values, dtype=torch.float64)
+            ballot = torch.zeros(-(-len(values) // _BALLOT) * _BALLOT, dtype=torch.float64)
+            ballot[: len(values)] = torch.tensor(values, dtype=torch.float64)
             self.communicator.wait(self.communicator.all_reduce(ballot))
-            values = ballot.tolist()
+            values = ballot.tolist()[: len(values)]
         self.control_result(values[:CONTROL_SIZE])
-        for (key, name), value in zip(names, values[CONTROL_SIZE:], strict=True):
+        if not names_agree(values[CONTROL_SIZE:_NAMES_END], self.world_size):
+            raise RuntimeError(
+                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
+                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
+            )
+        for (key, name), value in zip(names, values[_NAMES_END:], strict=True):
             sums = self.progress.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 

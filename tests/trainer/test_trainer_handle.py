@@ -26,7 +26,8 @@ from elastic_ray.job.nodes import living_nodes, may_autoscale
 from elastic_ray.job.train_loop import call
 from elastic_ray.trainer import ElasticTrainer
 
-pytestmark = pytest.mark.ray_cluster(num_cpus=4)
+# A stand-in controller; tests/job has the real one.
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.slow]
 
 
 @ray.remote(num_cpus=0)
