@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -77,3 +79,14 @@ def agreed_lead(sum_of_leads: float, sum_of_squares: float, world_size: int) -> 
     """
     total, squares = round(sum_of_leads), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
+
+
+def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
+    """A digest d of the sums that a rank adds to, and d squared; both exact in float64, also added up."""
+    digest = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF
+    return [float(digest), float(digest * digest)]
+
+
+def names_agree(sums: Sequence[float], world_size: int) -> bool:
+    """Whether all ranks have the same digest, from the sums of their ballots (see :func:`agreed_lead`)."""
+    return world_size * round(sums[1]) == round(sums[0]) ** 2

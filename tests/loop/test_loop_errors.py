@@ -1,0 +1,222 @@
+"""What a loop may get wrong, and that the error names the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.context import current_session, set_session
+from elastic_ray.link import LoaderInfo
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.session import Session
+from elastic_ray.standalone import StandaloneLink
+from tests.loop.ranks import RankFailedError, Ranks
+
+
+@pytest.fixture(autouse=True)
+def own_session(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each test runs alone, whatever the environment says."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    set_session(None)
+    yield
+    set_session(None)
+
+
+def numbers(count: int) -> TensorDataset:
+    """0..count-1."""
+    return TensorDataset(torch.arange(float(count))[:, None])
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer."""
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# -- the loader ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "words"),
+    [
+        (numbers(0), {"batch_size": 1}, ValueError, "at least 1 sample"),
+        (numbers(5), {"batch_size": 6}, ValueError, r"batch_size must be at most the 5 samples of an epoch.*got 6"),
+        (numbers(5), {"batch_size": 0}, ValueError, "batch_size must be 1 or more"),
+        (numbers(5), {"batch_size": 2.0}, TypeError, "batch_size must be a whole number"),
+        (numbers(5), {"batch_size": 2, "persistent_workers": False}, ValueError, "persistent_workers cannot be set"),
+        (numbers(5), {"batch_size": 2, "batch_sampler": [[0]]}, ValueError, "batch_sampler cannot be set"),
+        (numbers(5), {"batch_size": 2, "sampler": iter([1])}, TypeError, "one-time iterator"),
+        (object(), {"batch_size": 2}, TypeError, "must have a length"),
+    ],
+)
+def test_a_loader_refuses(dataset: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    if "persistent_workers" in options:
+        options = options | {"num_workers": 1}
+    with pytest.raises(error, match=words):
+        er.AdaptiveDataLoader(dataset, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"max_batch_size": 11}, ValueError, "max_batch_size must be at most the 10 samples"),
+        ({"max_batch_size": 3}, ValueError, r"max_batch_size must be at least batch_size \(4\)"),
+        ({"max_batch_size": 8, "local_bsz_bounds": (5, 8)}, ValueError, "must not exclude batch_size=4"),
+        ({"max_batch_size": 8, "local_bsz_bounds": (1, 2)}, ValueError, "set gradient_accumulation=True"),
+        ({"max_batch_size": 8, "local_bsz_bounds": (4, 2)}, ValueError, "least <= largest"),
+    ],
+)
+def test_autoscaling_refuses(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    loader = er.AdaptiveDataLoader(numbers(10), batch_size=4)
+    with pytest.raises(error, match=words):
+        loader.autoscale_batch_size(**arguments)
+
+
+def test_only_one_loader_adapts_and_only_before_training() -> None:
+    first, second = (er.AdaptiveDataLoader(numbers(10), batch_size=4) for _ in range(2))
+    first.autoscale_batch_size(8)
+    with pytest.raises(RuntimeError, match="only one AdaptiveDataLoader"):
+        second.autoscale_batch_size(8)
+    list(first)
+    with pytest.raises(RuntimeError, match="before the first epoch"):
+        first.autoscale_batch_size(8)
+
+
+def elastic_session() -> None:
+    """A session as a trainer makes it."""
+    membership = Membership("0", lambda plan, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
+    set_session(Session("0", membership, StandaloneLink(1, 1, membership.post), elastic=True))
+
+
+def test_an_elastic_loop_needs_its_epochs() -> None:
+    elastic_session()
+    loader = er.AdaptiveDataLoader(numbers(4), batch_size=2)
+    with pytest.raises(RuntimeError, match=r"inside `for epoch in elastic_ray\.remaining_epochs_until"):
+        next(iter(loader))
+
+
+def test_a_train_function_that_never_trains_is_told() -> None:
+    elastic_session()
+    with pytest.raises(RuntimeError, match=r"must iterate an elastic_ray\.AdaptiveDataLoader"):
+        current_session().finish()
+
+
+@pytest.mark.parametrize(("epochs", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_epochs_are_a_count(epochs: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="epochs must be"):
+        er.remaining_epochs_until(epochs)
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_must_hold_the_model_s_parameters() -> None:
+    model, optimizer = parts()
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(ValueError, match="1 of its parameters belong elsewhere"):
+        er.AdaptiveDataParallel(model, stranger)
+    partial = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(ValueError, match=r"1 are missing.*requires_grad_\(False\)"):
+        er.AdaptiveDataParallel(model, partial)
+    with pytest.raises(ValueError, match="must have at least one parameter"):
+        er.AdaptiveDataParallel(model.requires_grad_(False), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda m, o: (lambda x: x, o), "module must be a torch.nn.Module"),
+        (lambda m, o: (m, m.parameters()), "optimizer must be a torch.optim.Optimizer"),
+        (lambda m, o: (er.AdaptiveDataParallel(m, o), o), "wrapped in AdaptiveDataParallel already"),
+        (lambda m, o: (m, o, None, None, 3), "learning-rate rule must be a name or an object"),
+    ],
+)
+def test_a_wrapper_refuses(arguments: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        er.AdaptiveDataParallel(*arguments(*parts()))
+
+
+def test_an_unknown_rule_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"adamscale, adascale.*but got 'adagrad'"):
+        er.AdaptiveDataParallel(*parts(), scaling_rule="adagrad")
+
+
+def test_a_scheduler_must_be_handed_over() -> None:
+    model, optimizer = parts()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    er.AdaptiveDataParallel(model, optimizer)
+    with pytest.raises(ValueError, match="lr_scheduler="):
+        next(iter(er.remaining_epochs_until(1)))
+
+
+def test_models_are_wrapped_before_training() -> None:
+    next(iter(er.remaining_epochs_until(1)))
+    with pytest.raises(RuntimeError, match="before the first epoch"):
+        er.AdaptiveDataParallel(*parts())
+
+
+def test_closures_are_refused() -> None:
+    model, optimizer = parts()
+    er.AdaptiveDataParallel(model, optimizer)
+    with pytest.raises(ValueError, match="call backward\\(\\) yourself"):
+        optimizer.step(lambda: torch.zeros(()))
+
+
+# -- sums ----------------------------------------------------------------------------------------------------
+
+
+def test_sums_are_added_to_inside_loops() -> None:
+    loader = er.AdaptiveDataLoader(numbers(4), batch_size=2)
+    totals = er.Accumulator()
+    with pytest.raises(RuntimeError, match="inside a loop over an AdaptiveDataLoader"):
+        totals["x"] += 1
+    for _batch in loader:
+        with pytest.raises(TypeError, match=r"accumulator\['x'\] \+= value"):
+            totals["x"] = 1.0
+        totals["x"] += 1
+    assert dict(totals) == {"x": 2.0}
+    totals.reset()
+    assert len(totals) == 0
+
+
+def different_names(_: int) -> None:
+    """Each rank adds to a name of its own."""
+    loader = er.AdaptiveDataLoader(numbers(8), batch_size=4, shuffle=False)
+    totals = er.Accumulator()
+    for _epoch in er.remaining_epochs_until(1):
+        for _batch in loader:
+            totals[f"rank {er.get_context().get_world_rank()}"] += 1.0
+
+
+def only_one(_: int) -> None:
+    """Rank 1 adds nothing."""
+    loader = er.AdaptiveDataLoader(numbers(8), batch_size=4, shuffle=False)
+    totals = er.Accumulator()
+    for _epoch in er.remaining_epochs_until(1):
+        for _batch in loader:
+            if er.get_context().get_world_rank() == 0:
+                totals["x"] += 1.0
+
+
+@pytest.mark.parametrize("function", [different_names, only_one])
+def test_ranks_that_add_to_different_sums_are_told(ranks: Ranks, function: Any) -> None:
+    with pytest.raises(RankFailedError, match="must add to the same names"):
+        ranks.run(function, 0, world=2)
+
+
+# -- what the job learns -------------------------------------------------------------------------------------
+
+
+def test_the_adaptive_loader_speaks_for_the_job() -> None:
+    er.AdaptiveDataLoader(numbers(9), batch_size=9, shuffle=False)
+    loader = er.AdaptiveDataLoader(numbers(40), batch_size=8)
+    loader.autoscale_batch_size(32, local_bsz_bounds=(4, 8), gradient_accumulation=True)
+    info = current_session().loader
+    assert isinstance(info, LoaderInfo)
+    assert (info.dataset_size, info.max_workers) == (40, 8)
