@@ -108,9 +108,9 @@ class Driver:
         """Let time pass."""
         return self.tell(Tick(), after_s=after_s)
 
-    def target(self, reason: str = "test", **nodes: int) -> list[Instruction]:
+    def target(self, **nodes: int) -> list[Instruction]:
         """The allocator's word."""
-        return self.tell(Target(nodes=nodes, reason=reason))
+        return self.tell(Target(nodes=nodes, reason="test"))
 
     def reserved(self, *workers: str) -> list[Instruction]:
         """Their resources are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -125,7 +126,7 @@ class Groups:
         elif len(group.forming) == len(group.names):
             for name in group.names:
                 peer, life = self._job.workers[name], self._job.workers[name].life
-                self._job.soon(0.1, lambda p=peer, n=life: p.formed(plan, n))
+                self._job.soon(0.1, functools.partial(peer.formed, plan, life))
         else:
             self._could_not_form(group, worker, FORM_TIMEOUT_S)
 
@@ -160,7 +161,7 @@ class Groups:
         edge = Edge(given[0][0], 0) if number == 0 else self._step(group, given)
         waiting, group.waiting = group.waiting, {}
         for name, (token, then) in waiting.items():
-            self._job.soon(0.03, lambda n=name, t=token, f=then: self._deliver(n, t, f, edge))
+            self._job.soon(0.03, functools.partial(self._deliver, name, token, then, edge))
 
     def _deliver(self, name: str, token: int, then: Callable[[Edge], None], edge: Edge) -> None:
         worker = self._job.workers[name]

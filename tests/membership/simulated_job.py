@@ -8,6 +8,7 @@ the next generation. Every message takes a random time, so that messages overtak
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import random
@@ -54,14 +55,14 @@ SILENCE_S = 2.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Rules of the worker's protocol, to show what goes wrong without them.
+    """Where the worker's protocol could be another one; as it stands, it is the session's.
 
     Attributes:
         lineage: the state that went through the later generation is further, whatever its number of steps.
         regroup_into_planned: a worker whose step failed also takes up a planned change that nobody agreed on.
     """
 
-    lineage: bool = True
+    lineage: bool = False
     regroup_into_planned: bool = False
 
 
@@ -175,10 +176,10 @@ class SimJob:
             case Announce(plan=plan, to=to):
                 self._check_plan(plan)
                 for worker in to:
-                    self._post(worker, lambda w, p=plan: w.hear_plan(p))
+                    self._post(worker, functools.partial(SimWorker.hear_plan, plan=plan))
             case Withdraw(generation=generation, to=to):
                 for worker in to:
-                    self._post(worker, lambda w, g=generation: w.hear_cancel(g))
+                    self._post(worker, functools.partial(SimWorker.hear_cancel, generation=generation))
             case Note():
                 self.notes.append(instruction)
             case AllLost():
