@@ -309,6 +309,16 @@ def test_several_members_out_of_memory_begin_again_together() -> None:
     assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w2", "w3"]
 
 
+def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
+    driver = running(2)
+    driver.tell(Rerun(worker="w2"))
+    driver.switched(2, "w1")  # and trains on alone
+    driver.tell(Rerun(worker="w1"))
+    driver.ready("w2", has_state=True)
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 2))
+    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1", "w2"]
+
+
 def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     driver = running(1)
     driver.target(n1=2)
