@@ -93,7 +93,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
 
     Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
-    stored. The call returns when rank 0's files have been copied to the run's storage.
+    stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
 
     Raises:
         TypeError: ``metrics`` is no mapping.

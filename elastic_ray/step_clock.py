@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 
 from elastic_ray.batch.limits import BatchChoice
 
@@ -21,8 +22,8 @@ class StepClock:
         self._shape: BatchChoice | None = None
         self.batch_size = 0
         self._skip = _WARM_UP
-        self._steps: list[float] = []
-        self._micros: list[float] = []
+        self._steps: deque[float] = deque(maxlen=_KEPT)
+        self._micros: deque[float] = deque(maxlen=_KEPT)
 
     def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
         """A step was committed; ``shape`` None when it trained nothing (evaluation)."""
@@ -33,7 +34,7 @@ class StepClock:
             if self._skip:
                 self._skip -= 1
             else:
-                self._steps = [*self._steps[-_KEPT:], now_s - self._last_edge_s]
+                self._steps.append(now_s - self._last_edge_s)
                 self.batch_size = max(samples, self.batch_size)
         self._last_edge_s, self._last_micro_s = now_s, now_s
 
@@ -41,7 +42,7 @@ class StepClock:
         """A micro-step that does not synchronise was done."""
         now_s = time.monotonic()
         if self._last_micro_s is not None and not self._skip:
-            self._micros = [*self._micros[-_KEPT:], now_s - self._last_micro_s]
+            self._micros.append(now_s - self._last_micro_s)
         self._last_micro_s = now_s
 
     def resume(self) -> float:
@@ -54,7 +55,7 @@ class StepClock:
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
         """Shape, number of steps, and median step and micro-step time since the last call."""
         steps, micros = self._steps, self._micros
-        self._steps, self._micros = [], []
+        self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)
         return (
             self._shape,
             len(steps),
@@ -64,4 +65,4 @@ class StepClock:
 
     def _restart(self, shape: BatchChoice | None) -> None:
         self._shape, self._skip, self.batch_size = shape, _WARM_UP, 0
-        self._steps, self._micros = [], []
+        self._steps, self._micros = deque(maxlen=_KEPT), deque(maxlen=_KEPT)

@@ -84,6 +84,8 @@ class ControllerLink:
         self._last_report = self.push(
             WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point)
         )
+        if path is not None:
+            self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
     def claim_fault(self, index: int) -> bool:
         return bool(self._store.add(f"fault/{index}", 1) == 1)

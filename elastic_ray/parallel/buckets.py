@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
@@ -24,6 +26,8 @@ class Bucket:
         body: the buffer without its tail.
         views: one view of ``body`` for each parameter, in its shape.
         pending: gradients still missing in the present backward pass.
+        complete: whether the pass has reached all parameters, so that none of ``grads`` is None.
+        grads: the parameters' ``.grad`` when the buffer was filled.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
         used: which parameters had a gradient in any micro-step of an accumulation.
         written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
@@ -36,20 +40,59 @@ class Bucket:
     body: torch.Tensor
     views: list[torch.Tensor]
     pending: int = 0
+    complete: bool = True
+    grads: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
     carried: torch.Tensor | None = None
     used: list[bool] = dataclasses.field(default_factory=list)
-    written: tuple[torch.nn.Parameter, torch.Tensor, int] | None = None
+    written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
-        self.used = [False] * len(self.params)
+        self.used = []
         self.written = None
 
-    def mark_written(self) -> None:
-        """Remember a gradient that holds what was reduced."""
-        param = next((p for p in self.params if p.grad is not None), None)
-        grad = param.grad if param is not None else None
-        self.written = (param, grad, grad._version) if param is not None and grad is not None else None
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        self.pending, self.complete = len(self.params), True
+
+    def end_pass(self) -> None:
+        """The backward pass has ended, perhaps without having reached all parameters."""
+        if self.pending:
+            self.pending, self.complete = 0, False
+
+    def put(self, weight: float) -> None:
+        """Weighted gradients into the buffer; zeros where there is none."""
+        self.grads = [p.grad for p in self.params]
+        if self.complete:
+            torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
+            if weight != 1.0:
+                self.body.mul_(weight)
+            return
+        for grad, view in zip(self.grads, self.views, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                torch.mul(grad, weight, out=view)
+
+    def note_used(self) -> None:
+        """Remember for the step's later micro-steps which parameters had a gradient."""
+        before = self.used or [False] * len(self.params)
+        self.used = [used or grad is not None for used, grad in zip(before, self.grads, strict=True)]
+
+    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
+        """The buffer into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
+        if not self.complete:
+            for index, flag in enumerate(used()):
+                if flag and self.grads[index] is None:  # it had one on other ranks or in earlier micro-steps only
+                    self.params[index].grad = torch.empty_like(self.params[index])
+            self.grads = [p.grad for p in self.params]
+        pairs = [(grad, view) for grad, view in zip(self.grads, self.views, strict=True) if grad is not None]
+        if pairs:
+            grads, views = zip(*pairs, strict=True)
+            torch._foreach_copy_(grads, views)
+            param = next(p for p, grad in zip(self.params, self.grads, strict=True) if grad is not None)
+            self.written = param, weakref.ref(grads[0]), grads[0]._version
+        self.grads = []  # else it would outlive zero_grad()
 
     @property
     def goes_on(self) -> bool:
@@ -60,7 +103,7 @@ class Bucket:
         if self.written is None:
             return False
         param, grad, version = self.written
-        return param.grad is grad and grad._version <= version + 1
+        return param.grad is not None and param.grad is grad() and param.grad._version <= version + 1
 
     def replace_buffer(self) -> None:
         """Leave the buffer to a reduction that was given up and may still write to it."""

@@ -50,6 +50,7 @@ class GradientReducer:
         self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
         self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
         self._nothing_to_share = [0.0] * (2 * len(groups))
+        self._all_used = [1.0] * params
         self._buckets, self._tail = build_buckets(groups, self._shared.stop + params)
         last = self._buckets[-1]
         self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
@@ -106,7 +107,7 @@ class GradientReducer:
         self._works = []
         self._goes_on, self._complete = False, True
         for bucket in self._buckets:
-            bucket.pending = len(bucket.params)
+            bucket.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
         if step is None:
@@ -150,19 +151,18 @@ class GradientReducer:
     @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
         """The bucket's weighted local gradients on top of earlier micro-steps', and their squared norm."""
-        grads = [p.grad for p in bucket.params]
-        weight, rest = self._weight, None
-        goes_on = bucket.goes_on
+        weight, rest, goes_on = self._weight, None, bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
                 rest = bucket.body * (1.0 / self._session.world_size - weight)
             elif self._carries:
                 rest = bucket.carried
-            bucket.used = [used or grad is not None for used, grad in zip(bucket.used, grads, strict=True)]
         self._goes_on = self._goes_on or goes_on
-        _put(grads, bucket, weight)
+        bucket.put(weight)
         if self._measures:
             self._local_norms[bucket.group] += self._noise.local_norm(bucket, weight)
+        if self._accumulates:
+            bucket.note_used()
         if rest is not None:
             bucket.body.add_(rest)
 
@@ -186,31 +186,31 @@ class GradientReducer:
 
     @torch.no_grad()
     def _fill_tail(self) -> None:
-        session, tail = self._session, self._tail
+        session = self._session
         shared = self._noise.shared_values() if session.rank == 0 else self._nothing_to_share
         head = [*session.control_values(), *self._no_norms, *shared]
-        tail[: self._shared.stop] = torch.tensor(head, dtype=tail.dtype)
-        if self._measures:
-            for index, (carried, local) in enumerate(zip(self._carried_norms, self._local_norms, strict=True)):
-                tail[self._norms.start + index] = carried + local
-        tail[self._shared.stop :] = 1.0
-        if not self._complete:
+        if self._complete:
+            flags = self._all_used
+        else:
             flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
-            tail[self._shared.stop :] = torch.tensor(flags, dtype=tail.dtype)
+        self._tail.copy_(torch.tensor(head + flags, dtype=self._tail.dtype))
+        if self._measures:
+            norms = zip(self._carried_norms, self._local_norms, strict=True)
+            self._tail[self._norms] = torch.stack([torch.as_tensor(carried + local) for carried, local in norms])
 
     def _used(self, bucket: Bucket) -> list[bool]:
         """Which parameters have a gradient on this rank, from any micro-step."""
-        return bucket.used if self._accumulates else [p.grad is not None for p in bucket.params]
+        return bucket.used if self._accumulates else [grad is not None for grad in bucket.grads]
 
     # -- at the end of backward --------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         self._running = False
         step = self._step
+        for bucket in self._buckets:
+            bucket.end_pass()
         if self._reduces:
-            self._complete = not any(bucket.pending for bucket in self._buckets)
-            for bucket in self._buckets:
-                bucket.pending = 0  # parameters without a gradient in this pass
+            self._complete = all(bucket.complete for bucket in self._buckets)
             self._launch_ready()
             self._collect(step)
         elif step is None:
@@ -256,17 +256,9 @@ class GradientReducer:
         """Buckets into ``.grad``; ``used`` tells of each parameter whether any rank had a gradient."""
         first = 0
         for bucket in self._buckets:
-            if any(p.grad is None for p in bucket.params):
-                flags = used()[first : first + len(bucket.params)]
-                for p, flag in zip(bucket.params, flags, strict=True):
-                    if p.grad is None and flag:
-                        p.grad = torch.empty_like(p)  # used on other ranks or in earlier micro-steps only
-            pairs = [(p.grad, view) for p, view in zip(bucket.params, bucket.views, strict=True) if p.grad is not None]
-            if pairs:
-                grads, views = zip(*pairs, strict=True)
-                torch._foreach_copy_(grads, views)
-            first += len(bucket.params)
-            bucket.mark_written()
+            last = first + len(bucket.params)
+            bucket.write_back(lambda: used()[first:last])  # noqa: B023
+            first = last
 
     def _statistics(self, step: Step, local_norms: Sequence[float]) -> None:
         if not self._measures:
@@ -285,19 +277,5 @@ class GradientReducer:
     @torch.no_grad()
     def _pair(self, step: Step) -> None:
         for bucket in self._buckets:
-            _put([p.grad for p in bucket.params], bucket, 1.0)
+            bucket.put(1.0)
         self._noise.pair(step, self._buckets, self._grad_scale())
-
-
-def _put(grads: list[Any], bucket: Bucket, weight: float) -> None:
-    """Weighted gradients into the bucket's buffer; zeros where there is none."""
-    if any(grad is None for grad in grads):
-        for grad, view in zip(grads, bucket.views, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                torch.mul(grad, weight, out=view)
-        return
-    torch._foreach_copy_(bucket.views, grads)
-    if weight != 1.0:
-        bucket.body.mul_(weight)
