@@ -26,6 +26,7 @@ class RunProgress:
         loops: the loader passes of this epoch in the order the user's code started them.
         ticks: committed edges (steps of any loader) since the start; orders the states of ranks.
         steps: committed optimizer steps of the training loader.
+        lineage: generation in which the last edge was committed.
         passes: loader passes that ended, counted when all ranks agreed on the end.
         slot: optimizers stepped within the step in progress.
         sums: what accumulators hold, by accumulator and name.
@@ -37,6 +38,7 @@ class RunProgress:
     loops: list[LoopProgress] = dataclasses.field(default_factory=list)
     ticks: int = 0
     steps: int = 0
+    lineage: int = 0
     passes: int = 0
     slot: int = 0
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)

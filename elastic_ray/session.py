@@ -387,6 +387,7 @@ class Session:
     def _commit(self, step: Step, *, nested: bool) -> None:
         step.loop.position += step.count
         self.progress.ticks += 1
+        self.progress.lineage = self.membership.generation
         if not nested:
             # Passes nested in the step are over with it: every step counts them from the same number again.
             del self.progress.loops[step.ordinal :]
@@ -499,11 +500,10 @@ class Session:
     # -- changes of group --------------------------------------------------------------------------------------
 
     def _switch(self, can_switch: Callable[[int], bool]) -> None:
-        generation = self._agreed
+        generation, self._agreed = self._agreed, 0
         prepared = self.membership.prepared_plan(generation)
         if prepared is not None and not can_switch(prepared.world_size):
-            return  # too few samples left in this pass for so many ranks: at its end
-        self._agreed = 0
+            return  # too few samples left in this pass for so many ranks: agreed on again at its end
         try:
             taken = self.membership.take(generation)
             if taken is None:
@@ -574,15 +574,19 @@ class Session:
         return self._replay is not None
 
     def resume_point(self) -> dict[str, Any]:
-        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
+        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done.
+
+        ``left``: samples left in the pass that it was taken in; no more workers than that can go on from there.
+        """
         step = self.outermost_step
         if step is None or self.failed or self.progress.slot == 0:
-            return self.progress.resume_point()
+            left = step.total - step.loop.position if step is not None else 0
+            return self.progress.resume_point() | {"left": left}
         done = copy.deepcopy(self.progress)
         done.loops = done.loops[: step.ordinal]
         done.loops[-1].position += step.count
         done.steps += 1
-        return done.resume_point()
+        return done.resume_point() | {"left": step.total - done.loops[-1].position}
 
     # -- for the controller -----------------------------------------------------------------------------------
 

@@ -73,6 +73,9 @@ logger = logging.getLogger("elastic_ray.job")
 _TICK_S = 0.1
 _HEARTBEAT_S = 1.0
 _STOP_GRACE_S = 10.0
+# Nobody waits for the only member of a group, so that a busy machine is no reason to give it up.
+_ALONE_TIMES_LONGER = 15
+_DRIVER = "driver"
 _WARM_UP_AFTER_S = 2.0
 _STUCK_FAILURES = 10
 
@@ -101,6 +104,7 @@ class JobController:
         elastic = spec.elastic
         self._spec = spec
         self._handle = ray.get_runtime_context().current_actor
+        self._record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
         self._machine = JobMembership(
             MembershipConfig(
                 min_workers=spec.min_workers,
@@ -108,14 +112,17 @@ class JobController:
                 join_timeout_s=elastic.join_timeout_s,
                 # A member may be busy for as long as a collective may last; the pulse finds those that hang.
                 switch_timeout_s=elastic.collective_timeout_s,
-            )
+            ),
+            first_most=self._record.workers_at_most,
         )
         self._crew = Crew(spec, self._handle, self._take, self._on_result)
         self._desk = BatchDesk(fixed=elastic.fixed_batch)
-        self._pulse = Pulse(elastic.heartbeat_timeout_s)
-        self._record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
+        alone_s = elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
+        self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=alone_s)
+        self._furthest = (0, 0)
         self._submitted_s = time.time()
-        self._lease_until = time.monotonic() + elastic.lease_s
+        self._lease = Pulse(elastic.lease_s)
+        self._lease.heard(_DRIVER)
         self._held_at: int | None = None
         self._failures = 0
         self._most_workers = 0
@@ -139,7 +146,7 @@ class JobController:
 
     async def renew_lease(self) -> JobStatus:
         """The driver lives."""
-        self._lease_until = time.monotonic() + self._spec.elastic.lease_s
+        self._lease.heard(_DRIVER)
         return self._status()
 
     async def spec(self) -> JobSpec:
@@ -242,7 +249,11 @@ class JobController:
         match message:
             case Beat(ending=True):
                 self._pulse.forget(worker)
-            case Beat(report=report):
+            case Beat(report=report, at=at):
+                if at is not None and at > self._furthest:
+                    # No step is committed without every member, however long one of them cannot beat.
+                    self._furthest = at
+                    self._pulse.heard(*(member.worker for member in self._machine.members()))
                 if report is not None:
                     self._observe(report)
             case WorkerReady(loader=loader, has_state=has_state):
@@ -272,14 +283,10 @@ class JobController:
         self._take(Rerun(worker=worker))
 
     def _observe(self, report: StepReport) -> None:
-        before = self._desk.latest
-        self._desk.observe(report)
-        after = report.batch_size
-        if before is not None and after and before.batch_size and before.replicas == report.replicas:
-            changed = before.shape != report.shape and report.steps > 0
-            if changed and before.batch_size != after:
-                detail = {"from_batch_size": before.batch_size, "to_batch_size": after}
-                self._event(EventKind.BATCH, report.replicas, report.replicas, self._record.batch_reason, **detail)
+        before = self._desk.observe(report)
+        if before is not None:
+            detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
+            self._event(EventKind.BATCH, report.replicas, report.replicas, self._record.batch_reason, **detail)
 
     def _on_result(self, worker: str, result: RunResult) -> None:
         self._pulse.forget(worker)
@@ -295,6 +302,8 @@ class JobController:
                 self._finish(JobPhase.STOPPED)
             case "lost":
                 self._take(Lost(worker=worker, cause=result.cause))
+            case "no room" if self._machine.current is not None:  # the others go on without it
+                self._take(Lost(worker=worker, cause=f"out of memory before it could join: {result.cause}"))
             case _:
                 self._finish(JobPhase.FAILED, error=result.error)
 
@@ -393,7 +402,7 @@ class JobController:
             return
         self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; restart from the last checkpoint")
         self._record.phase = JobPhase.STARTING
-        for instruction in self._machine.reset():
+        for instruction in self._machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         self._heartbeat_due_s = 0.0
 
@@ -436,6 +445,7 @@ class JobController:
         """The controller's life: until the job has ended and its driver has fetched the outcome, or is gone."""
         try:
             await self._open_store()
+            self._in_thread(self._record.delete_checkpoints, self._record.surplus)
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not self._record.phase.ended:
@@ -453,7 +463,7 @@ class JobController:
         ray.kill(self._handle)
 
     def _over(self) -> bool:
-        return self._closed.is_set() or time.monotonic() > self._lease_until
+        return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))
 
     async def _open_store(self) -> None:
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -528,7 +538,7 @@ class JobController:
         if self._record.phase.ended:
             return
         workers = self._machine.world_size
-        reason = str(error).strip().split("\n", 1)[0] if error is not None else f"the job has {phase.value}"
+        reason = _explain(error) if error is not None else f"the job has {phase.value}"
         self._event(EventKind.FINISHED, workers, 0, reason)
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
         self._crew.disband()
@@ -562,3 +572,10 @@ class JobController:
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         self._side(asyncio.to_thread(function, *arguments))
+
+
+def _explain(error: BaseException) -> str:
+    """An error on one line; of a train function's error also what the function raised."""
+    headline = str(error).strip().split("\n", 1)[0]
+    raised = getattr(error, "traceback_text", "").strip().rsplit("\n", 1)[-1]
+    return f"{headline} {raised}".strip()

@@ -31,6 +31,7 @@ class BatchDesk:
         self._replicas = 1
         self._before: tuple[BatchChoice | None, int] = (None, 1)
         self._chosen_for = 0
+        self._measured: StepReport | None = None  # the latest that saw a step
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -76,10 +77,18 @@ class BatchDesk:
             return
         self._choice, self._replicas = self._before
 
-    def observe(self, report: StepReport) -> None:
-        """Take rank 0's report."""
+    def observe(self, report: StepReport) -> int | None:
+        """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""
         self.latest = report
-        if self._tuner is None or report.shape is None or report.steps == 0:
+        if report.shape is None or report.steps == 0:
+            return None
+        before, self._measured = self._measured, report
+        self._learn(report)
+        same = before is not None and before.replicas == report.replicas and before.shape != report.shape
+        return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
+
+    def _learn(self, report: StepReport) -> None:
+        if self._tuner is None or report.shape is None:
             return
         self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         self._tuner.observe(

@@ -59,10 +59,11 @@ class RunResult:
     """How a run of the train function ended.
 
     Attributes:
-        kind: "finished", "left", "stopped", "error" (the user's) or "lost" (the group's).
+        kind: "finished", "left", "stopped", "error" (the user's), "lost" (the group's) or "no room" (out of memory
+            before its first generation).
         value: what the train function returned.
         error: the user's exception, wrapped.
-        cause: why a run was lost, as a sentence.
+        cause: why a run was lost or found no room, as a sentence.
         memory_bytes: resident memory of the process afterwards.
         cuda_used: whether the process holds a CUDA context.
     """
@@ -130,9 +131,16 @@ class WorkerReport:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life; rank 0 adds its measurements. ``ending``: the last one, for the run is over."""
+    """A sign of life.
+
+    Attributes:
+        report: rank 0's measurements.
+        at: generation and number of committed edges that the worker has reached, None before its first generation.
+        ending: the last one, for the run is over.
+    """
 
     report: StepReport | None = None
+    at: tuple[int, int] | None = None
     ending: bool = False
 
 

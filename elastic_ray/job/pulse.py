@@ -9,21 +9,23 @@ _LONGEST_GAP_S = 0.3
 
 
 class Pulse:
-    """Silence of workers on a clock that stands still while the controller itself is held up.
+    """Silence of workers (or of the driver) on a clock that stands still while the controller itself is held up.
 
     Args:
-        timeout_s: silence after which a worker counts as hung.
+        timeout_s: silence after which a member of a group counts as hung.
+        alone_s: the same for one that nobody waits for; ``timeout_s`` if not given.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:
         self._timeout_s = timeout_s
+        self._alone_s = alone_s or timeout_s
         self._clock_s = 0.0
         self._looked_s: float | None = None
         self._heard_s: dict[str, float] = {}
 
-    def heard(self, worker: str) -> None:
+    def heard(self, *workers: str) -> None:
         """A sign of life."""
-        self._heard_s[worker] = self._clock_s
+        self._heard_s.update(dict.fromkeys(workers, self._clock_s))
 
     def forget(self, worker: str) -> None:
         """Expect nothing from it any more."""
@@ -34,5 +36,7 @@ class Pulse:
         if self._looked_s is not None:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
-        quiet = [(w, self._clock_s - self._heard_s[w]) for w in members if w in self._heard_s]
-        return [(worker, silence_s) for worker, silence_s in quiet if silence_s > self._timeout_s]
+        watched = list(members)
+        limit_s = self._timeout_s if len(watched) > 1 else self._alone_s
+        quiet = [(w, self._clock_s - self._heard_s[w]) for w in watched if w in self._heard_s]
+        return [(worker, silence_s) for worker, silence_s in quiet if silence_s > limit_s]

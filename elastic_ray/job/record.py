@@ -14,7 +14,11 @@ from elastic_ray.storage import RunStorage
 
 
 class JobRecord:
-    """See the module's text. Files are written by ``write_events`` and ``delete_checkpoints``, which may block."""
+    """See the module's text. Files are written by ``write_events`` and ``delete_checkpoints``, which may block.
+
+    Attributes:
+        surplus: checkpoints of an earlier run of this name that are not to be kept.
+    """
 
     def __init__(self, spec: JobSpec, storage: RunStorage) -> None:
         self._storage = storage
@@ -33,8 +37,9 @@ class JobRecord:
         self.events: list[JobEvent] = []
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
+        self.surplus: list[str] = []
         for stored in storage.stored_checkpoints():  # an earlier run of this name
-            self._book.add(stored.path, stored.metrics)
+            self.surplus += self._book.add(stored.path, stored.metrics)
             self._resume = stored.progress
 
     @property
@@ -42,6 +47,11 @@ class JobRecord:
         """Latest checkpoint and where it stands; (None, None) before the first."""
         latest = self._book.latest
         return (latest[0], self._resume) if latest is not None else (None, None)
+
+    @property
+    def workers_at_most(self) -> int:
+        """Most workers that can go on from there: each needs a sample in its first step. 0: no limit."""
+        return int((self.restart_point[1] or {}).get("left", 0))
 
     def starting(self) -> None:
         """Workers are being started."""

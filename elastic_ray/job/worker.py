@@ -115,7 +115,9 @@ class Heart:
                     report = session.step_report()
                 except Exception:  # the heart must beat on whatever a measurement runs into
                     logger.exception("the step report failed")
-            self._link.push(Beat(report=report))
+            plan = session.membership.current
+            at = (plan.generation, session.progress.ticks) if plan is not None else None
+            self._link.push(Beat(report=report, at=at))
 
     def stop(self) -> None:
         """Stop and join."""
@@ -146,6 +148,7 @@ class Worker:
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         weight = torch.ones(8, 8, requires_grad=True)
         (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         return ProcessFacts(pid=os.getpid(), cuda=cuda)
 
@@ -197,11 +200,12 @@ class Worker:
                 from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
 
                 wrapped = TrainFunctionError.from_exception(error, rank=session.rank, node=self._host)
-                return _result("error", error=wrapped)
+                joining = _is_out_of_memory(error) and not session.synced
+                return _result("no room" if joining else "error", error=wrapped, cause=_first_line(error))
             logger.warning("job %s rank %d: %s", self._setup.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
-            link.push(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=str(error).split("\n", 1)[0]))
+            link.push(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=_first_line(error)))
             return kept
         finally:
             set_session(None)
@@ -266,6 +270,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch's CPU allocator raises a plain RuntimeError
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
 
 
 def _let_go(error: BaseException) -> None:

@@ -77,13 +77,21 @@ class JobMembership:
         in_flight: the announced generation, None when all have entered.
     """
 
-    def __init__(self, config: MembershipConfig) -> None:
+    def __init__(self, config: MembershipConfig, *, first_most: int = 0) -> None:
+        """Begin without workers.
+
+        Args:
+            config: times.
+            first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
+        """
         self._config = config
+        self._first_most = first_most
         self.workers: dict[str, Worker] = {}
         self.current: Plan | None = None
         self.in_flight: InFlight | None = None
         self._target: dict[str, int] = {}
         self._reason = ""
+        self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._issued = 0
         self._named = 0
         self._not_before_s = 0.0
@@ -101,8 +109,10 @@ class JobMembership:
             return self._out
         match stimulus:
             case Target(nodes=nodes, reason=reason):
-                self._target = {node: count for node, count in nodes.items() if count > 0}
-                self._reason = reason
+                target = {node: count for node, count in nodes.items() if count > 0}
+                if target != self._target:
+                    self._bereft = False
+                self._target, self._reason = target, reason
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
             case Ready(worker=worker, has_state=has_state):
@@ -233,6 +243,7 @@ class JobMembership:
     def _bereave(self, record: Worker, cause: str, now_s: float) -> None:
         """Go on without a worker that was not expected to go."""
         if record.phase is Phase.MEMBER:
+            self._bereft = True
             self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
         elif record.phase is Phase.FINISHED:
             if not self._in(Phase.MEMBER) and not self._entering():
@@ -569,7 +580,9 @@ class JobMembership:
         if patient or too_small:
             return
         self._first_wish_s = None
-        self._issue(group, forced=False, reason=self._reason, now_s=now_s)
+        reason = f"in place of lost workers; {self._reason}" if self._bereft and joiners else self._reason
+        self._bereft = False
+        self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def _begin(self, joiners: list[Worker], patient: bool, now_s: float) -> None:
         """The first generation, or the first after all members were lost: then of those that hold the state alone,
@@ -581,15 +594,20 @@ class JobMembership:
             if all(w.held < newest for w in group):
                 return  # who has trained longest is still starting over
             patient = patient and any(w.phase is Phase.STARTING for w in holders)
-        elif len(group) < min(self._config.min_workers, max(1, self.target_workers)):
-            return
+        else:
+            group = group[: self._first_most or None]
+            patient = patient and len(group) != self._first_most
+            wanted = min(self._config.min_workers, max(1, self.target_workers))
+            if len(group) < min(wanted, self._first_most or wanted):
+                return
         if patient or not group:
             return
         self._first_wish_s = None
         self._issue(group, forced=False, reason=self._reason, now_s=now_s)
 
-    def reset(self) -> list[Instruction]:
-        """Give back every worker, before a restart from a checkpoint; the target stays."""
+    def reset(self, *, first_most: int = 0) -> list[Instruction]:
+        """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
+        self._first_most = first_most
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
         self._idle()

@@ -95,13 +95,18 @@ class Progress:
     Attributes:
         step: committed optimizer steps (loader iterations).
         slot: optimizers already stepped within the step in progress (a GAN has two).
+        lineage: generation of the last commit: of two groups that went on from the same step without knowing of
+            each other, the later one counts.
+        passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
         has_state: whether the worker holds a trained state at all; a newcomer does not.
     """
 
     step: int = 0
     slot: int = 0
+    lineage: int = 0
+    passes: int = 0
     has_state: bool = False
 
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Sort key: a worker with state beats one without."""
-        return (int(self.has_state), self.step, self.slot)
+        return (int(self.has_state), self.step, self.slot, self.lineage)

@@ -12,8 +12,9 @@ def transfer_rounds(progress: Sequence[Progress]) -> list[list[tuple[int, int]]]
 
     The ranks with the furthest progress hold state; all others need it. In each round every holder sends to one
     that needs, so that with h holders n needers are served in ceil(log2((n + h) / h)) rounds. Survivors of a torn
-    step that lag behind are needers like newcomers. When nobody holds a trained state (the first generation, or
-    a restart from a checkpoint), rank 0 is the source.
+    step that lag behind are needers like newcomers. Holders that are still leaving a loader pass which others have
+    left already do not send: a newcomer would stay behind in it for good. When nobody holds a trained state (the
+    first generation, or a restart from a checkpoint), rank 0 is the source.
 
     Args:
         progress: progress of each rank, in rank order; not empty.
@@ -23,6 +24,8 @@ def transfer_rounds(progress: Sequence[Progress]) -> list[list[tuple[int, int]]]
     furthest = max(p.order() for p in progress)
     holders = [rank for rank, p in enumerate(progress) if p.order() == furthest] if furthest[0] else [0]
     needers = [rank for rank in range(len(progress)) if rank not in set(holders)]
+    passes = max(progress[rank].passes for rank in holders)
+    holders = [rank for rank in holders if progress[rank].passes == passes]
     rounds: list[list[tuple[int, int]]] = []
     while needers:
         served = list(zip(holders, needers, strict=False))

@@ -112,7 +112,9 @@ class Membership:
     def _prepare(self, plan: Plan, rank: int) -> None:
         try:
             communicator = self._form(plan, rank)
-        except CommunicationFailedError as error:
+        except Exception as error:  # whatever it is, the change must not wait for this worker
+            if not isinstance(error, CommunicationFailedError):
+                logger.exception("worker %s: generation %d did not form", self.worker, plan.generation)
             logger.info("worker %s: generation %d did not form: %s", self.worker, plan.generation, error)
             if not self._is_void(plan.generation):
                 self._on_prepare_failed(plan.generation, str(error))

@@ -106,8 +106,11 @@ class SharedState:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
         """
         run = self.progress
-        rows = communicator.gather_ints([run.ticks, run.slot, int(self.complete), run.passes])
-        everyone = [Progress(step=row[0], slot=row[1], has_state=bool(row[2])) for row in rows]
+        rows = communicator.gather_ints([run.ticks, run.slot, run.lineage, run.passes, int(self.complete)])
+        everyone = [
+            Progress(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
+            for ticks, slot, lineage, passes, complete in rows
+        ]
         received = False
         for served in transfer_rounds(everyone):
             for source, destination in served:
@@ -117,7 +120,7 @@ class SharedState:
                     self._receive(communicator, source)
                     received = True
         self.complete = True
-        return Exchanged(received=received, passes=max(row[3] for row in rows))
+        return Exchanged(received=received, passes=max(row.passes for row in everyone))
 
     def _receive(self, communicator: Communicator, source: int) -> None:
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.

@@ -87,9 +87,13 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 def held_reason(view: JobView, workers: int) -> str:
     """Why a held job has what it has."""
-    if workers == view.held_at:
-        return f"held at {view.held_at} workers"
-    return f"held at {view.held_at} workers, of which {workers} fit now"
+    wanted = count(view.held_at or 0)
+    return f"held at {wanted}" if workers == view.held_at else f"held at {wanted}, of which {workers} fit now"
+
+
+def count(workers: int) -> str:
+    """A number of workers for people: ``1 worker``, ``2 workers``."""
+    return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def describe(bundle: Mapping[str, float]) -> str:

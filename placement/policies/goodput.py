@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster
 from placement.jobs import JobView, speeds
-from placement.policies.base import Admission, Target, admit, held_reason
+from placement.policies.base import Admission, Target, admit, count, held_reason
 from placement.room import Room
 
 _NEVER = 1e-9  # a size at which the job makes no progress; its logarithm loses against every real size
@@ -138,12 +138,12 @@ class GoodputPolicy:
         before = view.workers
         scale = "assumed, no model yet" if view.goodput is None else "fitted"
         if workers == before:
-            text = f"stays at {workers} workers, speed {curve[workers]:.2f}"
+            text = f"stays at {count(workers)}, speed {curve[workers]:.2f}"
         elif before == 0:
-            text = f"starts with {workers} workers, speed {curve[workers]:.2f}"
+            text = f"starts with {count(workers)}, speed {curve[workers]:.2f}"
         else:
             old = f"{curve[before]:.2f} to {curve[workers]:.2f}" if before < len(curve) else f"to {curve[workers]:.2f}"
-            text = f"{before} -> {workers} workers change its speed from {old}"
+            text = f"{before} -> {count(workers)} changes its speed from {old}"
         if workers + 1 < len(curve):
             text += f", one more would add {curve[workers + 1] - curve[workers]:.2f}"
         return f"goodput: {text} ({scale}); a resize costs {view.resize_cost_s:.3g} s"
@@ -159,8 +159,8 @@ def _stays(view: JobView, workers: int) -> str:
     if view.held_at is not None:
         return held_reason(view, workers)
     if workers == view.useful_workers:
-        return f"{workers} workers are the most it can use now"
-    return f"{workers} workers, its minimum, since nothing is left beside the minimums of all jobs"
+        return f"{count(workers)} {'is' if workers == 1 else 'are'} the most it can use now"
+    return f"{count(workers)}, its minimum, since nothing is left beside the minimums of all jobs"
 
 
 def _curves(jobs: Mapping[str, JobView], cluster: Cluster) -> dict[str, NDArray[np.float64]]:

@@ -33,6 +33,7 @@ def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, t
     assert caught.value.rank == 1 and "traced.py" in str(caught.value)
     assert EventKind.RESTART not in kinds(handle)
     assert handle.status().phase is JobPhase.FAILED
+    assert 'KeyError: "the user\'s own mistake"' in handle.events()[-1].reason
 
 
 def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
@@ -66,6 +67,38 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     assert "bound" in event.reason
     assert len(account.final) == 1
     assert handle.result().metrics["samples"] == 192
+
+
+def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
+    """One worker trains; the one that is to join it runs out of memory before it has a model, its successor not."""
+    starve = tmp_path / "starve"
+    starve.mkdir()
+    handle = start(tmp_path, workers=(1, 2), epochs=10_000, starve=str(starve))
+    handle.resize(1)
+    wait_until(lambda: handle.status().step > 5, handle)
+    handle.resize(2)
+    wait_until(lambda: handle.status().workers == 2, handle)
+    handle.stop()
+    handle.result(timeout=20)
+    assert EventKind.FAILURE not in kinds(handle)
+    assert sorted(path.name for path in starve.iterdir()) == ["first", "second"]
+
+
+def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_cluster: Any, tmp_path: Path) -> None:
+    """26 samples, 24 in the first step: of four workers two can take a sample each, the others join a pass later."""
+    options = {"name": "run", "samples": 26, "epochs": 3}
+    faults = Faults().kill(step=1, moment="forward")
+    with pytest.raises(WorkersLostError):
+        start(tmp_path, workers=1, faults=faults, checkpoint_at=0, **options).result(timeout=60)
+    (tmp_path / "trace").rename(tmp_path / "before")
+    handle = start(tmp_path, workers=4, **options)
+    handle.result(timeout=60)
+    used = next(line["indices"] for line in traced.read(tmp_path / "before") if line["kind"] == "step")
+    lines = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
+    assert {line["world"] for line in lines if line["step"] == 1} == {2}
+    assert sorted(used + [index for line in lines if line["step"] == 1 for index in line["indices"]]) == list(range(26))
+    assert max(line["world"] for line in lines) == 4
+    traced.check_identical(traced.read(tmp_path / "trace"))
 
 
 def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:

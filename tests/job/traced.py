@@ -15,11 +15,17 @@ import numpy as np
 
 
 def train(config: dict[str, Any]) -> str:
-    """Train a small network; ``config``: trace (folder), samples, batch_size, epochs, pause_s, adapt, checkpoint."""
+    """Train a small network.
+
+    ``config``: trace (folder), samples, batch_size, epochs, pause_s, adapt, checkpoint, checkpoint_at (step),
+    raise_at (step), starve (folder: the second process to build its model runs out of memory).
+    """
     import torch
 
     import elastic_ray as er
 
+    if "starve" in config and not _first_in(Path(config["starve"])):
+        raise MemoryError("no room for the model")
     torch.manual_seed(0)
     samples = int(config.get("samples", 192))
     inputs = torch.randn(samples, 12)
@@ -58,6 +64,8 @@ def train(config: dict[str, Any]) -> str:
             sums["loss"] += loss.item() * len(y)
             sums["samples"] += len(y)
             time.sleep(float(config.get("pause_s", 0.02)))
+            if config.get("checkpoint_at") == context.get_global_step():
+                er.report({}, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
             if config.get("raise_at") == context.get_global_step() and context.get_world_rank() == 1:
                 raise KeyError("the user's own mistake")
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
@@ -68,7 +76,7 @@ def train(config: dict[str, Any]) -> str:
 
 
 def _checkpoint(config: dict[str, Any], model: Any, optimizer: Any, scheduler: Any, context: Any) -> Any:
-    if not config.get("checkpoint") or context.get_world_rank() != 0:
+    if not (config.get("checkpoint") or "checkpoint_at" in config) or context.get_world_rank() != 0:
         return None
     import tempfile
 
@@ -79,6 +87,17 @@ def _checkpoint(config: dict[str, Any], model: Any, optimizer: Any, scheduler: A
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save(state, os.path.join(folder, "state.pt"))
     return Checkpoint.from_directory(folder)
+
+
+def _first_in(folder: Path) -> bool:
+    """Whether this process is the first to ask, or comes after the second."""
+    for name in ("first", "second"):
+        try:
+            (folder / name).touch(exist_ok=False)
+            return name == "first"
+        except FileExistsError:
+            continue
+    return True
 
 
 def state_hash(model: Any, optimizer: Any, scheduler: Any) -> str:

@@ -85,8 +85,8 @@ class Ledger:
 class Driver:
     """The machine, its clock, and every instruction so far."""
 
-    def __init__(self, config: MembershipConfig = CONFIG) -> None:
-        self.machine = JobMembership(config)
+    def __init__(self, config: MembershipConfig = CONFIG, *, first_most: int = 0) -> None:
+        self.machine = JobMembership(config, first_most=first_most)
         self.now_s = 100.0
         self.ledger = Ledger()
         self.log: list[Instruction] = []

@@ -48,6 +48,29 @@ def test_the_first_start_waits_for_the_gang_of_min_workers_however_long_it_takes
     assert members_of(plan_in(driver.join("w3"))) == ["w1", "w2", "w3"]
 
 
+def test_the_first_generation_has_no_more_workers_than_there_are_samples_left() -> None:
+    driver = Driver(dataclasses.replace(CONFIG, min_workers=3), first_most=2)
+    driver.target(n1=4)
+    driver.reserved("w1", "w2", "w3", "w4")
+    assert not only(Announce, driver.ready("w1"))
+    assert members_of(plan_in(driver.ready("w2"))) == ["w1", "w2"]
+    driver.ready("w3", "w4")
+    driver.switched(1, "w1", "w2")
+    assert members_of(driver.ledger.plans[-1]) == ["w1", "w2", "w3", "w4"]
+
+
+def test_who_joins_after_a_loss_is_said_to_replace_it() -> None:
+    driver = running(2)
+    driver.lost("w2")
+    driver.switched(2, "w1")
+    driver.reserved("w3")
+    assert plan_in(driver.ready("w3")).reason == "in place of lost workers; test"
+    driver.switched(3, "w1", "w3")
+    driver.target(n1=3)
+    driver.reserved("w4")
+    assert plan_in(driver.ready("w4")).reason == "test"
+
+
 def test_patience_is_bounded_and_only_for_workers_that_are_starting() -> None:
     driver = Driver()
     driver.target(n1=2)

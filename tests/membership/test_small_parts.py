@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -20,7 +21,14 @@ from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead
 
 # -- transfer_rounds -----------------------------------------------------------------------------------------------
 
-ranks = st.builds(Progress, step=st.integers(0, 3), slot=st.integers(0, 2), has_state=st.booleans())
+ranks = st.builds(
+    Progress,
+    step=st.integers(0, 3),
+    slot=st.integers(0, 2),
+    lineage=st.integers(0, 1),
+    passes=st.integers(0, 1),
+    has_state=st.booleans(),
+)
 
 
 @given(st.lists(ranks, min_size=1, max_size=20))
@@ -30,17 +38,20 @@ def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: li
         holds = {rank for rank, p in enumerate(progress) if p.order() == furthest}
     else:
         holds = {0}
-    begun = len(holds)
+    passes = max(progress[rank].passes for rank in holds)
+    senders = {rank for rank in holds if progress[rank].passes == passes}
+    begun, idle = len(senders), len(holds - senders)
     rounds = transfer_rounds(progress)
     for served in rounds:
         busy = [rank for pair in served for rank in pair]
         assert len(busy) == len(set(busy)), "a rank sends to one or receives from one at a time"
-        assert {source for source, _ in served} <= holds, "who sends has something to send"
+        assert {source for source, _ in served} <= senders, "who sends has left the pass that others have left"
         assert not {destination for _, destination in served} & holds, "nobody receives twice"
         holds |= {destination for _, destination in served}
+        senders |= {destination for _, destination in served}
     assert holds == set(range(len(progress)))
     # the number that has it can at most double
-    assert len(rounds) == math.ceil(math.log2(len(progress) / begun))
+    assert len(rounds) == math.ceil(math.log2((len(progress) - idle) / begun))
 
 
 @given(st.lists(ranks, min_size=1, max_size=20))
@@ -53,6 +64,10 @@ def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -
     assert transfer_rounds([newcomer, holder]) == [[(1, 0)]]
     assert transfer_rounds([newcomer, newcomer, newcomer, newcomer]) == [[(0, 1)], [(0, 2), (1, 3)]]
     assert transfer_rounds([holder, holder]) == []
+    through = Progress(step=1, passes=1, has_state=True)
+    assert transfer_rounds([holder, through, newcomer]) == [[(1, 2)]], "it would stay in a pass that is over"
+    later = Progress(step=1, lineage=4, has_state=True)
+    assert transfer_rounds([holder, later]) == [[(1, 0)]], "two groups went on from one step: the later one counts"
     with pytest.raises(ValueError, match="at least one rank"):
         transfer_rounds([])
 
@@ -126,6 +141,16 @@ def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
     assert not pulse.silent(102.3, ["a", "b"])
 
 
+def test_one_that_nobody_waits_for_may_be_silent_for_longer() -> None:
+    pulse = Pulse(2.0, alone_s=30.0)
+    pulse.silent(0.0, [])
+    pulse.heard("a", "b")
+    times = [0.2 * i for i in range(1, 200)]
+    assert not silent_after(pulse, times[:40], ["a"])
+    assert set(silent_after(pulse, times[40:41], ["a", "b"])) == {"a", "b"}
+    assert silent_after(pulse, times[41:], ["a"])
+
+
 def test_the_controllers_own_pauses_are_nobodys_silence() -> None:
     pulse = Pulse(2.0)
     pulse.silent(0.0, ["a"])
@@ -185,6 +210,16 @@ def test_a_fixed_desk_keeps_the_global_batch_whatever_the_number_of_workers() ->
         choice = desk.choose(plan_of(workers))
         assert choice is not None
         assert choice.batch_size(workers) == 64
+
+
+def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_between() -> None:
+    desk = open_desk()
+    assert desk.observe(report_of(2, BatchChoice(atomic_bsz=32))) is None
+    changed = report_of(2, BatchChoice(atomic_bsz=64))
+    assert desk.observe(dataclasses.replace(changed, steps=0, batch_size=0)) is None
+    assert desk.observe(changed) == 64
+    assert desk.observe(changed) is None
+    assert desk.observe(report_of(4, BatchChoice(atomic_bsz=64))) is None  # the resize tells of it
 
 
 def test_a_desk_that_knows_no_loader_leaves_the_choice_to_it() -> None:
