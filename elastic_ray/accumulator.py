@@ -54,7 +54,7 @@ class Accumulator(Mapping[str, float]):
                 f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
                 "has its own samples"
             )
-        self._session.add_to_sum(self._key, name, float(value))
+        self._session.sums.add(self._session.depth, self._key, name, float(value))
 
     def reset(self) -> None:
         """Begin all sums anew; on every rank, between two passes of a loader."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from elastic_ray.agreement import Agreement
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.faults import FaultInjector
 from elastic_ray.link import Link, LoaderInfo, StepReport
@@ -21,18 +20,12 @@ from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.shared import SharedState
-from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead, names_agree, names_ballot
+from elastic_ray.run_progress import LoopProgress, RunProgress
 from elastic_ray.step import Step
 from elastic_ray.step_clock import StepClock
+from elastic_ray.step_sums import StepSums
 
 logger = logging.getLogger(__name__)
-
-# What rides on every gradient reduction and vote: lead, lead squared, stop, and rank 0's wish for m and s.
-CONTROL_SIZE = 5
-# A vote goes on with a digest of the names of sums, then the sums. Ballots have a multiple of this length, so that
-# ranks that disagree on the names still meet in one reduction and can say so.
-_NAMES_END = CONTROL_SIZE + 2
-_BALLOT = 32
 
 
 class WorkerDismissed(BaseException):
@@ -86,14 +79,14 @@ class Session:
         self.step: Step | None = None
         self.shape_changes = 0
         self.on_shape_change: list[Callable[[], None]] = []
-        self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
+        self.agreement = Agreement(membership)
+        self.sums = StepSums()
         self.warm_ups: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Callable[[Communicator], None]] = []
         self._abandoned = 0
         self._replay: tuple[int, dict[tuple[int, int], dict[str, float]], int] | None = None
         self.applying = False
-        self._accumulators: dict[int, int] = {}
         self._ordinals_run = False
         self._noises: list[Callable[[], tuple[float, float] | None]] = []
         self._kept = kept
@@ -106,9 +99,6 @@ class Session:
         self._failure: str | None = None
         self._reduced = False
         self._trains = False
-        self._agreed = 0
-        self._stop_agreed = False
-        self._batch_agreed: BatchChoice | None = None
 
     # -- what the rest of the package reads --------------------------------------------------------------------
 
@@ -176,9 +166,7 @@ class Session:
 
     def new_accumulator(self) -> tuple[int, int]:
         """Key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
-        scope = self.progress.epoch if self._ordinals_run else -1
-        self._accumulators[scope] = number = self._accumulators.get(scope, -1) + 1
-        return scope, number
+        return self.sums.new_key(self.progress.epoch if self._ordinals_run else -1)
 
     def noise(self) -> tuple[float, float] | None:
         """(sqr, var) of the first model, which stands for the job's statistical efficiency."""
@@ -330,7 +318,7 @@ class Session:
         try:
             if self._failure is not None:
                 raise CommunicationFailedError(self._failure)
-            if nested or not self._reduced or self._expects_sums:
+            if nested or not self._reduced or self.sums.expected(self.progress.epoch):
                 self._vote()
         except CommunicationFailedError as error:
             self._recover(step, str(error))
@@ -399,13 +387,14 @@ class Session:
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
 
     def _change_between_steps(self, can_switch: Callable[[int], bool]) -> None:
-        if self._stop_agreed:
+        agreement = self.agreement
+        if agreement.stop:
             raise WorkerDismissed(stopped=True)
-        if self._agreed:
+        if agreement.generation:
             self._switch(can_switch)
-        elif self._batch_agreed is not None and self._batch_agreed != self.shape:
-            self._set_shape(self._batch_agreed)
-        self._batch_agreed = None
+        elif agreement.batch is not None and agreement.batch != self.shape:
+            self._set_shape(agreement.batch)
+        agreement.batch = None
 
     # -- optimizer steps ---------------------------------------------------------------------------------------
 
@@ -434,27 +423,6 @@ class Session:
 
     # -- agreement ---------------------------------------------------------------------------------------------
 
-    def control_values(self) -> list[float]:
-        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
-        lead = float(self.membership.prepared_ahead)
-        wish = self.membership.wanted_batch if self.rank == 0 else None
-        return [
-            lead,
-            lead * lead,
-            float(self.membership.stop_requested),
-            float(wish.atomic_bsz) if wish else 0.0,
-            float(wish.accum_steps) if wish else 0.0,
-        ]
-
-    def control_result(self, sums: Sequence[float]) -> None:
-        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
-        lead = agreed_lead(sums[0], sums[1], self.world_size)
-        if lead:
-            self._agreed = self.membership.generation + lead
-        self._stop_agreed = self._stop_agreed or sums[2] > 0
-        if sums[3] > 0:
-            self._batch_agreed = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
-
     def trains(self) -> None:
         """A backward pass of this step has begun: it trains, even when AMP leaves its update out."""
         self._trains = True
@@ -468,39 +436,16 @@ class Session:
         if self._failure is None:
             self._failure = cause
 
-    def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
-        """An accumulator adds to its sum in the innermost step in progress; it counts when that is committed."""
-        pending = self._pending.setdefault(self.depth, {}).setdefault(key, {})
-        pending[name] = pending.get(name, 0.0) + value
-
-    @property
-    def _expects_sums(self) -> bool:
-        """Whether any rank may have added to an accumulator: all ranks make the same ones at the same places."""
-        return -1 in self._accumulators or self.progress.epoch in self._accumulators
-
     def _vote(self) -> None:
-        pending = self._pending.pop(self.depth + 1, {})
-        names = [(key, name) for key in sorted(pending) for name in sorted(pending[key])]
-        values = self.control_values() + names_ballot(names) + [pending[key][name] for key, name in names]
-        if self.world_size > 1:
-            ballot = torch.zeros(-(-len(values) // _BALLOT) * _BALLOT, dtype=torch.float64)
-            ballot[: len(values)] = torch.tensor(values, dtype=torch.float64)
-            self.communicator.wait(self.communicator.all_reduce(ballot))
-            values = ballot.tolist()[: len(values)]
-        self.control_result(values[:CONTROL_SIZE])
-        if not names_agree(values[CONTROL_SIZE:_NAMES_END], self.world_size):
-            raise RuntimeError(
-                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
-                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
-            )
-        for (key, name), value in zip(names, values[_NAMES_END:], strict=True):
+        added = self.sums.take(self.depth + 1)
+        for key, name, value in self.agreement.vote(self.communicator, added):
             sums = self.progress.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     # -- changes of group --------------------------------------------------------------------------------------
 
     def _switch(self, can_switch: Callable[[int], bool]) -> None:
-        generation, self._agreed = self._agreed, 0
+        generation = self.agreement.take_generation()
         prepared = self.membership.prepared_plan(generation)
         if prepared is not None and not can_switch(prepared.world_size):
             return  # too few samples left in this pass for so many ranks: agreed on again at its end
@@ -515,7 +460,7 @@ class Session:
     def _recover(self, step: Step, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
         nested, outer_lost = self.step is not None, self._failure is not None
-        self._pending = {depth: sums for depth, sums in self._pending.items() if depth <= self.depth}
+        self.sums.undo_beyond(self.depth)
         if not nested:
             self.shared.roll_back()
             del self.progress.loops[step.ordinal :]
@@ -553,7 +498,8 @@ class Session:
         exchanged = self.shared.exchange(communicator)
         self._sync_buffers(communicator)
         pause_s = self.clock.resume()
-        self._agreed, self._batch_agreed, self._failure = 0, None, None
+        self.agreement.begin()
+        self._failure = None
         self._set_shape(plan.batch or self.shape)
         self.link.switched(plan.generation, pause_s)
         return exchanged.passes

@@ -6,11 +6,11 @@ Only this machine issues generations, and every one it issues supersedes the one
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 from elastic_ray.events import EventKind
+from elastic_ray.membership.course import first_group, next_group, surplus
 from elastic_ray.membership.plan import Member, Plan
-from elastic_ray.membership.roster import InFlight, Phase, Worker, number
+from elastic_ray.membership.roster import InFlight, Phase, Roster, Worker, number
 from elastic_ray.membership.signals import (
     AllLost,
     Announce,
@@ -68,14 +68,8 @@ class _Deadline:
     generation: int = 0
 
 
-class JobMembership:
-    """See the module's text.
-
-    Attributes:
-        workers: every worker that exists or is asked for, by id.
-        current: the generation in effect, None before the first.
-        in_flight: the announced generation, None when all have entered.
-    """
+class JobMembership(Roster):
+    """See the module's text; its attributes are the roster's."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0) -> None:
         """Begin without workers.
@@ -84,11 +78,9 @@ class JobMembership:
             config: times.
             first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
         """
+        super().__init__()
         self._config = config
         self._first_most = first_most
-        self.workers: dict[str, Worker] = {}
-        self.current: Plan | None = None
-        self.in_flight: InFlight | None = None
         self._target: dict[str, int] = {}
         self._reason = ""
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
@@ -139,45 +131,10 @@ class JobMembership:
             self._reconcile(now_s)
         return self._out
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        """Workers of the generation in effect."""
-        return self.current.world_size if self.current is not None else 0
-
-    @property
-    def generation(self) -> int:
-        """Number of the generation in effect, 0 before the first."""
-        return self.current.generation if self.current is not None else 0
-
     @property
     def target_workers(self) -> int:
         """Workers the job is heading for."""
         return sum(self._target.values())
-
-    def held(self) -> dict[str, int]:
-        """Workers with resources (reserved, or asked for) by node."""
-        return dict(Counter(w.node for w in self.workers.values()))
-
-    def _present(self) -> dict[str, int]:
-        """As :meth:`held`, without those on their way out."""
-        return dict(Counter(w.node for w in self.workers.values() if w.phase is not Phase.LEAVING))
-
-    def watched(self) -> set[str]:
-        """Workers from whom signs of life are expected."""
-        return {w.worker for w in self._in(Phase.READY, Phase.MEMBER)}
-
-    def members(self) -> list[Worker]:
-        """Living members in rank order."""
-        order = [m.worker for m in self.current.members] if self.current is not None else []
-        rank = {worker: index for index, worker in enumerate(order)}
-        living = [w for w in self.workers.values() if w.phase is Phase.MEMBER]
-        return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
-
-    def _in(self, *phases: Phase) -> list[Worker]:
-        chosen = [w for w in self.workers.values() if w.phase in phases]
-        return sorted(chosen, key=lambda w: w.number)
 
     # -- single workers ----------------------------------------------------------------------------------------
 
@@ -213,7 +170,7 @@ class JobMembership:
         if record is None:
             return
         record.phase = Phase.FINISHED
-        if not self._in(Phase.MEMBER) and not self._entering():
+        if not self.in_phase(Phase.MEMBER) and not self.entering():
             self._end(Complete())
 
     def _rerun(self, worker: str, now_s: float) -> None:
@@ -229,7 +186,7 @@ class JobMembership:
         cause = f"worker {worker} ran out of memory and starts over"
         if before is Phase.MEMBER:
             self._force(cause, now_s)
-        elif self._is_planned(worker):
+        elif self.is_planned(worker):
             self._withdraw(cause, now_s)
 
     def _lost(self, worker: str, cause: str, now_s: float) -> None:
@@ -246,9 +203,9 @@ class JobMembership:
             self._bereft = True
             self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
         elif record.phase is Phase.FINISHED:
-            if not self._in(Phase.MEMBER) and not self._entering():
+            if not self.in_phase(Phase.MEMBER) and not self.entering():
                 self._end(Complete())
-        elif self._is_planned(record.worker):
+        elif self.is_planned(record.worker):
             self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
         else:
             self._not_before_s = now_s + self._config.backoff_s
@@ -257,22 +214,8 @@ class JobMembership:
     def _check_state(self, gone: Worker, cause: str) -> None:
         """After all members were lost, those that started over in place were the last to hold the state."""
         idle = self.current is None and self.in_flight is None
-        if gone.has_state and idle and not self._holders() and not self._ended:
+        if gone.has_state and idle and not self.holders() and not self._ended:
             self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
-
-    def _holders(self) -> list[Worker]:
-        return [w for w in self._in(Phase.STARTING, Phase.READY, Phase.MEMBER) if w.has_state]
-
-    def _is_planned(self, worker: str) -> bool:
-        return self.in_flight is not None and self.in_flight.plan.rank_of(worker) is not None
-
-    def _planned(self) -> list[Worker]:
-        """Joiners of the generation in flight that have not said that they entered it."""
-        return [w for w in self._in(Phase.READY) if self._is_planned(w.worker)]
-
-    def _entering(self) -> list[Worker]:
-        """Those of them that enter it now: the change is under way."""
-        return self._planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def _end(self, last: AllLost | Complete) -> None:
         self._ended = True
@@ -296,7 +239,7 @@ class JobMembership:
             from_workers=self.world_size,
             from_state=any(w.has_state for w in members),
         )
-        concerned = {*(w.worker for w in members), *(w.worker for w in self._in(Phase.MEMBER))}
+        concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(Phase.MEMBER))}
         self._out.append(Announce(plan=plan, to=tuple(sorted(concerned, key=number))))
 
     def _force(self, cause: str, now_s: float) -> None:
@@ -306,16 +249,16 @@ class JobMembership:
         a worker that has must not be left behind with a state that differs from the others'.
         """
         self._suspicion = None
-        flight, planned = self.in_flight, self._planned()
-        survivors = sorted([*self.members(), *self._entering()], key=lambda w: not w.has_state)
+        flight, planned = self.in_flight, self.planned()
+        survivors = sorted([*self.members(), *self.entering()], key=lambda w: not w.has_state)
         fresh = flight is not None and not flight.from_state  # nothing has been trained yet, or its joiners hold it
         if survivors and (fresh or any(w.has_state for w in survivors)):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
             self._issue(survivors, forced=True, reason=cause, now_s=now_s)
-        elif self._in(Phase.FINISHED):
+        elif self.in_phase(Phase.FINISHED):
             self._end(Complete())
-        elif self._holders():
+        elif self.holders():
             self._call_off(planned)
             self._idle()  # those that start over in place hold the state: the next generation is theirs
         elif planned:
@@ -344,7 +287,7 @@ class JobMembership:
             return
         self.in_flight = None
         self._not_before_s = now_s + self._config.backoff_s
-        concerned = {m.worker for m in flight.plan.members} | {w.worker for w in self._in(Phase.MEMBER)}
+        concerned = {m.worker for m in flight.plan.members} | {w.worker for w in self.in_phase(Phase.MEMBER)}
         living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.plan.generation, to=tuple(living)))
         self._note(EventKind.CANCELLED, flight.plan.world_size, reason, generation=flight.plan.generation)
@@ -374,9 +317,9 @@ class JobMembership:
         """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
         record.has_state = True
         flight = self.in_flight
-        expected = flight is not None and (flight.plan.generation == generation or record in self._entering())
-        if not expected and len(self._holders()) > 1 and self._hope is None:
-            planned = self._is_planned(record.worker)
+        expected = flight is not None and (flight.plan.generation == generation or record in self.entering())
+        if not expected and len(self.holders()) > 1 and self._hope is None:
+            planned = self.is_planned(record.worker)
             self._give_up(record, f"it holds the state of generation {generation}, which was called off")
             if planned:
                 self._withdraw(f"joiner {record.worker} was given up", now_s)
@@ -387,14 +330,14 @@ class JobMembership:
             return
         if flight.begun:
             flight.failed.add(worker)
-            if self._suspicion is None and not self._silent(flight):
+            if self._suspicion is None and not self.silent(flight):
                 self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
             return
         self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
 
     def _try_again(self, cause: str, now_s: float) -> None:
         """Cancel a planned change that nobody entered, for no fault that is known."""
-        joiners = self._planned()
+        joiners = self.planned()
         self._withdraw(cause, now_s)
         # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
         self._retry_s = now_s + self._config.notice_s
@@ -417,28 +360,19 @@ class JobMembership:
             flight.pauses[worker] = pause_s
         if self._hope is not None:
             self._force(self._hope.cause, now_s)
-        elif not self._silent(flight) and not flight.failed & self.workers.keys():
+        elif not self.silent(flight) and not flight.failed & self.workers.keys():
             self._complete_switch(flight)
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
         before, self.current, flight.effective_s = self.generation, flight.plan, now_s
         if self._suspicion is not None and self._suspicion.generation < flight.plan.generation:
             self._suspicion = None  # whoever failed in the generation before is cured by this one
-        for member in self._in(Phase.MEMBER):
+        for member in self.in_phase(Phase.MEMBER):
             if flight.plan.rank_of(member.worker) is not None:
                 continue
             member.phase, member.since_s = Phase.LEAVING, now_s
             if member.failed_in >= before:
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
-
-    def _silent(self, flight: InFlight) -> list[Worker]:
-        """Living members of an announced generation that have told nothing of it."""
-        told = flight.pauses.keys() | flight.failed
-        return [
-            w
-            for w in self._in(Phase.READY, Phase.MEMBER)
-            if flight.plan.rank_of(w.worker) is not None and w.worker not in told
-        ]
 
     def _complete_switch(self, flight: InFlight) -> None:
         self.in_flight = None
@@ -460,20 +394,20 @@ class JobMembership:
     def _deadlines(self, now_s: float) -> None:
         config = self._config
         if self._hope is not None and now_s >= self._hope.at_s:
-            if not self._holders():
+            if not self.holders():
                 self._end(AllLost(reason=self._hope.cause))
                 return
             self._idle()
         if self._suspicion is not None and now_s >= self._suspicion.at_s:
             self._force(f"a collective failed: {self._suspicion.cause}", now_s)
-        for record in self._in(Phase.RESERVING):
+        for record in self.in_phase(Phase.RESERVING):
             if now_s - record.since_s > config.reserve_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
                 self._give_up(record, f"node {record.node[:8]} did not free its resources in time")
-        for record in self._in(Phase.LEAVING):
+        for record in self.in_phase(Phase.LEAVING):
             if now_s - record.since_s > config.switch_timeout_s:
                 self._lost(record.worker, "its train function did not unwind in time", now_s)
-        for record in self._in(Phase.STARTING):
+        for record in self.in_phase(Phase.STARTING):
             if now_s - record.since_s > config.join_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
                 self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}")
@@ -488,7 +422,7 @@ class JobMembership:
         if not flight.begun:
             self._try_again(f"generation {flight.plan.generation} was not entered in time", now_s)
             return
-        silent = self._silent(flight)
+        silent = self.silent(flight)
         cause = f"it did not enter generation {flight.plan.generation} in time"
         for record in silent:
             del self.workers[record.worker]
@@ -507,40 +441,20 @@ class JobMembership:
     # -- towards the target ------------------------------------------------------------------------------------
 
     def _reconcile(self, now_s: float) -> None:
-        if self._in(Phase.FINISHED):
+        if self.in_phase(Phase.FINISHED):
             return  # the job is ending
-        leavers = self._drop_surplus()
+        leavers, unwanted = surplus(self, self._target)
+        for record in unwanted:
+            del self.workers[record.worker]
+            self._out.append(Release(worker=record.worker, kill=True, reason="it is not wanted any more"))
         self._ask_for_missing(now_s)
         if self.in_flight is None and self._suspicion is None and now_s >= self._retry_s:
             self._change(leavers, now_s)
 
-    def _drop_surplus(self) -> list[Worker]:
-        """Give back what is not wanted any more; returns the members that are to leave."""
-        leavers: list[Worker] = []
-        rank = {w.worker: index for index, w in enumerate(self.members())}
-        flying = {m.worker for m in self.in_flight.plan.members} if self.in_flight is not None else set()
-        for node, count in self._present().items():
-            surplus = count - self._target.get(node, 0)
-            if surplus <= 0:
-                continue
-            here = [w for w in self.workers.values() if w.node == node and w.phase is not Phase.LEAVING]
-            # Newest first, and members last: what has not joined costs nothing to give back.
-            here.sort(
-                key=lambda w: (w.phase is not Phase.MEMBER, rank.get(w.worker, 0), w.number),
-                reverse=True,
-            )
-            for record in here[:surplus]:
-                if record.phase is Phase.MEMBER:
-                    leavers.append(record)
-                elif record.worker not in flying and not record.has_state:
-                    del self.workers[record.worker]
-                    self._out.append(Release(worker=record.worker, kill=True, reason="it is not wanted any more"))
-        return leavers
-
     def _ask_for_missing(self, now_s: float) -> None:
         if now_s < self._not_before_s:
             return
-        held = self._present()
+        held = self.present()
         for node, wanted in sorted(self._target.items()):
             for _ in range(wanted - held.get(node, 0)):
                 self._named += 1
@@ -550,60 +464,29 @@ class JobMembership:
 
     def _change(self, leavers: list[Worker], now_s: float) -> None:
         """Announce the next planned generation once it is worth it."""
-        joiners = self._in(Phase.READY)
+        joiners = self.in_phase(Phase.READY)
         if not joiners and not leavers:
             self._first_wish_s = None
             return
         if self._first_wish_s is None:
             self._first_wish_s = now_s
         # Who leaves while others come saves the job a pause, and a time at a smaller size, by waiting for them.
-        coming = self._in(Phase.STARTING, Phase.RESERVING) if leavers else self._in(Phase.STARTING)
+        coming = self.in_phase(Phase.STARTING, Phase.RESERVING) if leavers else self.in_phase(Phase.STARTING)
         patient = bool(coming) and now_s - self._first_wish_s < self._config.patience_s
+        reason = self._reason
         if self.current is None:
-            self._begin(joiners, patient, now_s)
-            return
-        leaving = {w.worker for w in leavers}
-        members = self.members()
-        stayers = [w for w in members if w.worker not in leaving]
-        if not stayers and members:
-            stayers, leaving = (
-                members[:1],
-                leaving - {members[0].worker},
-            )  # somebody must bring the state along
-        group = stayers + joiners
-        too_small = len(group) < min(self._config.min_workers, len(members)) and bool(
-            self._in(Phase.STARTING, Phase.RESERVING)
-        )
-        if [w.worker for w in group] == [w.worker for w in members]:
-            self._first_wish_s = None
-            return
-        if patient or too_small:
-            return
-        self._first_wish_s = None
-        reason = f"in place of lost workers; {self._reason}" if self._bereft and joiners else self._reason
-        self._bereft = False
-        self._issue(group, forced=False, reason=reason, now_s=now_s)
-
-    def _begin(self, joiners: list[Worker], patient: bool, now_s: float) -> None:
-        """The first generation, or the first after all members were lost: then of those that hold the state alone,
-        for a world that grows needs a step at which it may."""
-        holders = self._holders()
-        group = [w for w in joiners if w.has_state or not holders]
-        if holders:
-            newest = max(w.held for w in holders)
-            if all(w.held < newest for w in group):
-                return  # who has trained longest is still starting over
-            patient = patient and any(w.phase is Phase.STARTING for w in holders)
-        else:
-            group = group[: self._first_most or None]
-            patient = patient and len(group) != self._first_most
             wanted = min(self._config.min_workers, max(1, self.target_workers))
-            if len(group) < min(wanted, self._first_most or wanted):
+            group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
+        else:
+            group = next_group(self, leavers, min_workers=self._config.min_workers)
+            if group == self.members():
+                self._first_wish_s = None
                 return
-        if patient or not group:
-            return
-        self._first_wish_s = None
-        self._issue(group, forced=False, reason=self._reason, now_s=now_s)
+            group = None if patient else group
+            reason = f"in place of lost workers; {reason}" if self._bereft and joiners else reason
+        if group is not None:
+            self._first_wish_s, self._bereft = None, False
+            self._issue(group, forced=False, reason=reason, now_s=now_s)
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""

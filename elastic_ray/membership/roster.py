@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 
 from elastic_ray.membership.plan import Plan
 
@@ -84,3 +85,77 @@ class InFlight:
 def number(worker: str) -> int:
     """Order of age of a worker's id."""
     return int(worker[1:])
+
+
+class Roster:
+    """Who there is, in which generation they are, and which one they are heading for; questions only.
+
+    Attributes:
+        workers: every worker that exists or is asked for, by id.
+        current: the generation in effect, None before the first.
+        in_flight: the announced generation, None when all have entered.
+    """
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.current: Plan | None = None
+        self.in_flight: InFlight | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the generation in effect."""
+        return self.current.world_size if self.current is not None else 0
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation in effect, 0 before the first."""
+        return self.current.generation if self.current is not None else 0
+
+    def held(self) -> dict[str, int]:
+        """Workers with resources (reserved, or asked for) by node."""
+        return dict(Counter(w.node for w in self.workers.values()))
+
+    def present(self) -> dict[str, int]:
+        """As :meth:`held`, without those on their way out."""
+        return dict(Counter(w.node for w in self.workers.values() if w.phase is not Phase.LEAVING))
+
+    def watched(self) -> set[str]:
+        """Workers from whom signs of life are expected."""
+        return {w.worker for w in self.in_phase(Phase.READY, Phase.MEMBER)}
+
+    def members(self) -> list[Worker]:
+        """Living members in rank order."""
+        order = [m.worker for m in self.current.members] if self.current is not None else []
+        rank = {worker: index for index, worker in enumerate(order)}
+        living = [w for w in self.workers.values() if w.phase is Phase.MEMBER]
+        return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
+
+    def in_phase(self, *phases: Phase) -> list[Worker]:
+        """Workers in these phases, oldest first."""
+        chosen = [w for w in self.workers.values() if w.phase in phases]
+        return sorted(chosen, key=lambda w: w.number)
+
+    def holders(self) -> list[Worker]:
+        """Workers with a process that are known to hold a trained state."""
+        return [w for w in self.in_phase(Phase.STARTING, Phase.READY, Phase.MEMBER) if w.has_state]
+
+    def is_planned(self, worker: str) -> bool:
+        """Whether the generation in flight has it as a member."""
+        return self.in_flight is not None and self.in_flight.plan.rank_of(worker) is not None
+
+    def planned(self) -> list[Worker]:
+        """Joiners of the generation in flight that have not said that they entered it."""
+        return [w for w in self.in_phase(Phase.READY) if self.is_planned(w.worker)]
+
+    def entering(self) -> list[Worker]:
+        """Those of them that enter it now: the change is under way."""
+        return self.planned() if self.in_flight is not None and self.in_flight.begun else []
+
+    def silent(self, flight: InFlight) -> list[Worker]:
+        """Living members of an announced generation that have told nothing of it."""
+        told = flight.pauses.keys() | flight.failed
+        return [
+            w
+            for w in self.in_phase(Phase.READY, Phase.MEMBER)
+            if flight.plan.rank_of(w.worker) is not None and w.worker not in told
+        ]

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from elastic_ray.agreement import CONTROL_SIZE
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.parallel.buckets import Bucket, build_buckets
 from elastic_ray.parallel.noise import NoiseTracker
-from elastic_ray.session import CONTROL_SIZE, Session
+from elastic_ray.session import Session
 from elastic_ray.step import Step
 
 
@@ -188,7 +189,7 @@ class GradientReducer:
     def _fill_tail(self) -> None:
         session = self._session
         shared = self._noise.shared_values() if session.rank == 0 else self._nothing_to_share
-        head = [*session.control_values(), *self._no_norms, *shared]
+        head = [*session.agreement.values(session.rank), *self._no_norms, *shared]
         if self._complete:
             flags = self._all_used
         else:
@@ -236,7 +237,7 @@ class GradientReducer:
             self._give_up(str(error))
             return
         values = self._tail[: self._shared.stop].tolist()
-        session.control_result(values[:CONTROL_SIZE])
+        session.agreement.conclude(values[:CONTROL_SIZE], session.world_size)
         self._noise.take_shared(values[self._shared])
         self._write_back(lambda: [count > 0 for count in self._tail[self._shared.stop :].tolist()])
         session.reduced()

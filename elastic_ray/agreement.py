@@ -1,0 +1,99 @@
+"""What all ranks decide together: numbers that ride on collectives, from which each rank concludes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.run_progress import agreed_lead, names_agree, names_ballot
+
+# What rides on every gradient reduction and vote: lead, lead squared, stop, and rank 0's wish for m and s.
+CONTROL_SIZE = 5
+# A vote goes on with a digest of the names of sums, then the sums. Ballots have a multiple of this length, so that
+# ranks that disagree on the names still meet in one reduction and can say so.
+_NAMES_END = CONTROL_SIZE + 2
+_BALLOT = 32
+
+Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
+
+
+class Agreement:
+    """What the ranks of the present group have agreed on and not yet carried out.
+
+    Attributes:
+        generation: generation to go to at the next edge, 0 for none.
+        stop: the job stops at the next edge.
+        batch: batch shape to change to, None to go on as it is.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.generation = 0
+        self.stop = False
+        self.batch: BatchChoice | None = None
+
+    def begin(self) -> None:
+        """A group was entered: nothing that another one agreed on counts in it."""
+        self.generation, self.batch = 0, None
+
+    def take_generation(self) -> int:
+        """The agreed generation, which has to be agreed on again if it is not entered now."""
+        generation, self.generation = self.generation, 0
+        return generation
+
+    def values(self, rank: int) -> list[float]:
+        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        membership = self._membership
+        lead = float(membership.prepared_ahead)
+        wish = membership.wanted_batch if rank == 0 else None
+        return [
+            lead,
+            lead * lead,
+            float(membership.stop_requested),
+            float(wish.atomic_bsz) if wish else 0.0,
+            float(wish.accum_steps) if wish else 0.0,
+        ]
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
+        lead = agreed_lead(sums[0], sums[1], world_size)
+        if lead:
+            self.generation = self._membership.generation + lead
+        self.stop = self.stop or sums[2] > 0
+        if sums[3] > 0:
+            self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
+
+    def vote(self, communicator: Communicator, added: Sums) -> list[tuple[tuple[int, int], str, float]]:
+        """Agree in a collective of its own, and add up what the ranks' accumulators were given.
+
+        Args:
+            communicator: of the present group.
+            added: what this rank has added, by accumulator and name.
+
+        Returns:
+            Accumulator, name and sum over the ranks, in the same order everywhere.
+
+        Raises:
+            CommunicationFailedError: the collective failed.
+            RuntimeError: the ranks have added to different names.
+        """
+        names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
+        world_size = communicator.world_size
+        values = self.values(communicator.rank) + names_ballot(names) + [added[key][name] for key, name in names]
+        if world_size > 1:
+            ballot = torch.zeros(-(-len(values) // _BALLOT) * _BALLOT, dtype=torch.float64)
+            ballot[: len(values)] = torch.tensor(values, dtype=torch.float64)
+            communicator.wait(communicator.all_reduce(ballot))
+            values = ballot.tolist()[: len(values)]
+        self.conclude(values[:CONTROL_SIZE], world_size)
+        if not names_agree(values[CONTROL_SIZE:_NAMES_END], world_size):
+            raise RuntimeError(
+                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
+                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
+            )
+        return [(key, name, value) for (key, name), value in zip(names, values[_NAMES_END:], strict=True)]

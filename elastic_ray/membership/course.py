@@ -1,0 +1,71 @@
+"""Towards the allocator's target: who is not wanted any more, and who makes up the next generation (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic_ray.membership.roster import Phase, Roster, Worker
+
+
+def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[Worker], list[Worker]]:
+    """Who is too many on each node: members that are to leave, and others to be given back at once."""
+    leavers: list[Worker] = []
+    unwanted: list[Worker] = []
+    rank = {w.worker: index for index, w in enumerate(roster.members())}
+    flying = {m.worker for m in roster.in_flight.plan.members} if roster.in_flight is not None else set()
+    for node, count in roster.present().items():
+        excess = count - target.get(node, 0)
+        if excess <= 0:
+            continue
+        here = [w for w in roster.workers.values() if w.node == node and w.phase is not Phase.LEAVING]
+        # Newest first, and members last: what has not joined costs nothing to give back.
+        here.sort(key=lambda w: (w.phase is not Phase.MEMBER, rank.get(w.worker, 0), w.number), reverse=True)
+        for record in here[:excess]:
+            if record.phase is Phase.MEMBER:
+                leavers.append(record)
+            elif record.worker not in flying and not record.has_state:
+                unwanted.append(record)
+    return leavers, unwanted
+
+
+def next_group(roster: Roster, leavers: Sequence[Worker], *, min_workers: int) -> list[Worker] | None:
+    """Members of the next planned generation by rank; None where it is not worth one.
+
+    It is not announced as long as it would have fewer than ``min_workers`` and more are on their way.
+    """
+    members = roster.members()
+    leaving = {w.worker for w in leavers}
+    stayers = [w for w in members if w.worker not in leaving]
+    if not stayers:
+        stayers = members[:1]  # somebody must bring the state along
+    group = stayers + roster.in_phase(Phase.READY)
+    too_small = len(group) < min(min_workers, len(members))
+    if too_small and roster.in_phase(Phase.STARTING, Phase.RESERVING):
+        return None
+    return group
+
+
+def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> list[Worker] | None:
+    """Members of the first generation, or of the first after all members were lost; None where it has to wait.
+
+    The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
+
+    Args:
+        roster: the workers.
+        wanted: fewest workers to begin with.
+        most: most workers that can begin, 0 for no limit.
+        patient: whether to wait for workers that are starting.
+    """
+    holders = roster.holders()
+    group = [w for w in roster.in_phase(Phase.READY) if w.has_state or not holders]
+    if holders:
+        newest = max(w.held for w in holders)
+        if all(w.held < newest for w in group):
+            return None  # who has trained longest is still starting over
+        patient = patient and any(w.phase is Phase.STARTING for w in holders)
+    else:
+        group = group[: most or None]
+        patient = patient and len(group) != most
+        if len(group) < min(wanted, most or wanted):
+            return None
+    return group if group and not patient else None
