@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job import views
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.messages import (
@@ -159,20 +160,7 @@ class JobController:
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        plan = self._machine.current
-        if plan is None or self._record.phase.ended:
-            return ()
-        return tuple(
-            WorkerInfo(
-                rank=rank,
-                node=member.node,
-                pid=self._crew.facts[member.worker].pid,
-                generation=plan.generation,
-                worker=member.worker,
-            )
-            for rank, member in enumerate(plan.members)
-            if member.worker in self._crew.facts
-        )
+        return views.members(self._machine, self._record, self._crew.facts)
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
         """All events from number ``since`` on."""
@@ -184,18 +172,9 @@ class JobController:
         Raises:
             ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
-        most = self._max_workers()
-        if not self._spec.min_workers <= workers <= most:
-            raise ValueError(
-                f"workers must be between {self._spec.min_workers} and {most} for job {self._spec.job}, "
-                f"but got {workers}" + ("" if workers > self._spec.max_workers else self._loader_limit())
-            )
+        views.check_size(workers, self._spec, self._desk)
         self._held_at = workers
         self._heartbeat_due_s = 0.0
-
-    def _loader_limit(self) -> str:
-        loader = self._desk.loader
-        return f"; its loader has work for {loader.max_workers} (batch size and dataset)" if loader else ""
 
     async def release(self) -> None:
         """Leave the job's size to the allocator again."""
@@ -507,30 +486,15 @@ class JobController:
             self._allocator = None
 
     def _view(self) -> JobView:
-        spec, loader, tuner = self._spec, self._desk.loader, self._desk.tuner
-        bounds = tuner.atomic_bsz_range if tuner is not None else None
-        return JobView(
-            job=spec.job,
-            bundle=spec.bundle,
-            min_workers=spec.min_workers,
-            max_workers=self._max_workers(),
+        return views.allocator_view(
+            self._spec,
+            self._desk,
             submitted_s=self._submitted_s,
             held_at=self._held_at,
             allocation=self._crew.reserved(),
             most_workers=self._most_workers,
-            goodput=self._desk.model,
-            init_batch_size=loader.limits.init_batch_size if loader else None,
-            max_batch_size=loader.limits.max_batch_size if loader else None,
-            atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
-            accumulation=loader.limits.gradient_accumulation if loader else False,
-            resize_cost_s=max(0.0, self._resize_cost_s),
-            label_selector=spec.label_selector,
+            resize_cost_s=self._resize_cost_s,
         )
-
-    def _max_workers(self) -> int:
-        loader = self._desk.loader
-        most = self._spec.max_workers if loader is None else min(self._spec.max_workers, loader.max_workers)
-        return max(self._spec.min_workers, most)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -538,7 +502,7 @@ class JobController:
         if self._record.phase.ended:
             return
         workers = self._machine.world_size
-        reason = _explain(error) if error is not None else f"the job has {phase.value}"
+        reason = views.explain(error, phase)
         self._event(EventKind.FINISHED, workers, 0, reason)
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
         self._crew.disband()
@@ -546,23 +510,7 @@ class JobController:
             self._allocator.ended.remote(self._spec.job)
 
     def _status(self) -> JobStatus:
-        report, machine = self._desk.latest, self._machine
-        ended = self._record.phase.ended
-        return JobStatus(
-            job=self._spec.job,
-            phase=self._record.phase,
-            workers=0 if ended else machine.world_size,
-            target_workers=0 if ended else machine.target_workers,
-            generation=machine.generation,
-            epoch=report.epoch if report else 0,
-            epochs=report.epochs if report else None,
-            step=report.total_steps if report else 0,
-            batch_size=report.batch_size if report else 0,
-            throughput=self._desk.throughput,
-            goodput=self._desk.goodput(),
-            metrics=self._record.metrics,
-            message=self._record.message,
-        )
+        return views.job_status(self._spec, self._desk, self._record, self._machine)
 
     def _side(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work)
@@ -572,10 +520,3 @@ class JobController:
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         self._side(asyncio.to_thread(function, *arguments))
-
-
-def _explain(error: BaseException) -> str:
-    """An error on one line; of a train function's error also what the function raised."""
-    headline = str(error).strip().split("\n", 1)[0]
-    raised = getattr(error, "traceback_text", "").strip().rsplit("\n", 1)[-1]
-    return f"{headline} {raised}".strip()

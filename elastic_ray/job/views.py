@@ -1,0 +1,115 @@
+"""What others see of a job: the allocator its view, the driver its status (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.messages import ProcessFacts
+from elastic_ray.job.record import JobRecord
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.generation import JobMembership
+from placement.jobs import JobView
+
+
+def max_workers(spec: JobSpec, desk: BatchDesk) -> int:
+    """Most workers that the job has a use for, never fewer than its minimum."""
+    most = spec.max_workers if desk.loader is None else min(spec.max_workers, desk.loader.max_workers)
+    return max(spec.min_workers, most)
+
+
+def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
+    """Refuse a size that the job cannot be held at.
+
+    Raises:
+        ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    """
+    most = max_workers(spec, desk)
+    if spec.min_workers <= workers <= most:
+        return
+    limit = ""
+    if desk.loader is not None and workers <= spec.max_workers:
+        limit = f"; its loader has work for {desk.loader.max_workers} (batch size and dataset)"
+    raise ValueError(
+        f"workers must be between {spec.min_workers} and {most} for job {spec.job}, but got {workers}{limit}"
+    )
+
+
+def allocator_view(
+    spec: JobSpec,
+    desk: BatchDesk,
+    *,
+    submitted_s: float,
+    held_at: int | None,
+    allocation: Mapping[str, int],
+    most_workers: int,
+    resize_cost_s: float,
+) -> JobView:
+    """The job as the allocator is told of it with every heartbeat."""
+    limits = desk.loader.limits if desk.loader is not None else None
+    bounds = desk.tuner.atomic_bsz_range if desk.tuner is not None else None
+    return JobView(
+        job=spec.job,
+        bundle=spec.bundle,
+        min_workers=spec.min_workers,
+        max_workers=max_workers(spec, desk),
+        submitted_s=submitted_s,
+        held_at=held_at,
+        allocation=allocation,
+        most_workers=most_workers,
+        goodput=desk.model,
+        init_batch_size=limits.init_batch_size if limits else None,
+        max_batch_size=limits.max_batch_size if limits else None,
+        atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
+        accumulation=limits.gradient_accumulation if limits else False,
+        resize_cost_s=max(0.0, resize_cost_s),
+        label_selector=spec.label_selector,
+    )
+
+
+def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:
+    """The job as its driver sees it."""
+    report, ended = desk.latest, record.phase.ended
+    return JobStatus(
+        job=spec.job,
+        phase=record.phase,
+        workers=0 if ended else machine.world_size,
+        target_workers=0 if ended else machine.target_workers,
+        generation=machine.generation,
+        epoch=report.epoch if report else 0,
+        epochs=report.epochs if report else None,
+        step=report.total_steps if report else 0,
+        batch_size=report.batch_size if report else 0,
+        throughput=desk.throughput,
+        goodput=desk.goodput(),
+        metrics=record.metrics,
+        message=record.message,
+    )
+
+
+def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, ProcessFacts]) -> tuple[WorkerInfo, ...]:
+    """Members of the present generation by rank, as far as their processes are known."""
+    plan = machine.current
+    if plan is None or record.phase.ended:
+        return ()
+    return tuple(
+        WorkerInfo(
+            rank=rank,
+            node=member.node,
+            pid=facts[member.worker].pid,
+            generation=plan.generation,
+            worker=member.worker,
+        )
+        for rank, member in enumerate(plan.members)
+        if member.worker in facts
+    )
+
+
+def explain(error: BaseException | None, phase: JobPhase) -> str:
+    """Why a job has ended, on one line; of a train function's error also what the function raised."""
+    if error is None:
+        return f"the job has {phase.value}"
+    headline = str(error).strip().split("\n", 1)[0]
+    raised = getattr(error, "traceback_text", "").strip().rsplit("\n", 1)[-1]
+    return f"{headline} {raised}".strip()
