@@ -19,7 +19,7 @@ import torch.distributed as dist
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
 _GRAVEYARD_GRACE_S = 5.0
-_BRIEFLY = timedelta(milliseconds=20)
+_BRIEFLY = timedelta(milliseconds=100)
 _CUDA_POLL_S = 2e-4
 
 
