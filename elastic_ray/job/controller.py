@@ -455,6 +455,8 @@ class JobController:
         members = self._machine.watched()
         for worker, silence_s in self._pulse.silent(now_s, members):
             self._take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
+        for worker in set(self._pulse.questionable()) & members:
+            self._side(self._look_at(worker))
         self._take(Tick())
         if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
             self._finish(JobPhase.STOPPED)
@@ -467,6 +469,14 @@ class JobController:
             self._heartbeat_due_s = now_s + _HEARTBEAT_S
             if self._beating is None or self._beating.done():
                 self._beating = self._side(self._heartbeat())
+
+    async def _look_at(self, worker: str) -> None:
+        """One that is silent may be stopped or starved: its node knows."""
+        running = await self._crew.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
+        if running:
+            self._pulse.excuse(worker)
+        elif running is False and self._pulse.questioned(worker):
+            self._take(Lost(worker=worker, cause="its process is stopped or gone"))
 
     async def _fit(self, snapshot: Any) -> None:
         model = await asyncio.to_thread(fit_snapshot, snapshot)

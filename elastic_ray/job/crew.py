@@ -179,6 +179,21 @@ class Crew:
         if group is not None:
             groups.release(group)
 
+    async def is_running(self, worker: str, timeout_s: float) -> bool | None:
+        """Whether another process of the worker's node sees its process running; None where none can tell.
+
+        A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
+        """
+        node, facts = self._nodes.get(worker, ""), self.facts.get(worker)
+        others = [actor for other, actor in self._actors.items() if other != worker and self._nodes[other] == node]
+        witness = next(iter([*self._warm.get(node, []), *others]), None)
+        if witness is None or facts is None:
+            return None
+        try:
+            return bool(await asyncio.wait_for(witness.sees_running.remote(facts.pid), timeout_s))
+        except (RayError, asyncio.TimeoutError):
+            return None
+
     def post(self, workers: Iterable[str], message: Message) -> None:
         """Tell workers something; one that is gone misses nothing."""
         for worker in workers:

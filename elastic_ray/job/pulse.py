@@ -13,7 +13,7 @@ class Pulse:
 
     Args:
         timeout_s: silence after which a member of a group counts as hung.
-        alone_s: the same for one that nobody waits for; ``timeout_s`` if not given.
+        alone_s: the same for one that nobody waits for, or that was seen to be alive; ``timeout_s`` if not given.
     """
 
     def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:
@@ -22,14 +22,36 @@ class Pulse:
         self._clock_s = 0.0
         self._looked_s: float | None = None
         self._heard_s: dict[str, float] = {}
+        self._questioned: set[str] = set()
+        self._excused: set[str] = set()
 
     def heard(self, *workers: str) -> None:
         """A sign of life."""
         self._heard_s.update(dict.fromkeys(workers, self._clock_s))
+        self._questioned.difference_update(workers)
+        self._excused.difference_update(workers)
 
     def forget(self, worker: str) -> None:
         """Expect nothing from it any more."""
         self._heard_s.pop(worker, None)
+        self._questioned.discard(worker)
+        self._excused.discard(worker)
+
+    def excuse(self, worker: str) -> None:
+        """Its process was seen to be alive: it may be busy, or starved, and is worth a longer wait."""
+        if worker in self._questioned:  # not heard of since the question
+            self._excused.add(worker)
+
+    def questioned(self, worker: str) -> bool:
+        """Whether nothing has been heard of it since it became questionable."""
+        return worker in self._questioned
+
+    def questionable(self) -> list[str]:
+        """Who has been silent for half the timeout, once each time: worth a look at its process."""
+        half_s = self._timeout_s / 2
+        found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > half_s and w not in self._questioned]
+        self._questioned.update(found)
+        return found
 
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
         """Members that have been silent for longer than the timeout, and for how long [s]."""
@@ -37,6 +59,7 @@ class Pulse:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
         watched = list(members)
-        limit_s = self._timeout_s if len(watched) > 1 else self._alone_s
+        patient = set(watched) if len(watched) == 1 else self._excused
         quiet = [(w, self._clock_s - self._heard_s[w]) for w in watched if w in self._heard_s]
-        return [(worker, silence_s) for worker, silence_s in quiet if silence_s > limit_s]
+        limit_s = {w: self._alone_s if w in patient else self._timeout_s for w in watched}
+        return [(worker, silence_s) for worker, silence_s in quiet if silence_s > limit_s[worker]]

@@ -9,6 +9,7 @@ import resource
 import threading
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -151,6 +152,14 @@ class Worker:
         torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         return ProcessFacts(pid=os.getpid(), cuda=cuda)
+
+    def sees_running(self, pid: int) -> bool:
+        """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return not Path("/proc/self/stat").exists()
+        return state not in "TtZX"
 
     def post(self, worker: str, message: Message) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""

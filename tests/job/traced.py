@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,8 @@ def train(config: dict[str, Any]) -> str:
     """Train a small network.
 
     ``config``: trace (folder), samples, batch_size, epochs, pause_s, adapt, checkpoint, checkpoint_at (step),
-    raise_at (step), starve (folder: the second process to build its model runs out of memory).
+    raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to build its model runs out
+    of memory).
     """
     import torch
 
@@ -64,6 +66,8 @@ def train(config: dict[str, Any]) -> str:
             sums["loss"] += loss.item() * len(y)
             sums["samples"] += len(y)
             time.sleep(float(config.get("pause_s", 0.02)))
+            if config.get("hold_lock_at") == context.get_global_step() and context.get_world_rank() == 1:
+                ctypes.PyDLL(None).usleep(int(config["hold_lock_s"] * 1e6))
             if config.get("checkpoint_at") == context.get_global_step():
                 er.report({}, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
             if config.get("raise_at") == context.get_global_step() and context.get_world_rank() == 1:

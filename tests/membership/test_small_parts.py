@@ -151,6 +151,23 @@ def test_one_that_nobody_waits_for_may_be_silent_for_longer() -> None:
     assert silent_after(pulse, times[41:], ["a"])
 
 
+def test_who_was_seen_to_live_is_waited_for_until_it_speaks() -> None:
+    pulse = Pulse(2.0, alone_s=30.0)
+    pulse.silent(0.0, [])
+    pulse.heard("a", "b")
+    times = [0.2 * i for i in range(1, 400)]
+    assert not silent_after(pulse, times[:6], ["a", "b"])
+    assert pulse.questionable() == ["a", "b"]
+    assert pulse.questionable() == []
+    pulse.excuse("a")
+    assert set(silent_after(pulse, times[6:20], ["a", "b"])) == {"b"}
+    pulse.heard("a")
+    pulse.excuse("a")  # an answer that came too late
+    assert not pulse.questioned("a")
+    assert set(silent_after(pulse, times[20:28], ["a"])) == set()
+    assert "a" in silent_after(pulse, times[28:40], ["a", "b"])
+
+
 def test_the_controllers_own_pauses_are_nobodys_silence() -> None:
     pulse = Pulse(2.0)
     pulse.silent(0.0, ["a"])
