@@ -47,9 +47,9 @@ class Pulse:
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Who has been silent for half the timeout, once each time: worth a look at its process."""
-        half_s = self._timeout_s / 2
-        found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > half_s and w not in self._questioned]
+        """Who has been silent for a third of the timeout, once each time: worth a look at its process."""
+        soon_s = self._timeout_s / 3
+        found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)
         return found
 

@@ -22,6 +22,8 @@ from tests.local_cluster import LocalCluster, clean_up
 START_TIMEOUT_S = 120.0
 EVENT_TIMEOUT_S = 150.0
 STEPS_BEFORE = 12  # one checkpoint of the baseline included
+# A replacement finds a warm process only where the job has trained for longer than it takes to start one.
+STEPS_IN_FULL_TRAINING = 40
 STEPS_AFTER = 5
 
 Job = RayTrainJob | ElasticJob
@@ -153,7 +155,7 @@ def node_loss(kind: type[Job], *, fast_health_check: bool) -> list[Outcome]:
 def hang(kind: type[Job], *, cap_s: float) -> list[Outcome]:
     """SIGSTOP of the last of three workers; a system that does not notice is cut off after ``cap_s``."""
     with cluster(nodes=1, slots=3), job(kind, workers=(1, 3)) as running:
-        settle(running, world=3)
+        settle(running, world=3, steps=STEPS_IN_FULL_TRAINING)
         victim = running.pids()[2]
         try:
             act = lambda: os.kill(victim, signal.SIGSTOP)  # noqa: E731
