@@ -67,7 +67,7 @@ class Observation:
                 raise ValueError(f"{name} must be above 0, but got {getattr(self, name)}")
 
 
-def fit(observations: Iterable[Observation]) -> ThroughputModel:
+def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
     """The model whose step times are nearest to those measured, by the squared errors of their logarithms.
 
     Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
@@ -76,12 +76,17 @@ def fit(observations: Iterable[Observation]) -> ThroughputModel:
 
     the second term where grad_time was measured. What the data cannot tell follows priors:
 
-    - one atomic batch size only: alpha_c = beta_c m, half of the compute time each;
+    - one atomic batch size only: alpha_c = beta_c m, half of the compute time each; with ``fixed_batch``
+      alpha_c = 0, since more replicas then mean smaller atomic batches: what was never tried scales perfectly;
     - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
     - never several nodes: as within a node; never several replicas within a node: free;
     - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only.
 
     Deterministic; any valid observations give a model.
+
+    Args:
+        observations: at least one.
+        fixed_batch: the job keeps its global batch whatever its size.
 
     Raises:
         TypeError: an element is not an Observation.
@@ -93,7 +98,7 @@ def fit(observations: Iterable[Observation]) -> ThroughputModel:
     for each in given:
         if not isinstance(each, Observation):
             raise TypeError(f"observations must be Observation values, but got {each!r}")
-    problem = _Problem(given)
+    problem = _Problem(given, fixed_batch=fixed_batch)
     first, *others = problem.starts()
     best = problem.solve(first)
     for start in others:
@@ -109,7 +114,7 @@ class _Problem:
     that the unknowns are near 1 whatever the job's speed.
     """
 
-    def __init__(self, observations: list[Observation]) -> None:
+    def __init__(self, observations: list[Observation], *, fixed_batch: bool) -> None:
         config = [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps] for o in observations]
         nodes, replicas, atomic_bsz, self.accum = np.array(config, dtype=np.float64).T
         weight = np.array([o.count for o in observations], dtype=np.float64)
@@ -126,19 +131,19 @@ class _Problem:
         self.bsz = atomic_bsz / self.mean_bsz
         self.remote, self.alone = nodes > 1, replicas == 1
         self.beyond_two = np.maximum(replicas - 2, 0)
-        self.ties, self.offset, self.free = self._tie(one_bsz=np.unique(atomic_bsz).size == 1)
+        self.ties, self.offset, self.free = self._tie(one_bsz=np.unique(atomic_bsz).size == 1, fixed_batch=fixed_batch)
         least, most = np.full(7, _LEAST * np.exp(min(self.log_step.min(), 0.0))), np.full(7, np.inf)
         least[_GAMMA], most[_GAMMA] = _GAMMA_RANGE
         self.bounds = least[self.free], most[self.free]
 
-    def _tie(self, *, one_bsz: bool) -> tuple[Floats, Floats, list[int]]:
+    def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()
         # Whose value each unseen parameter takes: another one's, or none: 0, and 1 for gamma.
         tied: dict[int, int | None] = {}
         if one_bsz:
-            tied[_ALPHA_C] = _BETA_C
+            tied[_ALPHA_C] = None if fixed_batch else _BETA_C
         if not seen_n:
             tied[_ALPHA_N] = _ALPHA_R if seen_r else None
         if not grows_n:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from placement.goodput import GoodputModel
 
 
+# A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
+_FIRST_WORKERS = 2
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """One job as its controller reports it with every heartbeat.
@@ -110,7 +114,7 @@ class JobView:
         """The most workers worth giving to this job now.
 
         At most ``max_workers``; at most so many that each gets its least micro-batch out of the largest
-        global batch; before a model exists at most twice what the job has run with (1 -> 2 -> 4..., as Pollux
+        global batch; before a model exists at most twice what the job has run with (2 -> 4..., as Pollux
         explores), since nothing is known about larger sizes. Never below ``min_workers``.
         """
         most = self.max_workers
@@ -118,7 +122,7 @@ class JobView:
         if batch is not None:
             most = min(most, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
         if self.goodput is None:
-            most = min(most, max(2 * self.most_workers, self.workers))
+            most = min(most, max(2 * self.most_workers, self.workers, _FIRST_WORKERS))
         return max(most, self.min_workers)
 
 

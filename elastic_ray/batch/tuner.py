@@ -87,7 +87,8 @@ def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
     """The goodput model of what was observed; None while steps or the noise scale are missing."""
     if not snapshot.observations or snapshot.noise is None:
         return None
-    return GoodputModel(fit(snapshot.observations), snapshot.noise, snapshot.limits.init_batch_size)
+    limits = snapshot.limits
+    return GoodputModel(fit(snapshot.observations, fixed_batch=limits.fixed), snapshot.noise, limits.init_batch_size)
 
 
 @dataclasses.dataclass(slots=True)

@@ -110,7 +110,7 @@ def test_exploration_doubles() -> None:
     for _ in range(4):
         world.beat("a", 2.1)
         seen.append(world.sizes()["a"])
-    assert seen == [1, 2, 4, 8, 8]
+    assert seen == [2, 4, 8, 8, 8]
 
 
 def test_a_lost_node_is_decided_at_once_and_survivors_stay() -> None:

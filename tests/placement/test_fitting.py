@@ -60,7 +60,7 @@ def test_fit_recovers_step_times(grad: bool, unit: float, gamma: float, local: f
 
 def test_slopes_are_the_derivatives_of_errors() -> None:
     true = ThroughputModel(0.05, 0.002, 0.3, 0.05, 0.1, 0.01, 2.5)
-    problem = fitting._Problem(observe(true, GRID, noise=0.5, grad=True))
+    problem = fitting._Problem(observe(true, GRID, noise=0.5, grad=True), fixed_batch=False)
     for start in problem.starts():
         numeric = approx_fprime(start, problem.errors, 1e-7)
         np.testing.assert_allclose(problem.slopes(start), numeric, atol=1e-5)
@@ -70,6 +70,15 @@ def test_one_batch_size_is_half_constant() -> None:
     model = fit([Observation(1, 1, 50, 0, 0.4), Observation(1, 1, 50, 1, 0.8)])
     assert model.alpha_c == pytest.approx(0.2, rel=1e-3)
     assert model.beta_c * 50 == pytest.approx(0.2, rel=1e-3)
+
+
+def test_with_a_fixed_batch_what_was_never_tried_scales_perfectly() -> None:
+    """Half of the compute as a constant would say 1.33 of two replicas, and a job would never try them."""
+    one = [Observation(nodes=1, replicas=1, atomic_bsz=64, accum_steps=0, step_time=0.25)]
+    model = fit(one, fixed_batch=True)
+    assert model.step_time(1, 2, 32, 0) == pytest.approx(0.125, rel=1e-3)
+    two = Observation(nodes=1, replicas=2, atomic_bsz=32, accum_steps=0, step_time=0.2)
+    assert fit([*one, two], fixed_batch=True).step_time(1, 2, 32, 0) == pytest.approx(0.2, rel=0.05)
 
 
 def test_what_one_replica_cannot_tell_is_taken_as_free() -> None:

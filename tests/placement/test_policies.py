@@ -148,7 +148,7 @@ def test_goodput_gives_more_to_the_job_that_scales() -> None:
 def test_goodput_explores_by_doubling_before_there_is_a_model() -> None:
     nodes = cluster(8)
     fresh = view("a", goodput=None)
-    assert GoodputPolicy().decide([fresh], nodes, 0.0)["a"].workers == 1
+    assert GoodputPolicy().decide([fresh], nodes, 0.0)["a"].workers == 2
     ran = dataclasses.replace(fresh, most_workers=2, allocation={"n0": 2})
     assert GoodputPolicy().decide([ran], nodes, 0.0)["a"].workers == 4
 
