@@ -1,15 +1,16 @@
 """Four jobs that come and go on one cluster of eight slots: average completion time, against Ray Train.
 
-The same four jobs, of one and a half to four minutes on two workers, arrive every 30 s. Under Ray Train each has the usual two workers, so that nobody ever
-waits and half of the cluster or more idles while fewer are there. Under elastic_ray each may have one to eight and the
-allocator decides, with nothing known of the jobs beforehand. Completion time counts from submission to result, cold
-starts of controllers, workers and allocator included. Bar: average 1.3 x shorter.
+The same four jobs, of one and a half to four minutes on two workers, arrive every 30 s. Under Ray Train each has the
+usual two workers, so that nobody ever waits and half of the cluster or more idles while fewer are there. Under
+elastic_ray each may have one to eight and the allocator decides, with nothing known of the jobs beforehand. Completion
+time counts from submission to result, cold starts of controllers, workers and allocator included. Bar: average 1.3 x
+shorter.
 
 What a worker computes is a stand-in: a step is a real forward, backward, all-reduce and update of a tiny model, and
 `time.sleep` of 4 ms for each sample of the local batch, as if the slot held an accelerator; slots are logical. Two
-cores cannot speed real computation up eightfold, and here every process that starts costs 5 s of a core, which is why
-the jobs are no shorter (`--quick`: two short ones, in which starts are most of the time). The global batch is 64 on both sides, whatever the number of workers,
-and adaptive batches are off: all that is gained is gained by sizes.
+cores cannot speed real computation up eightfold, and every process that starts takes 5 s of a core here, which is why
+the jobs are no shorter (`--quick`: two short ones, in which starts are most of the time). The global batch is 64 on
+both sides, whatever the number of workers, and adaptive batches are off: all that is gained is gained by sizes.
 """
 
 from __future__ import annotations
