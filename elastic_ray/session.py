@@ -7,8 +7,6 @@ code between them never sees membership, batch size or learning rate move.
 from __future__ import annotations
 
 import copy
-import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,22 +16,13 @@ from elastic_ray.faults import FaultInjector
 from elastic_ray.link import Link, LoaderInfo, StepReport
 from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.shared import SharedState
+from elastic_ray.passage import Passage, WorkerDismissed
 from elastic_ray.run_progress import LoopProgress, RunProgress
 from elastic_ray.step import Step
 from elastic_ray.step_clock import StepClock
 from elastic_ray.step_sums import StepSums
-
-logger = logging.getLogger(__name__)
-
-
-class WorkerDismissed(BaseException):
-    """This worker's part in the job is over; ``stopped`` when the whole job is."""
-
-    def __init__(self, *, stopped: bool) -> None:
-        super().__init__("stopped" if stopped else "left")
-        self.stopped = stopped
 
 
 class Session:
@@ -91,7 +80,7 @@ class Session:
         self._noises: list[Callable[[], tuple[float, float] | None]] = []
         self._kept = kept
         self._join_timeout_s = join_timeout_s
-        self._regroup_timeout_s = regroup_timeout_s
+        self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
         self._faults = faults
         self._outer: list[Step] = []
         self._ordinal = 0
@@ -200,29 +189,12 @@ class Session:
             self._kept = None
         self.link.ready(self.loader, has_state=self.shared.complete)
         self.moment("joining")
-        self._join()
+        self._passage.join(lambda: self.shared.complete, timeout_s=self._join_timeout_s)
         self.synced = True
         if self.progress.loops:
             # The user's code between here and the pass that the others are in has had its effect already.
             self.shared.snapshot()
             self._replay = (len(self.progress.loops) - 1, copy.deepcopy(self.progress.sums), self.progress.reports)
-
-    def _join(self) -> None:
-        deadline = time.monotonic() + self._join_timeout_s
-        while True:
-            try:
-                plan, communicator = self.membership.take_next(timeout_s=deadline - time.monotonic())
-                self._go_to(plan, communicator)
-                return
-            except CommunicationFailedError as error:
-                # A joiner that could not enter waits for the next plan; only members have something to report.
-                logger.info("worker %s: could not enter generation: %s", self.worker, error)
-                if self.shared.complete:
-                    self.link.failed(self.membership.generation, str(error))
-            except LostGroupError:
-                if self.membership.stop_requested:
-                    raise WorkerDismissed(stopped=True) from None
-                raise
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""
@@ -341,7 +313,7 @@ class Session:
                 self.progress.passes += 1
                 self._sync_buffers(self.communicator)
             except CommunicationFailedError as error:
-                furthest = self._regroup(str(error), self.membership.generation)
+                furthest = self._regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
                 self.progress.passes = max(self.progress.passes, furthest)
         loop.done = True
@@ -364,7 +336,7 @@ class Session:
     def check_group(self) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
         if self.depth == 0 and self.membership.voided:
-            self._regroup("the group was called off", self.membership.generation)
+            self._regroup("the group was called off")
 
     def _take_step(self) -> Step:
         if self.step is None:
@@ -391,7 +363,7 @@ class Session:
         if agreement.stop:
             raise WorkerDismissed(stopped=True)
         if agreement.generation:
-            self._switch(can_switch)
+            self._passage.switch(agreement.take_generation(), can_switch)
         elif agreement.batch is not None and agreement.batch != self.shape:
             self._set_shape(agreement.batch)
         agreement.batch = None
@@ -444,19 +416,6 @@ class Session:
 
     # -- changes of group --------------------------------------------------------------------------------------
 
-    def _switch(self, can_switch: Callable[[int], bool]) -> None:
-        generation = self.agreement.take_generation()
-        prepared = self.membership.prepared_plan(generation)
-        if prepared is not None and not can_switch(prepared.world_size):
-            return  # too few samples left in this pass for so many ranks: agreed on again at its end
-        try:
-            taken = self.membership.take(generation)
-            if taken is None:
-                raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
-            self._go_to(*taken)
-        except CommunicationFailedError as error:
-            self._regroup(str(error), generation)
-
     def _recover(self, step: Step, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
         nested, outer_lost = self.step is not None, self._failure is not None
@@ -466,31 +425,15 @@ class Session:
             del self.progress.loops[step.ordinal :]
             self._ordinal = step.ordinal
         before = self.progress.ticks, self.progress.slot
-        self._regroup(cause, self.membership.generation)
+        self._regroup(cause)
         outer_lost = outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if nested and outer_lost and before == (self.progress.ticks, self.progress.slot):
             self._failure = cause  # nobody finished the surrounding step either: its own edge draws it again
 
-    def _regroup(self, cause: str, generation: int) -> int:
-        """Wait for the next generation and enter it; returns the loader passes that the furthest rank has ended."""
+    def _regroup(self, cause: str) -> int:
         if not self.elastic:
             raise CommunicationFailedError(cause)
-        while True:
-            self.link.failed(generation, cause)
-            try:
-                return self._go_to(*self.membership.take_next(timeout_s=self._regroup_timeout_s))
-            except CommunicationFailedError as error:
-                cause, generation = str(error), self.membership.generation
-            except LostGroupError:
-                if self.membership.stop_requested:
-                    raise WorkerDismissed(stopped=True) from None
-                raise
-
-    def _go_to(self, plan: Plan, communicator: Communicator | None) -> int:
-        if communicator is None:
-            self.moment("leaving")
-            raise WorkerDismissed(stopped=False)
-        return self._enter(plan, communicator)
+        return self._passage.regroup(cause, self.membership.generation)
 
     def _enter(self, plan: Plan, communicator: Communicator) -> int:
         """Exchange state in a freshly formed group until all ranks are bit-identical."""

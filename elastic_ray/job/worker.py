@@ -36,8 +36,9 @@ from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard, connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
-from elastic_ray.session import Session, WorkerDismissed
+from elastic_ray.session import Session
 from elastic_ray.storage import RunStorage
 
 logger = logging.getLogger(__name__)
