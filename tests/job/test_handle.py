@@ -29,7 +29,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
     handle = start(tmp_path, workers=(1, 4), name="one", epochs=10_000)
     handle.resize(2)
     wait_until(lambda: [worker.rank for worker in handle.workers()] == [0, 1], handle)
-    with pytest.raises(TimeoutError, match=r"has not ended within 0.2 s \(running, 2 workers"):
+    with pytest.raises(TimeoutError, match=r"has not ended within 0.2 s \(running, 2 worker"):
         handle.result(timeout=0.2)
     for workers, error in ((0, ValueError), (5, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="but got"):
@@ -59,7 +59,7 @@ def test_a_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, t
     handle = start(tmp_path, workers=2, name="lost", epochs=10_000)
     wait_until(lambda: handle.status().step > 3, handle)
     ray.kill(ray.get_actor("job:lost", namespace="elastic_ray"))
-    with pytest.raises(JobLostError, match=r"job 'lost' was lost.*Last known state: running, 2 workers"):
+    with pytest.raises(JobLostError, match=r"job 'lost' was lost.*Last known state: running, 2 worker"):
         handle.result(timeout=60)
     assert handle.status().phase is JobPhase.FAILED
 
