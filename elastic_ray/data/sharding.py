@@ -56,10 +56,11 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     """Size of the next global batch, so that every rank has at least one sample in every step.
 
     Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
-    world_size, which could not be shared out, this step takes ``batch_size - (world_size - l)`` so that the
-    last one has exactly `world_size` samples; where that would leave this step itself fewer than `world_size`
-    (batch_size is less than ``2 * world_size - l``), it takes the leftover along: ``batch_size + l``, at most
-    one sample more per rank.
+    2 world_size, this step takes ``batch_size - (2 world_size - l)``, so that each of several ranks has two samples
+    in the last one (BatchNorm cannot do with one). Where that would leave this step itself fewer than that, one
+    each must do: with l < world_size, which could not be shared out, it takes ``batch_size - (world_size - l)``, and
+    where even that leaves it fewer than `world_size`, it takes the leftover along: ``batch_size + l``, at most one
+    sample more per rank.
     With `drop_last` a tail shorter than `batch_size` is dropped (0), and no step is ever adapted.
 
     Args:
@@ -80,6 +81,8 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     [8, 8, 5, 0]
     >>> [step_size(position=p, total=18, batch_size=8, world_size=4) for p in (0, 8, 14)]
     [8, 6, 4]
+    >>> [step_size(position=p, total=28, batch_size=24, world_size=4) for p in (0, 20)]
+    [20, 8]
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
     _check_count("batch_size", batch_size, at_least=1)
@@ -98,7 +101,11 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
-    if drop_last or leftover >= world_size:
+    if drop_last or leftover >= 2 * world_size:
+        return batch_size
+    if world_size > 1 and remaining >= 4 * world_size:
+        return remaining - 2 * world_size
+    if leftover >= world_size:
         return batch_size
     shortened = remaining - world_size
     return shortened if shortened >= world_size else remaining
@@ -107,11 +114,11 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
     """Whether a generation of `world_size` workers may start here; if not, a planned change waits.
 
-    True if the samples that are left give each worker at least one, or if none are left and the next epoch,
-    taken to be as long as this one, will.
+    True if the samples that are left give each worker at least two (BatchNorm cannot do with one); at the beginning
+    and the end of an epoch, if the next one, taken to be as long as this one, gives each at least one.
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
-    return (remaining or total) >= world_size
+    return total >= world_size if remaining in (0, total) else remaining >= 2 * world_size
 
 
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:

@@ -50,8 +50,12 @@ class JobRecord:
 
     @property
     def workers_at_most(self) -> int:
-        """Most workers that can go on from there: each needs a sample in its first step. 0: no limit."""
-        return int((self.restart_point[1] or {}).get("left", 0))
+        """Most workers that can go on from there, 0 for no limit.
+
+        Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
+        """
+        left = int((self.restart_point[1] or {}).get("left", 0))
+        return max(1, left // 2) if left else 0
 
     def starting(self) -> None:
         """Workers are being started."""

@@ -76,6 +76,8 @@ def test_a_fixed_group_ends_every_epoch_it_can_start(world: int, batch: int, tot
         (21, 8, 4, False, [8, 8, 5]),
         (18, 8, 4, False, [8, 6, 4]),  # the leftover of 2 is filled up to one sample a rank
         (17, 8, 4, False, [8, 5, 4]),
+        (28, 24, 4, False, [20, 8]),  # two samples a rank in the last step
+        (25, 24, 1, False, [24, 1]),  # as a DataLoader would
         (9, 4, 4, False, [4, 5]),  # nothing to take from: the leftover goes along
         (11, 4, 4, False, [4, 7]),
         (3, 8, 3, False, [3]),
@@ -112,8 +114,8 @@ def test_slices_of_a_rank_are_contiguous() -> None:
 
 
 def test_can_switch_waits_for_the_tail() -> None:
-    assert can_switch(position=6, total=10, world_size=4)
-    assert not can_switch(position=7, total=10, world_size=4)
+    assert can_switch(position=2, total=10, world_size=4)
+    assert not can_switch(position=3, total=10, world_size=4), "some would have a single sample"
     assert can_switch(position=10, total=10, world_size=4)
     assert not can_switch(position=3, total=3, world_size=4), "the next epoch could not start"
 

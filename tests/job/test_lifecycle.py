@@ -85,8 +85,8 @@ def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluste
 
 
 def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_cluster: Any, tmp_path: Path) -> None:
-    """26 samples, 24 in the first step: of four workers two can take a sample each, the others join a pass later."""
-    options = {"name": "run", "samples": 26, "epochs": 3}
+    """28 samples, 24 in the first step: of four workers two can take two each, the others join a pass later."""
+    options: dict[str, Any] = {"name": "run", "samples": 28, "epochs": 20, "pause_s": 0.2}
     faults = Faults().kill(step=1, moment="forward")
     with pytest.raises(WorkersLostError):
         start(tmp_path, workers=1, faults=faults, checkpoint_at=0, **options).result(timeout=60)
@@ -96,7 +96,7 @@ def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_c
     used = next(line["indices"] for line in traced.read(tmp_path / "before") if line["kind"] == "step")
     lines = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
     assert {line["world"] for line in lines if line["step"] == 1} == {2}
-    assert sorted(used + [index for line in lines if line["step"] == 1 for index in line["indices"]]) == list(range(26))
+    assert sorted(used + [index for line in lines if line["step"] == 1 for index in line["indices"]]) == list(range(28))
     assert max(line["world"] for line in lines) == 4
     traced.check_identical(traced.read(tmp_path / "trace"))
 
