@@ -7,6 +7,7 @@ from placement.policies.base import Policy, Target
 from placement.policies.fixed import FixedPolicy
 from placement.policies.goodput import GoodputPolicy
 from placement.policies.optimus import OptimusPolicy
+from placement.policies.pollux import PolluxPolicy
 from placement.policies.registry import POLICIES, make_policy
 from placement.policies.tiresias import TiresiasPolicy
 
@@ -16,6 +17,7 @@ __all__ = [
     "GoodputPolicy",
     "OptimusPolicy",
     "Policy",
+    "PolluxPolicy",
     "Target",
     "TiresiasPolicy",
     "make_policy",

@@ -9,6 +9,7 @@ from placement.policies.base import Policy
 from placement.policies.fixed import FixedPolicy
 from placement.policies.goodput import GoodputPolicy
 from placement.policies.optimus import OptimusPolicy
+from placement.policies.pollux import PolluxPolicy
 from placement.policies.tiresias import TiresiasPolicy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
@@ -16,6 +17,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "goodput": GoodputPolicy,
         "fixed": FixedPolicy,
         "optimus": OptimusPolicy,
+        "pollux": PolluxPolicy,
         "tiresias": TiresiasPolicy,
     }
 )
