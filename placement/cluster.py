@@ -12,6 +12,9 @@ Resources: TypeAlias = Mapping[str, float]
 Allocation: TypeAlias = Mapping[str, Mapping[str, int]]
 """``{job: {node id: workers}}``; nodes without workers and jobs without nodes are left out."""
 
+GPU_TYPE_LABEL = "ray.io/accelerator-type"
+"""Node label that names the type of the node's GPUs (Ray's own)."""
+
 TOLERANCE = 1e-6
 """Ray counts resources in ten-thousandths, so that sums of fractions may be off by less than this."""
 
@@ -43,6 +46,11 @@ class Node:
                 if not amount >= 0:
                     raise ValueError(f"{field}[{name!r}] of node {self.node_id} must be 0 or more, but got {amount}")
 
+    @property
+    def gpu_type(self) -> str:
+        """Type of the node's GPUs, empty where the node does not say."""
+        return self.labels.get(GPU_TYPE_LABEL, "")
+
     def matches(self, label_selector: Mapping[str, str]) -> bool:
         """Whether every label of the selector has the wanted value on this node."""
         return all(self.labels.get(label) == value for label, value in label_selector.items())
@@ -71,7 +79,7 @@ class AllocationError(ValueError):
 
     Attributes:
         rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
-            ``minimum``, ``maximum`` or ``capacity``.
+            ``minimum``, ``maximum``, ``nodes`` or ``capacity``.
     """
 
     def __init__(self, rule: str, message: str) -> None:

@@ -30,7 +30,7 @@ class AllocatorConfig:
     """Times and thresholds of the core, times in seconds.
 
     Attributes:
-        min_interval_s: pause after a change before a decision that nothing forces (a changed model, more
+        min_interval_s: pause after a decision before one that nothing forces (a changed model, more
             room); an arrival, an end, changed limits or a lost node are decided at once.
         refresh_s: time after which everything is decided again though nothing happened.
         silence_s: a job that sends no heartbeat for so long is dropped.
@@ -38,6 +38,7 @@ class AllocatorConfig:
         unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
         model_change: relative change of any speed that counts as a changed model.
         log_length: decision records kept.
+        rounds: decide at every ``Tick`` and never in between, as the published schedulers do.
     """
 
     min_interval_s: float = 2.0
@@ -47,6 +48,7 @@ class AllocatorConfig:
     unsatisfiable_s: float = 3.0
     model_change: float = 0.1
     log_length: int = 10_000
+    rounds: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -146,7 +148,7 @@ class AllocatorCore:
             return []
         self._judge(event, now_s)
         told = self._tell_impossible(now_s)
-        trigger = self._due(now_s)
+        trigger = self._due(now_s) if isinstance(event, Tick) or not self._config.rounds else None
         changed: list[Instruction] = list(self._decide(trigger, now_s)) if trigger else []
         if isinstance(event, JobHeartbeat):
             changed += self._remind(event.view.job, changed)
@@ -182,6 +184,8 @@ class AllocatorCore:
         job.view, job.heard_s = view, now_s
         if self._settling:  # nothing was decided yet: what it has is what it is to have
             job.target = dict(view.allocation)
+        if self._config.rounds:
+            return  # the next round looks at everything anyway
         news = is_news(job.decided_on, view, self._config.model_change)
         if news == "limits":
             self._urgent = self._urgent or news
@@ -220,9 +224,11 @@ class AllocatorCore:
             return None
         if self._urgent:
             return self._urgent
-        if self._pending and now_s - self._changed_s >= self._config.min_interval_s:
+        rested_s = now_s - max(self._changed_s, self._decided_s)
+        if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
-        return "refresh" if now_s - self._decided_s >= self._config.refresh_s else None
+        rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
+        return "refresh" if rested else None
 
     def _decide(self, trigger: str, now_s: float) -> list[Allocate]:
         """Ask the policy, place the workers, and instruct where something changed."""

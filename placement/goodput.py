@@ -226,7 +226,7 @@ class GoodputModel:
         most = most if split else np.maximum(np.minimum(most, ask.high), least)
         step = (most / least) ** (1.0 / (_COARSE - 1))
         local = least * step ** np.arange(_COARSE, dtype=np.float64)[:, np.newaxis]
-        k, wanted = _candidates(local, least, ask.high) if split else (np.ones((1, 1)), local)
+        k, wanted = _candidates(local, least, ask.low, ask.high) if split else (np.ones((1, 1)), local)
         coarse = self._choose(ask, k, wanted)
         _, m, k = coarse
         # For one k log(goodput) is concave in log(m): the best m lies next to the best one tried.
@@ -264,19 +264,27 @@ class GoodputModel:
             return np.minimum(self._throughput(n, r, m, s) * self._efficiency(batch_size), LARGEST)
 
 
-def _candidates(local: Floats, least: Floats, high: float) -> tuple[Floats, Floats]:
+def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
     """(k, wanted m) for the samples per replica and step in `local`, in columns.
 
     Besides each of them in as few micro-steps as `high` allows: full micro-steps of `high`, since goodput
-    jumps down behind each; and the two ends of the first few k, since with few batches to choose from others
-    have no multiple.
+    jumps down behind each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
+    make up the least batch, since with few batches to choose from others have no multiple.
     """
     fewest = np.ceil(local / high)
     full = np.maximum(np.floor(local / high), 1.0)
     first = np.ceil(least / high) + np.arange(_ENDS, dtype=np.float64)[:, np.newaxis]
-    k = np.concatenate([fewest, full, first, first])
+    some = np.rint(np.geomspace(low, min(high, LARGEST / 2), _ENDS))[:, np.newaxis] + np.zeros_like(least)
+    fitting = np.maximum(np.ceil(least / some), 1.0)
+    k = np.concatenate([fewest, full, first, first, fitting])
     wanted = np.concatenate(
-        [local / fewest, np.full_like(full, high), np.zeros_like(first), np.full_like(first, LARGEST)]
+        [
+            local / fewest,
+            np.full_like(full, high),
+            np.zeros_like(first),
+            np.full_like(first, LARGEST),
+            some,
+        ]
     )
     return k, wanted
 

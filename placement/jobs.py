@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import Resources
+from placement.facts import Oracle, Progress
 
 if TYPE_CHECKING:
+    from placement.fitting import Observation
     from placement.goodput import GoodputModel
 
 
@@ -42,6 +44,17 @@ class JobView:
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
         label_selector: node labels that a worker's node must have.
+        requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
+        growth_limit: the most workers that exploration allows now, for policies that only know what the job has
+            run itself; None where nothing limits it.
+        attained_s: worker-seconds that the job has held so far.
+        restarts: changes of its workers so far, the first start not counted.
+        fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
+        progress: how far it is; None if it does not tell.
+        models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
+        observations: measured step times by GPU type, oldest first.
+        atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
+        oracle: what only a simulator can know.
     """
 
     job: str
@@ -59,6 +72,16 @@ class JobView:
     accumulation: bool = False
     resize_cost_s: float = 0.2
     label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    requested_workers: int | None = None
+    growth_limit: int | None = None
+    attained_s: float = 0.0
+    restarts: int = 0
+    fingerprint: str | None = None
+    progress: Progress | None = None
+    models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
+    observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
+    atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    oracle: Oracle | None = None
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -87,6 +110,13 @@ class JobView:
         if not self.resize_cost_s >= 0:
             raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
         self._check_batch(where)
+        self._check_history(where)
+
+    def _check_history(self, where: str) -> None:
+        for name, least in (("requested_workers", 1), ("growth_limit", 1), ("attained_s", 0), ("restarts", 0)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):

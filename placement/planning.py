@@ -43,7 +43,7 @@ def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s:
         targets = policy.decide(order, cluster, now_s)
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
-        packing = pack({job: target.workers for job, target in targets.items()}, order, cluster)
+        packing = _place(targets, order, cluster)
         if not packing.short:
             break
         for job, short in packing.short.items():
@@ -57,12 +57,42 @@ def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s:
     return Plan(allocation=packing.allocation, reasons=reasons)
 
 
+def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> Packing:
+    """The policy's own places where it names them; everybody else is packed into the room that they leave."""
+    named = {job: target.nodes for job, target in targets.items() if target.nodes is not None and target.workers}
+    if not named:
+        return pack({job: target.workers for job, target in targets.items()}, views, cluster)
+    bundles = {view.job: view.bundle for view in views}
+    check(named, bundles, cluster)
+    left = [view for view in views if view.job not in named and targets[view.job].workers]
+    if not left:
+        return Packing(allocation={job: dict(nodes) for job, nodes in named.items()}, short={})
+    taken: dict[str, dict[str, float]] = {}
+    for job, nodes in named.items():
+        for node_id, workers in nodes.items():
+            amounts = taken.setdefault(node_id, {})
+            for name, need in bundles[job].items():
+                amounts[name] = amounts.get(name, 0.0) + workers * need
+    rest = [
+        dataclasses.replace(
+            node,
+            free={
+                name: max(amount - taken.get(node.node_id, {}).get(name, 0.0), 0.0)
+                for name, amount in node.free.items()
+            },
+        )
+        for node in cluster.nodes
+    ]
+    packing = pack({view.job: targets[view.job].workers for view in left}, left, Cluster(nodes=tuple(rest)))
+    return Packing(allocation={**packing.allocation, **named}, short=packing.short)
+
+
 def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
     """Hold a policy's answer to the rules that need no placement.
 
     Raises:
         AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``,
-            ``maximum`` or ``capacity``.
+            ``maximum``, ``nodes`` or ``capacity``.
     """
     known = {view.job: view for view in views}
     for job in targets:
@@ -75,6 +105,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
             raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
         workers = targets[job].workers
         _check_count(view, workers)
+        _check_nodes(view, targets[job], cluster)
         if workers > int(room.slots(view).sum()):
             raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
         for name, need in view.bundle.items():
@@ -94,6 +125,22 @@ def _check_count(view: JobView, workers: int) -> None:
         )
     if workers > view.max_workers:
         raise AllocationError("maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most")
+
+
+def _check_nodes(view: JobView, target: Target, cluster: Cluster) -> None:
+    if target.nodes is None:
+        return
+    if sum(target.nodes.values()) != target.workers:
+        raise AllocationError(
+            "nodes", f"job {view.job!r} was given {target.workers} workers, but placed as {dict(target.nodes)}"
+        )
+    if view.label_selector:
+        nodes = cluster.by_id()
+        for node_id in target.nodes:
+            if node_id in nodes and not nodes[node_id].matches(view.label_selector):
+                raise AllocationError(
+                    "nodes", f"job {view.job!r} is placed on {node_id!r}, but wants {dict(view.label_selector)}"
+                )
 
 
 def _fits(view: JobView, room: Room) -> str:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from placement.cluster import Cluster
-from placement.jobs import JobView
+from placement.jobs import JobView, speeds
 from placement.room import Room
 
 
@@ -15,11 +17,16 @@ from placement.room import Room
 class Target:
     """How many workers a job is to have, and why; 0 lets it wait.
 
-    Later kinds of decision (a GPU type, a node shape) become further fields with defaults.
+    Attributes:
+        workers: how many.
+        reason: a sentence.
+        nodes: workers per node id, of a policy that places the job itself; None leaves it to
+            ``placement.packing``. They must add up to ``workers``.
     """
 
     workers: int
     reason: str
+    nodes: Mapping[str, int] | None = None
 
 
 @runtime_checkable
@@ -30,6 +37,9 @@ class Policy(Protocol):
     the cluster has; ``min_workers`` or nothing; never above ``max_workers``; ``held_at`` wherever it fits;
     the order of the jobs does not matter; its own decision, once carried out, is not changed by the same
     input; nothing idle that a job could use. A policy reads no clock and rolls no dice.
+
+    A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
+    user asked for, and a simulation then runs them so.
     """
 
     @property
@@ -83,6 +93,28 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
             if more > 0 and room.add(view, more):
                 floors[view.job] += more
     return Admission(room=room, floors=floors, waiting=waiting)
+
+
+def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
+    """Workers of each admitted job once those in ``order``, one after the other, have taken what speeds them up.
+
+    Each job takes the number with the highest speed among those that the room left by the earlier ones allows;
+    held jobs stay at their floor. Takes from ``admission.room``.
+    """
+    counts = dict(admission.floors)
+    for view in order:
+        if view.job not in counts or view.held_at is not None:
+            continue
+        floor, slots = counts[view.job], admission.room.slots(view)
+        most = min(view.useful_workers, floor + int(slots.sum()))
+        if most <= floor:
+            continue
+        # Nodes are counted as if each had room for its floor too: only an estimate of how many it will span.
+        speed = speeds(view, [*(slots + floor).tolist()], most)
+        more = int(np.argmax(speed[floor:]))
+        if more and admission.room.add(view, more):
+            counts[view.job] += more
+    return counts
 
 
 def held_reason(view: JobView, workers: int) -> str:

@@ -8,7 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
@@ -167,6 +167,7 @@ def exhaustive(
     st.integers(0, 100),
     st.booleans(),
 )
+@example(ThroughputModel(1, 1, 1, 1, 1, 1, 1), 1.0, 33, 1.0, 1, 0, 1, 1, True)  # only 33 micro-steps of 1 make 33
 def test_best_is_as_good_as_trying_everything(
     throughput: ThroughputModel,
     var: float,

@@ -1,0 +1,79 @@
+"""Shapes a job may take, (nodes, workers), and how fast it would be in each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.jobs import JobView
+
+if TYPE_CHECKING:
+    from placement.goodput import GoodputModel
+
+Shape: TypeAlias = "tuple[int, int]"
+Floats: TypeAlias = NDArray[np.float64]
+
+
+def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
+    """Sizes up to one whole node, and whole numbers of nodes beyond, each on as few nodes as it fits.
+
+    Args:
+        view: the job; its minimum is always among the sizes.
+        slots: how many of its workers each node could hold.
+        most: the largest size of interest.
+    """
+    roomy = np.cumsum(sorted(slots, reverse=True))
+    if not len(roomy) or roomy[-1] < view.min_workers:
+        return ()
+    node, most = max(slots), min(most, int(roomy[-1]))
+    sizes = {*range(1, node + 1), *range(2 * node, most + 1, node), view.min_workers}
+    return tuple(
+        (int(np.searchsorted(roomy, size)) + 1, size) for size in sorted(sizes) if view.min_workers <= size <= most
+    )
+
+
+def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
+    """Goodput of each shape relative to that of the smallest size that runs; the size itself without a model.
+
+    The best batch of each shape is taken. 0 where nothing fits.
+    """
+    if view.goodput is None:
+        return np.array([workers for _, workers in wanted], dtype=np.float64)
+    values = goodputs(view, view.goodput, ((1, view.min_workers), *wanted), view.atomic_bsz_range)
+    positive = values[values > 0]
+    base = values[0] if values[0] > 0 else (positive.min() if positive.size else 1.0)
+    return np.asarray(values[1:] / base)
+
+
+def goodputs(
+    view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
+) -> Floats:
+    """Useful samples per second of each shape at its best batch within the job's limits, 0 where nothing fits.
+
+    Read-only.
+    """
+    limit = view.max_batch_size
+    if limit is not None:
+        limit = max(limit, model.init_batch_size)
+    return _goodputs(model, wanted, limit, atomic_bsz_range, view.accumulation)
+
+
+@functools.lru_cache(maxsize=16384)  # a decision asks again for every job, though few models have changed
+def _goodputs(
+    model: GoodputModel,
+    wanted: tuple[Shape, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+) -> Floats:
+    nodes, workers = np.array(wanted).T
+    best, _, _ = model.best(
+        nodes, workers, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
+    )
+    values: Floats = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    values.flags.writeable = False
+    return values

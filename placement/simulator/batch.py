@@ -1,0 +1,118 @@
+"""Many simulations: several processes, a progress line, one JSON file."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from placement.policies import make_policy
+from placement.simulator.clusters import gpu_types, parse_cluster
+from placement.simulator.engine import simulate
+from placement.simulator.errors import InputError
+from placement.simulator.profiles import load_profiles
+from placement.simulator.report import Report
+from placement.simulator.rules import make_rules
+from placement.simulator.traces import read_trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One trace under one policy; arguments as of ``simulate``."""
+
+    trace: str
+    profiles: str
+    cluster: str
+    rules: str
+    policy: str
+    seed: int = 0
+
+
+def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[Report]:
+    """Run them, several at a time, and return the reports in the order of the tasks.
+
+    All input is checked before anything runs.
+
+    Raises:
+        InputError: bad input of any task.
+        ValueError: an unknown policy.
+    """
+    if processes is not None and processes < 1:
+        raise InputError(f"processes must be 1 or more, but got {processes}")
+    for task in tasks:
+        make_rules(task.rules)
+        make_policy(task.policy)
+        applications = load_profiles(task.profiles, gpu_types(parse_cluster(task.cluster)))
+        read_trace(task.trace, applications)
+    workers = min(processes or os.cpu_count() or 1, len(tasks))
+    with _Progress(len(tasks), shown=progress) as bar:
+        if workers <= 1:
+            return [bar.done(run(task)) for task in tasks]
+        # Spawned, not forked: threads of NumPy's linear algebra do not survive a fork.
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = [pool.submit(run, task) for task in tasks]
+            for future in concurrent.futures.as_completed(futures):
+                bar.done(future.result())
+            return [future.result() for future in futures]
+
+
+def run(task: Task) -> Report:
+    """Run one."""
+    return simulate(task.trace, task.profiles, task.cluster, rules=task.rules, policy=task.policy, seed=task.seed)
+
+
+class _Progress:
+    """A bar of simulations done, on the terminal's error stream."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self._task = self._bar.add_task("simulating", total=total)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def done(self, report: Report) -> Report:
+        """One more is done."""
+        name = f"{Path(report.trace).stem} {report.policy}: {report.avg_jct_s / 3600:.3f} h on average"
+        self._bar.update(self._task, advance=1, description=name)
+        return report
+
+
+def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean over the traces of every number, by policy; nothing if there is one trace only."""
+    traces = {record["trace"] for record in records}
+    if len(traces) < 2:
+        return []
+    means = []
+    for policy in dict.fromkeys(record["policy"] for record in records):
+        own = [record for record in records if record["policy"] == policy]
+        keys = [key for key, value in own[0].items() if isinstance(value, (int, float))]
+        numbers = {key: statistics.fmean(record[key] for record in own) for key in keys}
+        means.append({"trace": f"mean of {len(own)}", "policy": policy, **numbers})
+    return means
+
+
+def write_json(reports: Sequence[Report], path: Path) -> None:
+    """One record per trace and policy, written whole or not at all."""
+    text = json.dumps([report.record() for report in reports], indent=1)
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise InputError(f"json must be a file that can be written, but {path}: {error}") from error

@@ -1,0 +1,316 @@
+"""One simulated job: it trains by the true tables, and knows only what it has measured itself."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Mapping
+
+from placement.facts import Oracle, Progress
+from placement.fitting import Observation, fit
+from placement.goodput import GoodputModel, NoiseScale
+from placement.jobs import JobView
+from placement.simulator.profiles import Application
+from placement.simulator.rules import Rules, Spot
+from placement.simulator.traces import TraceJob
+from placement.throughput import ThroughputModel
+
+_SINGLE = {"ncf": 32768}
+"""Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""
+_EPS = 1e-8
+
+
+@functools.lru_cache(maxsize=100_000)  # jobs of one application that grow alike measure, and so fit, the same
+def fitted(observations: tuple[Observation, ...]) -> ThroughputModel:
+    """The model of these measurements."""
+    return fit(observations)
+
+
+@functools.lru_cache(maxsize=100_000)  # asked every round, though little changes within an epoch
+def best_batch(
+    model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
+) -> tuple[int, int]:
+    """(atomic batch, accumulation steps) with the highest goodput; 0 samples where nothing fits."""
+    _, atomic_bsz, accum_steps = model.best(
+        nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
+    )
+    return int(atomic_bsz), int(accum_steps)
+
+
+class SimulatedJob:
+    """State of one job.
+
+    Args:
+        trace: what the user asked for.
+        application: what is true of it.
+        rules: cost of changes and slow-down.
+        requested: run at the trace's batch and count (rigid) instead of adapting the batch.
+        gpus_per_node: by GPU type, for the oracle's packed placements.
+        sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
+        seed: of that noise.
+
+    Attributes:
+        slowdown: factor on its step times from outside: a slow node, a shared link.
+        spot: the workers it holds; None while it waits.
+        training: the workers that train: those it holds, or those that stayed while new ones still start.
+        now_s: its own clock [s], at the end of the last advance.
+        finished_s: completion [s], None before.
+    """
+
+    def __init__(
+        self,
+        trace: TraceJob,
+        application: Application,
+        rules: Rules,
+        *,
+        requested: bool,
+        gpus_per_node: Mapping[str, int],
+        sigma: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.trace = trace
+        self.app = application
+        self.rules = rules
+        self.requested = requested
+        self.spot: Spot | None = None
+        self.training: Spot | None = None
+        self.joined_s = math.inf
+        self.now_s = 0.0
+        self.started_s: float | None = None
+        self.finished_s: float | None = None
+        self.restart_left_s = 0.0
+        self.restarts = 0
+        self.held_s: dict[str, float] = {}
+        self.paused_s = 0.0
+        self.epoch = 0
+        self.progress = 0.0
+        self.atomic_bsz = 0
+        self.accum_steps = 0
+        self.slowdown = 1.0
+        self._sigma = sigma
+        self._noisy = random.Random(f"{seed}/{trace.name}")
+        self._gpus_per_node = dict(gpus_per_node)
+        self._last_gpu = ""
+        self._epoch_ends: list[float] = []
+        self._measured: dict[str, dict[tuple[int, int, int], Observation]] = {}
+        self._noise: NoiseScale | None = None
+        self._most = 0
+        if rules.profiles_types and len(application.step_times) > 1 and not requested:
+            self._profile()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.trace.name
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The global batch it may not leave [samples]; None adapts."""
+        return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
+
+    def place(self, spot: Spot | None) -> None:
+        """Give it other workers, or none; what that costs is for the rules to say."""
+        before, self.spot = self.spot, spot
+        self.joined_s = math.inf
+        if spot is None:
+            self.training = None
+            return
+        change = self.rules.change(self.app.name, before, self.training, spot)
+        if change.pause_s > 0:
+            self.restart_left_s = change.pause_s
+        if change.meanwhile is None:
+            self.training = spot
+        else:
+            self.training, self.joined_s = change.meanwhile, self.now_s + change.joins_after_s
+        self._last_gpu = spot.gpu
+        if self.started_s is None:
+            self.started_s = self.now_s
+        else:
+            self.restarts += 1
+        self._choose_batch()
+
+    # Time
+    # ------------------------------------------------------------------------------------------------------------
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass under the present placement; stops at its completion."""
+        end_s = self.now_s + seconds
+        while self.training is not None and self.finished_s is None and end_s - self.now_s > _EPS:
+            if self.now_s >= self.joined_s - _EPS:
+                self._join()
+            if self.restart_left_s > 0:
+                pause_s = min(self.restart_left_s, end_s - self.now_s)
+                self.restart_left_s -= pause_s
+                self.paused_s += pause_s
+                self._spend(pause_s)
+            else:
+                self._train(min(end_s, self.joined_s) - self.now_s)
+        if self.finished_s is None:
+            self.now_s = end_s
+
+    def next_s(self) -> float:
+        """When something happens to it by itself [s]: its epoch ends, or new workers join; infinity if it waits."""
+        if self.training is None or self.finished_s is not None:
+            return math.inf
+        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        return min(self.now_s + self.restart_left_s + missing / self._rate(), max(self.joined_s, self.now_s))
+
+    def lose_workers(self) -> None:
+        """All its workers died at once: it goes on from the end of the last epoch."""
+        self.progress = self.app.progress_at(self.epoch)
+        self.spot = self.training = None
+        self.joined_s = math.inf
+
+    def _join(self) -> None:
+        """The new workers have started; the group takes them in between two steps."""
+        self.training, self.joined_s = self.spot, math.inf
+        self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
+        self._choose_batch()
+
+    def _train(self, seconds: float) -> None:
+        """Make progress for so long, or to the end of the epoch."""
+        rate = self._rate()
+        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        if rate * seconds < missing * (1 - 1e-12):
+            self.progress += rate * seconds
+            self._spend(seconds)
+            self._choose_batch()  # by what it has just measured
+            return
+        elapsed = missing / rate
+        if self.rules.whole_seconds:
+            elapsed = float(round(elapsed))
+        self._spend(min(elapsed, seconds))
+        self._end_epoch()
+
+    def _spend(self, seconds: float) -> None:
+        assert self.spot is not None, f"{self.name} has no GPUs to hold"
+        self.now_s += seconds
+        self.held_s[self.spot.gpu] = self.held_s.get(self.spot.gpu, 0.0) + seconds * self.spot.workers
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self.progress = self.app.progress_at(self.epoch)
+        self._epoch_ends.append(self.progress)
+        if self.epoch >= self.app.epochs:
+            self.finished_s = self.now_s
+        else:
+            self._choose_batch()
+
+    def _rate(self) -> float:
+        """Scale-invariant iterations per second, and what the job learns from running so."""
+        assert self.training is not None, f"{self.name} has no workers to train with"
+        counts, gpu = self.training.counts, self.training.gpu
+        replicas = self.training.workers
+        batch = replicas * self.atomic_bsz * (self.accum_steps + 1)
+        step_s, sync_s = self.app.step_times[gpu].times(counts, self.atomic_bsz)
+        self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
+        self._learn(gpu, (len(counts), replicas, self.atomic_bsz), step_s, sync_s)
+        self._most = max(self._most, replicas)
+        step_s, sync_s = step_s * self.slowdown, sync_s * self.slowdown
+        return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
+
+    def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
+        """Measure a configuration once, with the noise that was asked for."""
+        known = self._measured.setdefault(gpu, {})
+        if key not in known:
+            noise = math.exp(self._noisy.gauss(0.0, self._sigma)) if self._sigma else 1.0
+            known[key] = Observation(*key, accum_steps=0, step_time=step_s * noise, grad_time=(step_s - sync_s) * noise)
+
+    def _profile(self) -> None:
+        """Measure one GPU of every type at a few batches, as Sia does before a job starts."""
+        for gpu, table in self.app.step_times.items():
+            least, most = self.app.local_bsz_range(gpu)
+            for i in range(4):
+                local = round(least * (most / least) ** (i / 3))
+                self._learn(gpu, (1, 1, local), *table.times((1,), local))
+        self._noise = self.app.noise(self.app.init_batch_size, 0)
+
+    # What it does with its workers
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _choose_batch(self) -> None:
+        assert self.training is not None, f"{self.name} has no workers to choose a batch for"
+        replicas, gpu = self.training.workers, self.training.gpu
+        least, most = self.app.local_bsz_range(gpu)
+        batch = self.fixed_batch
+        model = self._model(gpu)
+        if batch is None and model is not None:
+            asked = model, len(self.training.nodes), replicas, self.app.max_batch_size, least, most
+            self.atomic_bsz, self.accum_steps = best_batch(*asked)
+            if self.atomic_bsz:
+                return
+        if batch is None:
+            batch = max(self.app.init_batch_size, least * replicas)
+        self.atomic_bsz, self.accum_steps = rigid_batch(batch, replicas, self.app, most)
+
+    def _model(self, gpu: str) -> GoodputModel | None:
+        """What it knows of itself on this GPU type."""
+        known = self._measured.get(gpu)
+        if not known or self._noise is None or self.requested:
+            return None  # nothing known, or nobody to ask: a rigid job's batch is given
+        return GoodputModel(fitted(tuple(known.values())), self._noise, self.app.init_batch_size)
+
+    # What it tells
+    # ------------------------------------------------------------------------------------------------------------
+
+    def view(self) -> JobView:
+        """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
+        gpu = self._last_gpu or next(iter(self.app.step_times))
+        cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
+        if self.app.name in _SINGLE and not self.requested:
+            cap = 1
+        models = {g: model for g in self._measured if (model := self._model(g)) is not None}
+        return JobView(
+            job=self.name,
+            bundle={"GPU": 1.0},
+            max_workers=max(cap, self.trace.num_replicas) if self.requested else cap,
+            submitted_s=self.trace.time_s,
+            allocation={} if self.spot is None else self.spot.nodes,
+            most_workers=self._most,
+            goodput=models.get(gpu),
+            init_batch_size=self.app.init_batch_size,
+            max_batch_size=self.app.max_batch_size,
+            atomic_bsz_range=self.app.local_bsz_range(gpu),
+            accumulation=True,
+            resize_cost_s=self.rules.expected_restart_s(self.app.name),
+            requested_workers=self.trace.num_replicas if self.requested else None,
+            growth_limit=None if self.requested else max(1, 2 * self._most),
+            attained_s=sum(self.held_s.values()),
+            restarts=self.restarts,
+            fingerprint=self.app.name,
+            progress=Progress(done=self.progress, epoch_ends=tuple(self._epoch_ends), epochs=float(self.app.epochs)),
+            models=models,
+            observations={g: tuple(known.values()) for g, known in self._measured.items()},
+            atomic_bsz_ranges={g: self.app.local_bsz_range(g) for g in self.app.step_times},
+            oracle=self._oracle(gpu) if self.requested else None,
+        )
+
+    def _oracle(self, gpu: str) -> Oracle:
+        batch = self.trace.batch_size
+        most = 1 if self.app.name in _SINGLE else batch // self.app.local_bsz_range(gpu)[0]
+        steps = self.app.iterations_at(batch, self.app.epochs - 1) - self.app.iterations_at(batch, self.epoch)
+        step_s = _true_step_s(self.app, gpu, batch, max(1, min(most, 64)), self._gpus_per_node.get(gpu, 4))
+        return Oracle(step_s=step_s, remaining_steps=max(steps, 1.0))
+
+
+def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
+    """(atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
+    local = math.ceil(batch / replicas - _EPS)
+    accum = math.ceil(local / most_local - _EPS) - 1
+    if replicas == 1 and batch > app.init_batch_size:
+        accum = max(1, accum)
+    atomic = math.ceil(local / (accum + 1) - _EPS)
+    return max(1, min(atomic, app.max_batch_size // (replicas * (accum + 1)))), accum
+
+
+@functools.lru_cache(maxsize=4096)
+def _true_step_s(app: Application, gpu: str, batch: int, most: int, per_node: int) -> tuple[float, ...]:
+    """True seconds of a step at this batch on 1..most workers, packed onto full nodes."""
+    times = []
+    for replicas in range(1, most + 1):
+        counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
+        atomic, accum = rigid_batch(batch, replicas, app, app.local_bsz_range(gpu)[1])
+        step_s, sync_s = app.step_times[gpu].times(counts, atomic)
+        times.append(step_s + accum * (step_s - sync_s))
+    return tuple(times)

@@ -1,0 +1,223 @@
+"""How time, rounds and the cost of a change work in a simulation: the published simulators' ways, and ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from placement.simulator.errors import InputError
+
+_SIA_RESTART_S: Mapping[str, float] = MappingProxyType(
+    {"cifar10": 50.0, "deepspeech2": 25.0, "bert": 120.0, "yolov3": 80.0, "imagenet": 250.0, "ncf": 15.0}
+)
+_SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """Where a job's workers are.
+
+    Attributes:
+        nodes: workers per node id, in the order in which the policy named them.
+        gpu: type of the GPUs; of several types the one that counts is the slowest to wait for.
+    """
+
+    nodes: Mapping[str, int]
+    gpu: str
+
+    @property
+    def workers(self) -> int:
+        """Workers altogether."""
+        return sum(self.nodes.values())
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Workers on each node."""
+        return tuple(self.nodes.values())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeCost:
+    """What a new place costs.
+
+    Attributes:
+        pause_s: seconds without progress, now.
+        meanwhile: the workers that train on while new ones start; None if all are there at once.
+        joins_after_s: when the new ones join [s from now].
+    """
+
+    pause_s: float
+    meanwhile: Spot | None = None
+    joins_after_s: float = 0.0
+
+
+class Rules(Protocol):
+    """What differs between the simulators.
+
+    Attributes:
+        name: as on the command line.
+        round_s: seconds between two decisions; None decides on events, as the live allocator does.
+        most_workers: no job gets more.
+        whole_seconds: ends of epochs are rounded to whole seconds.
+        profiles_types: where there are several GPU types, a job knows one GPU of each before it starts.
+        join_s: pause when workers that started meanwhile join.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def round_s(self) -> float | None: ...
+    @property
+    def most_workers(self) -> int: ...
+    @property
+    def whole_seconds(self) -> bool: ...
+    @property
+    def profiles_types(self) -> bool: ...
+    @property
+    def join_s(self) -> float: ...
+
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
+        ...
+
+    def expected_restart_s(self, application: str) -> float:
+        """What a job says that a change costs it [s]."""
+        ...
+
+    def divisor(self, application: str) -> float:
+        """By what true progress is divided."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolluxRules:
+    """The simulator of Pollux (OSDI 2021): rounds of 60 s, 30 s for any change of nodes and for every start."""
+
+    name: str = "pollux"
+    round_s: float | None = 60.0
+    most_workers: int = 64
+    restart: float = 30.0
+    whole_seconds: bool = True
+    profiles_types: bool = False
+    join_s: float = 0.0
+
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """See ``Rules``."""
+        same = before is not None and dict(before.nodes) == dict(after.nodes)
+        return ChangeCost(pause_s=0.0 if same else self.restart)
+
+    def expected_restart_s(self, application: str) -> float:
+        """See ``Rules``."""
+        return self.restart
+
+    def divisor(self, application: str) -> float:
+        """See ``Rules``."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiaRules:
+    """The simulator of Sia (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
+
+    A change of the counts per node or of the GPU type is a restart, as is every start; moving is free.
+
+    Attributes:
+        factor: multiplies every restart delay, to ask what cheaper changes would be worth.
+    """
+
+    name: str = "sia"
+    round_s: float | None = 60.0
+    most_workers: int = 64
+    factor: float = 1.0
+    whole_seconds: bool = True
+    profiles_types: bool = True
+    join_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 0:
+            raise InputError(f"factor must be 0 or more, but got {self.factor}")
+
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """See ``Rules``."""
+        same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
+        return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
+
+    def expected_restart_s(self, application: str) -> float:
+        """See ``Rules``."""
+        return _SIA_RESTART_S.get(application, 60.0) * self.factor
+
+    def divisor(self, application: str) -> float:
+        """See ``Rules``."""
+        return _SIA_DIVISOR.get(application, 1.2)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRules:
+    """Ours: decisions follow events, and a running job changes its size between two steps.
+
+    New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
+    worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which
+    node it is counts: a worker that moves is a new worker.
+
+    Attributes:
+        pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
+        start: of a new worker, until it could take a step [s].
+        slow_sia: divide progress as Sia's simulator does, to compare with it.
+    """
+
+    name: str = "live"
+    round_s: float | None = None
+    most_workers: int = 64
+    pause: float = 0.6
+    start: float = 15.0
+    slow_sia: bool = True
+    whole_seconds: bool = False
+    profiles_types: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("pause", "start"):
+            if not getattr(self, field) >= 0:
+                raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
+
+    @property
+    def join_s(self) -> float:
+        """See ``Rules``."""
+        return self.pause
+
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """See ``Rules``."""
+        trained = {} if training is None else training.nodes
+        stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
+        if not stay or training is None or training.gpu != after.gpu:
+            return ChangeCost(pause_s=self.start)
+        leaves = self.pause if sum(stay.values()) < training.workers else 0.0
+        if sum(stay.values()) == after.workers:
+            return ChangeCost(pause_s=leaves)
+        return ChangeCost(pause_s=leaves, meanwhile=Spot(nodes=stay, gpu=training.gpu), joins_after_s=self.start)
+
+    def expected_restart_s(self, application: str) -> float:
+        """See ``Rules``."""
+        return self.pause
+
+    def divisor(self, application: str) -> float:
+        """See ``Rules``."""
+        return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
+
+
+RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, "pollux": PolluxRules, "sia": SiaRules})
+"""Rules by name."""
+
+
+def make_rules(rules: str | Rules) -> Rules:
+    """The rules of that name, or the rules themselves.
+
+    Raises:
+        InputError: no rules have that name.
+    """
+    if not isinstance(rules, str):
+        return rules
+    if rules not in RULES:
+        raise InputError(f"rules must be one of {', '.join(sorted(RULES))}, but got {rules!r}")
+    return RULES[rules]()

@@ -1,0 +1,25 @@
+"""One thread for linear algebra: all systems here are tiny, and waking threads for them costs seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Environment variables that NumPy's linear algebra reads when it is loaded."""
+
+
+def ask_for_one() -> None:
+    """Ask for one thread; works only before NumPy is imported, and in processes started later."""
+    for variable in VARIABLES:
+        os.environ.setdefault(variable, "1")
+
+
+def one_thread() -> contextlib.AbstractContextManager[object]:
+    """One thread within the block, if ``threadpoolctl`` is installed (scikit-learn brings it); else nothing."""
+    try:
+        from threadpoolctl import threadpool_limits
+    except ImportError:
+        return contextlib.nullcontext()
+    limits: contextlib.AbstractContextManager[object] = threadpool_limits(1)
+    return limits

@@ -1,0 +1,95 @@
+"""Traces: which job arrives when, and what its user asked for."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from placement.simulator.errors import InputError
+
+COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+"""Columns that a trace file must have; others are ignored."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJob:
+    """One line of a trace.
+
+    Attributes:
+        name: unique within the trace.
+        time_s: submission [s from the start of the trace], 0 or more.
+        application: name of the profile.
+        num_replicas: GPUs that the user asked for; only rigid schedulers use it.
+        batch_size: global batch that the user asked for [samples]; only rigid schedulers use it.
+    """
+
+    name: str
+    time_s: float
+    application: str
+    num_replicas: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InputError("name must be a non-empty string, but got ''")
+        if not (self.time_s >= 0 and math.isfinite(self.time_s)):
+            raise InputError(f"time of job {self.name!r} must be 0 seconds or more, but got {self.time_s}")
+        for field in ("num_replicas", "batch_size"):
+            if getattr(self, field) < 1:
+                raise InputError(f"{field} of job {self.name!r} must be 1 or more, but got {getattr(self, field)}")
+
+
+def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
+    """The jobs of a CSV file in the order of their submission (of their lines, where times are equal).
+
+    Args:
+        path: a file with the columns of ``COLUMNS``, in any order.
+        applications: names that have a profile.
+
+    Raises:
+        InputError: the file is missing or empty, lacks a column, or a line is wrong; names the file and the line.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+            if missing:
+                raise InputError(
+                    f"trace {path} must have the columns {', '.join(COLUMNS)}, but {', '.join(missing)} is missing"
+                )
+            jobs = [_job(row, f"{path}, line {reader.line_num}") for row in reader]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"trace {path} cannot be read: {error}") from error
+    if not jobs:
+        raise InputError(f"trace {path} must hold one job or more, but is empty")
+    _check(jobs, applications, str(path))
+    return tuple(sorted(jobs, key=lambda job: job.time_s))
+
+
+def _job(row: dict[str, str | None], where: str) -> TraceJob:
+    try:
+        return TraceJob(
+            name=(row["name"] or "").strip(),
+            time_s=float(row["time"] or ""),
+            application=(row["application"] or "").strip(),
+            num_replicas=int(row["num_replicas"] or ""),
+            batch_size=int(row["batch_size"] or ""),
+        )
+    except ValueError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _check(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> None:
+    seen: set[str] = set()
+    for job in jobs:
+        if job.name in seen:
+            raise InputError(f"{where}: every name must occur once, but {job.name!r} occurs more than once")
+        seen.add(job.name)
+        if job.application not in applications:
+            known = ", ".join(sorted(applications)) or "none"
+            raise InputError(
+                f"{where}: application of job {job.name!r} must have a profile ({known}), but got {job.application!r}"
+            )

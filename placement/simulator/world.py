@@ -1,0 +1,98 @@
+"""The allocator core and the simulated jobs, facing each other: events go in, instructions are carried out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from placement.cluster import Cluster
+from placement.core import AllocatorConfig, AllocatorCore
+from placement.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.policies.base import Policy
+from placement.simulator.job import SimulatedJob
+from placement.simulator.report import Placed
+from placement.simulator.rules import Spot
+
+
+class World:
+    """Everything that a driver moves through time.
+
+    Args:
+        jobs: all jobs of the trace.
+        cluster: the nodes at the start.
+        policy: decides.
+        config: of the core.
+
+    Attributes:
+        core: the very class that runs live.
+        placed: every change of a job's place, in the order of time.
+        decision_s: CPU time of each decision [s].
+        touched: jobs that were placed anew since the driver last cleared it.
+    """
+
+    def __init__(self, jobs: Sequence[SimulatedJob], cluster: Cluster, policy: Policy, config: AllocatorConfig) -> None:
+        self.core = AllocatorCore(policy, config)
+        self.jobs = {job.name: job for job in jobs}
+        self.placed: list[Placed] = []
+        self.decision_s: list[float] = []
+        self.touched: set[str] = set()
+        self._gpu = {node.node_id: node.gpu_type for node in cluster.nodes}
+        self.send(NodesChanged(cluster=cluster), 0.0)
+
+    def hear(self, job: SimulatedJob, now_s: float) -> None:
+        """The job's heartbeat."""
+        self.send(JobHeartbeat(view=job.view()), now_s)
+
+    def end(self, job: SimulatedJob, now_s: float) -> None:
+        """The job is over and its GPUs are free."""
+        if job.spot is not None:
+            self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
+            job.spot = None
+        self.send(JobEnded(job=job.name), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Time has passed."""
+        self.send(Tick(), now_s)
+
+    def send(self, event: Event, now_s: float) -> None:
+        """Tell the core, and carry out its answer."""
+        start = time.process_time()
+        instructions = self.core.handle(event, now_s)
+        if instructions or isinstance(event, Tick):
+            self.decision_s.append(time.process_time() - start)
+        for instruction in instructions:
+            self._carry_out(instruction, now_s)
+
+    def lose_node(self, node_id: str, now_s: float) -> None:
+        """The node's workers are dead; what is left of their jobs trains on."""
+        for job in self.jobs.values():
+            if job.spot is None or node_id not in job.spot.nodes or job.finished_s is not None:
+                continue
+            job.advance(now_s - job.now_s)
+            left = {node: workers for node, workers in job.spot.nodes.items() if node != node_id}
+            self.touched.add(job.name)
+            self.placed.append(Placed(time_s=now_s, job=job.name, nodes=left))
+            if left:
+                job.place(Spot(nodes=left, gpu=job.spot.gpu))
+            else:
+                job.lose_workers()
+
+    def _carry_out(self, instruction: Instruction, now_s: float) -> None:
+        if not isinstance(instruction, Allocate):
+            return
+        job = self.jobs[instruction.job]
+        before = {} if job.spot is None else dict(job.spot.nodes)
+        nodes = dict(instruction.nodes)
+        if nodes == before:
+            return
+        if now_s > job.now_s:
+            job.advance(now_s - job.now_s)
+        if job.finished_s is not None:
+            return  # at this very moment; its end is the next event
+        self.touched.add(job.name)
+        self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
+        job.place(Spot(nodes=nodes, gpu=self._slowest(nodes)) if nodes else None)
+
+    def _slowest(self, nodes: dict[str, int]) -> str:
+        """Type of the GPUs; where a policy mixed them, the first by name stands for all."""
+        return min(self._gpu[node_id] for node_id in nodes)
