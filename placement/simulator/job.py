@@ -19,6 +19,7 @@ from placement.throughput import ThroughputModel
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""
 _EPS = 1e-8
+_SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time would stand still
 
 
 @functools.lru_cache(maxsize=100_000)  # jobs of one application that grow alike measure, and so fit, the same
@@ -154,7 +155,8 @@ class SimulatedJob:
         if self.training is None or self.finished_s is not None:
             return math.inf
         missing = self.app.progress_at(self.epoch + 1) - self.progress
-        return min(self.now_s + self.restart_left_s + missing / self._rate(), max(self.joined_s, self.now_s))
+        own_s = min(self.now_s + self.restart_left_s + missing / self._rate(), self.joined_s)
+        return max(own_s, self.now_s + _SOON_S)
 
     def lose_workers(self) -> None:
         """All its workers died at once: it goes on from the end of the last epoch."""
