@@ -61,11 +61,11 @@ def goodputs(questions: Sequence[Question], nodes: Ints, workers: Ints) -> Float
     """
     shape = len(questions), np.shape(workers)[-1]
     table = np.zeros(shape)
-    nodes, workers = (np.broadcast_to(np.asarray(x, dtype=np.float64), shape) for x in (nodes, workers))
+    n, r = (np.broadcast_to(np.asarray(x, dtype=np.float64), shape) for x in (nodes, workers))
     rows = max(1, _AT_ONCE // max(shape[1] * _BATCHES, 1))
     for start in range(0, shape[0], rows):
         part = slice(start, start + rows)
-        table[part] = _part(questions[part], nodes[part], workers[part])
+        table[part] = _part(questions[part], n[part], r[part])
     return table
 
 

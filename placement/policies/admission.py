@@ -48,7 +48,8 @@ def admit_into(
     for j in order:
         view = case.views[j]
         markets = sorted(
-            range(len(case.markets)), key=lambda m, j=j: (m != present[j].market, -ledger.left(j, m), m)  # type: ignore[misc]
+            range(len(case.markets)),
+            key=lambda m, j=j: (m != present[j].market, -ledger.left(j, m), m),  # type: ignore[misc]
         )
         for m in markets:
             if ledger.left(j, m) >= view.min_workers and ledger.take(j, m, view.min_workers):

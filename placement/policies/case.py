@@ -149,7 +149,10 @@ def _nodes(breeds: Sequence[Breed], markets: Sequence[Market], sizes: Sequence[I
     """Fewest nodes of every option for every job, (J, C)."""
     rows = {
         kind: np.concatenate(
-            [np.zeros(0, dtype=np.int64), *(nodes_needed(m.slots[kind], s) for m, s in zip(markets, sizes, strict=True))]
+            [
+                np.zeros(0, dtype=np.int64),
+                *(nodes_needed(m.slots[kind], s) for m, s in zip(markets, sizes, strict=True)),
+            ]
         )
         for kind in set(breeds)
     }

@@ -113,7 +113,7 @@ class GoodputPolicy:
     def _target(
         self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float, waits: str | None
     ) -> Target:
-        view, (before, after) = case.views[j], seats
+        before, after = seats
         if not after.place:
             return Target(workers=0, reason=f"goodput: {waits or 'waits: nothing is left'}")
         market = case.markets[after.market]

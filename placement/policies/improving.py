@@ -17,6 +17,7 @@ from placement.policies.stakes import Stakes, worth_of
 
 _RUNNING = 1.5  # a waiting job must weigh so many times more than a running one to take its place
 _ROUNDING = 1e-9
+_FEW = 64  # jobs; among more, some job's regular size fits about as well as an irregular one
 
 
 def present_seats(case: Case) -> tuple[list[Seat], list[bool]]:
@@ -66,7 +67,7 @@ def improve(
         nothing = [Seat()] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
     question = _ask(case, stakes, present, valid, floors)
-    candidates = [question.seated(_anew(question))]
+    candidates = [question.seated(picks) for picks in _anew(question)]
     if set(floors) == {j for j, here in enumerate(present) if here.place and valid[j]}:
         stay = np.full(len(question.jobs), question.options.values.shape[1] - 1, dtype=np.int64)
         candidates.append(question.seated(fill(question.options, stay)))
@@ -99,7 +100,7 @@ class _Question:
         if not self.case.alike:
             return pack_seats(self.case, counts, wanted, self.present)
         seats = [Seat()] * len(counts)
-        for m, market in enumerate(self.case.markets):
+        for m in range(len(self.case.markets)):
             rows = [j for j in self.jobs if markets[j] == m]
             if rows:
                 here = [self.present[j].place if self.present[j].market == m else {} for j in rows]
@@ -122,15 +123,20 @@ def _ask(
     possible = case.possible[rows] & ~held[:, np.newaxis]
     if not case.alike:
         possible &= case.kinds == floor_market[:, np.newaxis]  # room on real nodes was promised in that market
-    column = lambda values: np.asarray(values)[:, np.newaxis]  # noqa: E731
     width = (len(jobs), len(case.sizes))
-    workers = np.concatenate([np.broadcast_to(case.sizes, width), column(floor), column(np.maximum(here, 1))], axis=1)
+    workers = np.concatenate(
+        [np.broadcast_to(case.sizes, width), floor[:, np.newaxis], np.maximum(here, 1)[:, np.newaxis]], axis=1
+    )
     kinds = np.concatenate(
-        [np.broadcast_to(case.kinds, width), column(floor_market), column(np.maximum(market, 0))], axis=1
+        [np.broadcast_to(case.kinds, width), floor_market[:, np.newaxis], np.maximum(market, 0)[:, np.newaxis]], axis=1
     )
     speed_here = case.speed_at(present)[rows]
-    speed = np.concatenate([case.speed[rows], column(_floor_speed(case, rows, floor, floor_market)), column(speed_here)], 1)
-    allowed = np.concatenate([possible, np.ones((len(jobs), 1), np.bool_), column(stays & (~held | (here == floor)))], 1)
+    speed = np.concatenate(
+        [case.speed[rows], _floor_speed(case, rows, floor, floor_market)[:, np.newaxis], speed_here[:, np.newaxis]], 1
+    )
+    allowed = np.concatenate(
+        [possible, np.ones((len(jobs), 1), np.bool_), (stays & (~held | (here == floor)))[:, np.newaxis]], 1
+    )
     same = np.zeros_like(allowed)
     same[:, -1] = True
     fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
@@ -151,9 +157,7 @@ def _ask(
     )
 
 
-def _floor_speed(
-    case: Case, rows: Ints, floor: Ints, market: Ints
-) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _floor_speed(case: Case, rows: Ints, floor: Ints, market: Ints) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Speed of the largest option that is not above the floor."""
     below = (case.sizes <= floor[:, np.newaxis]) & (case.kinds == market[:, np.newaxis])
     at = np.where(below, case.sizes, 0).argmax(axis=1)
@@ -161,16 +165,17 @@ def _floor_speed(
     return speeds
 
 
-def _anew(question: _Question) -> Ints:
-    """Decide among regular sizes, then fill up with any."""
+def _anew(question: _Question) -> list[Ints]:
+    """Decide among regular sizes and fill up with any; where there are few jobs, decide among all sizes as well."""
     options = question.options
     regular = dataclasses.replace(options, values=np.where(question.regular, options.values, -np.inf))
-    return fill(options, solve(regular).picks)
+    picks = [fill(options, solve(regular).picks)]
+    if len(question.jobs) <= _FEW:
+        picks.append(solve(options).picks)
+    return picks
 
 
-def pack_seats(
-    case: Case, counts: Sequence[int], wanted: Sequence[Seat], present: Sequence[Seat]
-) -> list[Seat]:
+def pack_seats(case: Case, counts: Sequence[int], wanted: Sequence[Seat], present: Sequence[Seat]) -> list[Seat]:
     """Places for workers of different bundles: what fits nowhere is left out."""
     seats = [Seat()] * len(counts)
     for m, market in enumerate(case.markets):

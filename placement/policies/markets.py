@@ -103,9 +103,7 @@ def _menu(node: int, top: int, wanted: tuple[int, ...]) -> Menu:
         regular.add(nodes * node)
         nodes += 1 if nodes < _FEW_NODES else max(1, nodes // 5)
     sizes = sorted(regular | set(range(1, min(max(_EVERY, node), top) + 1)))
-    return Menu(
-        sizes=np.array(sizes, dtype=np.int64), regular=np.array([s in regular for s in sizes], dtype=np.bool_)
-    )
+    return Menu(sizes=np.array(sizes, dtype=np.int64), regular=np.array([s in regular for s in sizes], dtype=np.bool_))
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:

@@ -56,9 +56,8 @@ class Options:
     def used(self, picks: Ints) -> Floats:
         """What these options take of each type."""
         rows = np.arange(len(picks))
-        taken: Floats = np.bincount(
-            self.kinds[rows, picks], weights=self.sizes[rows, picks], minlength=len(self.capacities)
-        )
+        sizes = self.sizes[rows, picks].astype(np.float64)
+        taken: Floats = np.bincount(self.kinds[rows, picks], sizes, len(self.capacities)).astype(np.float64)
         return taken
 
     def worth(self, picks: Ints) -> float:

@@ -96,9 +96,7 @@ def _correct(row: Floats, nodes: Ints, workers: Ints, known: Mapping[tuple[int, 
             row[here] /= ratio
 
 
-def ratios(
-    observations: tuple[Observation, ...], model: GoodputModel | None
-) -> Mapping[tuple[int, int], float]:
+def ratios(observations: tuple[Observation, ...], model: GoodputModel | None) -> Mapping[tuple[int, int], float]:
     """Measured over modelled step time by (nodes, workers): a curve that falls at the node boundary stays one.
 
     The mean over the batch sizes measured there, in logarithms, weighted by their counts.

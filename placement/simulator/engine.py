@@ -10,6 +10,7 @@ from pathlib import Path
 
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig
+from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
 from placement.simulator.clusters import PRICES, gpu_types, parse_cluster
@@ -39,6 +40,7 @@ def simulate(
     policy: str | Policy = "goodput",
     seed: int = 0,
     requested: bool | None = None,
+    knowledge: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Replay one trace under one policy.
@@ -51,6 +53,7 @@ def simulate(
         policy: a registered name or a policy object.
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
+        knowledge: whether jobs of one application share what they measure.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -66,7 +69,13 @@ def simulate(
     jobs = _jobs(specs, applications, chosen_rules, nodes, requested=rigid)
     if chosen_rules.round_s is None:
         raise InputError(f"rules must decide in rounds, but got {chosen_rules.name}")
-    world = World(jobs, nodes, chosen, AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH))
+    world = World(
+        jobs,
+        nodes,
+        chosen,
+        AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH),
+        Knowledge() if knowledge else None,
+    )
     with one_thread():
         _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
         fairness = rho(jobs, nodes)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig, AllocatorCore
 from placement.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.knowledge import Knowledge
 from placement.policies.base import Policy
 from placement.simulator.job import SimulatedJob
 from placement.simulator.report import Placed
@@ -22,6 +23,7 @@ class World:
         cluster: the nodes at the start.
         policy: decides.
         config: of the core.
+        knowledge: what jobs of one application share; None if each knows only what it has measured itself.
 
     Attributes:
         core: the very class that runs live.
@@ -29,8 +31,15 @@ class World:
         decision_s: CPU time of each decision [s].
     """
 
-    def __init__(self, jobs: Sequence[SimulatedJob], cluster: Cluster, policy: Policy, config: AllocatorConfig) -> None:
-        self.core = AllocatorCore(policy, config)
+    def __init__(
+        self,
+        jobs: Sequence[SimulatedJob],
+        cluster: Cluster,
+        policy: Policy,
+        config: AllocatorConfig,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.core = AllocatorCore(policy, config, knowledge=knowledge)
         self.jobs = {job.name: job for job in jobs}
         self.placed: list[Placed] = []
         self.decision_s: list[float] = []
