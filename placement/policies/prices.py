@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ _HALVINGS = 30  # a price is known to 1e-9 of the largest
 _SWEEPS = 3  # over the GPU types, whose prices depend on each other
 _GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
 _EXACT = 400_000  # jobs x options x slots up to which that takes milliseconds
+_PAIRED = 24  # jobs up to which every pair of them is tried, where there are several types
 _TINY = 1e-9
 
 
@@ -84,9 +86,12 @@ def solve(options: Options) -> Solution:
     picks = _realise(options, _answers(options, prices))
     picks = fill(options, picks)
     slots = options.capacities[0] if len(options.capacities) == 1 else np.inf
-    small = slots * options.values.size <= _EXACT and bool((options.sizes == np.rint(options.sizes)).all())
-    if small and bound(options, prices) - options.worth(picks) > _GAP * _spread(options):
-        picks = max((picks, _exact(options, int(slots))), key=options.worth)
+    if bound(options, prices) - options.worth(picks) > _GAP * _spread(options):
+        whole = bool((options.sizes == np.rint(options.sizes)).all())
+        if whole and slots * options.values.size <= _EXACT:
+            picks = max((picks, _exact(options, int(slots))), key=options.worth)
+        elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
+            picks = fill(options, _exchange(options, picks))
     return Solution(picks=picks, prices=prices)
 
 
@@ -177,6 +182,13 @@ def fill(options: Options, picks: Ints) -> Ints:
     """Use what is left where it adds most per size, until nothing that fits adds anything."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
+    # A job that changes its type leaves room that others may use: look again, which ends since every step adds.
+    while hopeful := _hopeful(options, picks, left):
+        _fill_once(options, picks, left, hopeful)
+    return picks
+
+
+def _fill_once(options: Options, picks: Ints, left: Floats, hopeful: list[int]) -> None:
     heap: list[tuple[float, int, int]] = []
 
     def offer(j: int) -> None:
@@ -184,18 +196,17 @@ def fill(options: Options, picks: Ints) -> Ints:
         if step is not None:
             heapq.heappush(heap, (-step[0], j, step[1]))
 
-    for j in _hopeful(options, picks, left):
+    for j in hopeful:
         offer(j)
     while heap:
         _, j, option = heapq.heappop(heap)
         kind, size = options.kinds[j, option], options.sizes[j, option]
         own = options.sizes[j, picks[j]] if options.kinds[j, picks[j]] == kind else 0.0
-        if size - own <= left[kind] + _TINY:
+        if size - own <= left[kind] + _TINY and options.values[j, option] > options.values[j, picks[j]] + _TINY:
             left[options.kinds[j, picks[j]]] += options.sizes[j, picks[j]]
             left[kind] -= size
             picks[j] = option
         offer(j)
-    return picks
 
 
 def _hopeful(options: Options, picks: Ints, left: Floats) -> list[int]:
@@ -220,6 +231,27 @@ def _best_step(options: Options, j: int, pick: int, left: Floats) -> tuple[float
     rate = np.where(fits, gain / np.maximum(extra, _TINY), -np.inf)
     best = int(np.argmax(rate))
     return float(rate[best]), best
+
+
+def _exchange(options: Options, picks: Ints) -> Ints:
+    """Let any two jobs choose anew together while that adds to their sum: better for several types, not exact."""
+    picks = picks.copy()
+    left = options.capacities - options.used(picks)
+    kinds = np.arange(len(left))
+    takes = np.where(options.kinds[:, :, np.newaxis] == kinds, options.sizes[:, :, np.newaxis], 0.0)
+    improved = True
+    while improved:
+        improved = False
+        for i, j in itertools.combinations(range(len(picks)), 2):
+            room = left + takes[i, picks[i]] + takes[j, picks[j]] + _TINY
+            both = options.values[i][:, np.newaxis] + options.values[j]
+            fits = (takes[i][:, np.newaxis] + takes[j] <= room).all(axis=2)
+            a, b = np.unravel_index(int(np.argmax(np.where(fits, both, -np.inf))), both.shape)
+            if both[a, b] > both[picks[i], picks[j]] + _TINY:
+                left = room - _TINY - takes[i, a] - takes[j, b]
+                picks[i], picks[j] = a, b
+                improved = True
+    return picks
 
 
 def _exact(options: Options, slots: int) -> Ints:
