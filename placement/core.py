@@ -31,7 +31,7 @@ class AllocatorConfig:
     """Times and thresholds of the core, times in seconds.
 
     Attributes:
-        min_interval_s: pause after a change before a decision that nothing forces (a changed model, more
+        min_interval_s: pause after a decision before one that nothing forces (a changed model, more
             room); an arrival, an end, changed limits or a lost node are decided at once.
         refresh_s: time after which everything is decided again though nothing happened.
         silence_s: a job that sends no heartbeat for so long is dropped.
@@ -240,7 +240,8 @@ class AllocatorCore:
             return None
         if self._urgent:
             return self._urgent
-        if self._pending and not self._config.rounds and now_s - self._changed_s >= self._config.min_interval_s:
+        rested_s = now_s - max(self._changed_s, self._decided_s)
+        if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
         rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
         return "refresh" if rested else None

@@ -47,7 +47,7 @@ class _Family:
     model: ThroughputModel | None = None
     fitted_to: int = 0
     most: int = 0
-    noise: NoiseScale | None = None
+    noise: dict[int, NoiseScale] = dataclasses.field(default_factory=dict)
 
 
 class Knowledge:
@@ -100,7 +100,7 @@ class Knowledge:
                 family.most = max(family.most, each.replicas)
             model = view.models.get(gpu)
             if model is not None:
-                family.noise = model.noise
+                family.noise[_epoch(view)] = model.noise
 
     def ended(self, job: str) -> None:
         """A job is over: what it measured stays known."""
@@ -123,7 +123,9 @@ class Knowledge:
             told = self._told(family, now_s)
             model = self._model(family, told)
             own = models.get(gpu, view.goodput)
-            noise = own.noise if own is not None else family.noise
+            noise = own.noise if own is not None else family.noise.get(_epoch(view))
+            if noise is None and family.noise:  # the earliest seen: noise rises as training goes on
+                noise = family.noise[min(family.noise)]
             if model is None or noise is None or view.init_batch_size is None:
                 continue
             observations[gpu] = told
@@ -156,6 +158,11 @@ class Knowledge:
         if family.model is None or len(told) >= self._config.refit * family.fitted_to:
             family.model, family.fitted_to = fit(told), len(told)
         return family.model
+
+
+def _epoch(view: JobView) -> int:
+    """Finished epochs: gradient noise depends on how far training is."""
+    return 0 if view.progress is None else len(view.progress.epoch_ends)
 
 
 def _shape(observation: Observation) -> _Shape:

@@ -13,7 +13,7 @@ from placement.policies.base import Target, held_reason
 from placement.policies.case import Case, Seat, build
 from placement.policies.improving import improve, present_seats
 from placement.policies.stakes import Stakes
-from placement.policies.worth import overdue, rank_weights, seconds_left
+from placement.policies.worth import length_weights, overdue, rank_weights, seconds_left
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -55,6 +55,7 @@ class GoodputPolicy:
     fair_power: float = 0.0
     late: float = 1.5
     lengths: bool = True
+    ranks: bool = False
 
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:
@@ -94,7 +95,7 @@ class GoodputPolicy:
         """What each job's speed is worth now."""
         views = case.views
         left_s = seconds_left(views, case.rate) if self.lengths else np.full(len(views), np.nan)
-        weight = rank_weights(left_s, self.exponent)
+        weight = (rank_weights if self.ranks else length_weights)(left_s, self.exponent)
         known = len(views) > 0 and not np.isnan(left_s).any()
         if known:
             share = max(float(case.capacities.sum()) / len(views), 1.0) if case.alike else 1.0

@@ -12,12 +12,11 @@ from placement.cluster import Cluster
 from placement.jobs import JobView
 from placement.policies.base import Admission, Target, admit, grow, held_reason
 from placement.policies.knapsack import Choice, knapsack
-from placement.policies.settling import Settler
+from placement.policies.settling import Settler, alike, growth_limit, present_place, use_idle
 from placement.policies.shapes import Shape, shapes, speeds_of
 from placement.room import Room
 
 _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
-_IDLE_HORIZON_S = 60.0  # idle room is worth a change that pays back within this time
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +25,10 @@ class PolluxPolicy:
 
     Maximises the power mean of exponent p over all jobs of ``speed-up x restart factor``::
 
-        speed-up       = best goodput of the shape / best goodput of one worker
+        speed-up       = best goodput of the shape / best goodput of the job's fair share (slots / jobs, 1 or more)
         restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
 
-    with d = ``JobView.resize_cost_s`` and age the time since submission. Dividing every speed-up by the job's fair
-    share, as published, changes nothing while all workers are of one size. Where the paper searches genetically,
+    with d = ``JobView.resize_cost_s`` and age the time since submission. Where the paper searches genetically,
     the sizes are found here by dynamic programming over the cluster's slots, exactly for one kind of worker and
     node shapes (any part of a node, or whole nodes), and are then placed whole nodes first, moving as few others
     as possible. A job may grow to ``JobView.growth_limit``.
@@ -41,9 +39,11 @@ class PolluxPolicy:
     Attributes:
         power: p, below 1 and not 0: -1 is the published choice; the lower, the fairer.
         most_nodes: no job spans more nodes.
+        fair_share: whether speed-ups are relative to the fair share, else to one worker.
     """
 
     power: float = -1.0
+    fair_share: bool = True
     most_nodes: int = 16
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class PolluxPolicy:
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"pollux: {why}") for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
-        if len({(tuple(sorted(v.bundle.items())), tuple(sorted(v.label_selector.items()))) for v in running}) > 1:
+        if not alike(running):
             counts = grow(running, admission)
             for view in running:
                 reason = f"pollux: {counts[view.job]} workers; workers of several kinds, so jobs grow in turn"
@@ -77,18 +77,19 @@ class PolluxPolicy:
     ) -> dict[str, Target]:
         room = Room(cluster)
         slots = room.slots(running[0])
-        choices = [self._choice(view, admission.floors[view.job], slots, room, now_s) for view in running]
+        share = max(1, round(int(slots.sum()) / len(running)))
+        choices = [self._choice(view, admission.floors[view.job], share, room, now_s) for view in running]
         picks = knapsack(choices, int(slots.sum()))
         settler = Settler(slots.tolist())
         wanted = [choice.sizes[pick] for choice, pick in zip(choices, picks, strict=True)]
-        present = [_present(view, room) for view in running]
+        present = [present_place(view, room.index) for view in running]
         places = settler.place(wanted, present, [view.min_workers for view in running])
         if places is None:  # minimums of several workers can block each other: leave it to the core's packing
             return {
                 view.job: Target(workers=admission.floors[view.job], reason="pollux: the minimum, room is scattered")
                 for view in running
             }
-        self._use_idle(running, choices, settler, places)
+        use_idle(running, settler, places, most_nodes=self.most_nodes)
         targets = {}
         for view, place in zip(running, places, strict=True):
             nodes = {room.node_ids[i]: n for i, n in sorted(place.items())}
@@ -97,21 +98,23 @@ class PolluxPolicy:
             )
         return targets
 
-    def _choice(self, view: JobView, floor: int, slots: NDArray[np.int64], room: Room, now_s: float) -> Choice:
+    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> Choice:
         """Sizes and what each is worth; the present place comes first."""
-        limit = view.useful_workers if view.growth_limit is None else min(view.useful_workers, view.growth_limit)
-        most = max(floor, limit)
+        slots = room.slots(view)
+        most = max(floor, growth_limit(view))
         options: list[Shape] = [
             shape for shape in shapes(view, slots.tolist(), most) if shape[0] <= self.most_nodes and shape[1] >= floor
         ]
         if view.held_at is not None:
             options = [(_nodes_of(floor, slots), floor)]
-        here = _present(view, room)
+        here = present_place(view, room.index)
         stays = bool(here) and all(slots[i] >= n for i, n in here.items())
         stays = stays and floor <= view.workers <= most and (view.held_at is None or view.workers == floor)
         if stays and here:
             options = [(len(here), view.workers), *options]
-        speed = speeds_of(view, tuple(options))
+        fair = min(max(share, view.min_workers), max(most, 1), int(slots.sum()))
+        speed = speeds_of(view, ((_nodes_of(fair, slots), fair), *options))
+        speed = speed[1:] / speed[0] if self.fair_share and speed[0] > 0 else speed[1:]
         factor = np.full(len(options), self._restart_factor(view, now_s))
         if stays:
             factor[0] = 1.0
@@ -127,42 +130,12 @@ class PolluxPolicy:
             return 1.0
         return max(max(age_s - cost_s * view.restarts, 0.0) / (age_s + cost_s), _LEAST_FACTOR)
 
-    def _use_idle(
-        self,
-        running: Sequence[JobView],
-        choices: Sequence[Choice],
-        settler: Settler,
-        places: list[dict[int, int]],
-    ) -> None:
-        """Give room that is left to jobs that it speeds up by more than their change costs within a minute."""
-        for i, view in enumerate(running):
-            if view.held_at is not None:
-                continue
-            limit = view.useful_workers if view.growth_limit is None else min(view.useful_workers, view.growth_limit)
-            gain = 1.0 + view.resize_cost_s / _IDLE_HORIZON_S + 1e-9
-            while sum(places[i].values()) < limit:
-                more = settler.grown(places[i], 1)
-                if more is None or len(more) > self.most_nodes:
-                    break
-                shape = (len(places[i]), sum(places[i].values())), (len(more), sum(more.values()))
-                before, after = speeds_of(view, shape)
-                if not after > gain * before:
-                    break
-                settler.replace(places[i], more)
-                places[i] = more
-
     def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
         workers = sum(place.values())
         if view.held_at is not None:
             return held_reason(view, workers)
         (speed,) = speeds_of(view, ((len(place), workers),))
         return f"{view.workers} -> {workers} workers on {len(place)} nodes, speed-up {speed:.2f}"
-
-
-def _present(view: JobView, room: Room) -> dict[int, int]:
-    """The job's workers by node index; empty if it has none, or one is on a node that is gone or draining."""
-    here = {room.index(node_id): workers for node_id, workers in view.allocation.items()}
-    return {} if None in here else {index: workers for index, workers in here.items() if index is not None}
 
 
 def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:

@@ -6,19 +6,29 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from placement.policies.base import Policy
+from placement.policies.fair_share import FairSharePolicy
+from placement.policies.fifo import FifoPolicy
 from placement.policies.fixed import FixedPolicy
 from placement.policies.goodput import GoodputPolicy
 from placement.policies.optimus import OptimusPolicy
 from placement.policies.pollux import PolluxPolicy
+from placement.policies.sia import SiaPolicy
+from placement.policies.throughput_efficiency import ThroughputEfficiencyPolicy
 from placement.policies.tiresias import TiresiasPolicy
+from placement.policies.utility_cost import UtilityCostPolicy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {
-        "goodput": GoodputPolicy,
+        "fair_share": FairSharePolicy,
+        "fifo": FifoPolicy,
         "fixed": FixedPolicy,
+        "goodput": GoodputPolicy,
         "optimus": OptimusPolicy,
         "pollux": PolluxPolicy,
+        "sia": SiaPolicy,
+        "throughput_efficiency": ThroughputEfficiencyPolicy,
         "tiresias": TiresiasPolicy,
+        "utility_cost": UtilityCostPolicy,
     }
 )
 """Registered policies; the contract tests run over all of them."""

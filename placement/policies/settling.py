@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+from placement.jobs import JobView
+from placement.policies.shapes import speeds_of
 
 
 class Settler:
@@ -12,15 +16,21 @@ class Settler:
 
     Args:
         slots: workers that each node can hold.
+        kinds: a number for each node; a job stays within one kind. All are of one kind by default.
     """
 
-    def __init__(self, slots: Sequence[int]) -> None:
+    def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
+        self._kinds = np.zeros(len(slots), dtype=np.int64) if kinds is None else np.array(kinds, dtype=np.int64)
         self._slots = np.array(slots, dtype=np.int64)
         self._free = self._slots.copy()
         self._spanned: set[int] = set()
 
     def place(
-        self, sizes: Sequence[int], present: Sequence[Mapping[int, int]], least: Sequence[int]
+        self,
+        sizes: Sequence[int],
+        present: Sequence[Mapping[int, int]],
+        least: Sequence[int],
+        kinds: Sequence[int] | None = None,
     ) -> list[dict[int, int]] | None:
         """Workers by node index for every job; None if some job finds less than its least.
 
@@ -32,8 +42,13 @@ class Settler:
             sizes: workers of each job.
             present: where its workers are, by node index.
             least: the fewest workers of each job.
+            kinds: the kind of node that each job is to have; 0 for all by default.
         """
-        stays = [bool(here) and sum(here.values()) == size for here, size in zip(present, sizes, strict=True)]
+        wanted = [0] * len(sizes) if kinds is None else list(kinds)
+        stays = [
+            bool(here) and sum(here.values()) == size and all(self._kinds[node] == kind for node in here)
+            for here, size, kind in zip(present, sizes, wanted, strict=True)
+        ]
         reserved = np.zeros_like(self._slots)
         for here, stay in zip(present, stays, strict=True):
             for node, workers in here.items() if stay else ():
@@ -49,7 +64,7 @@ class Settler:
                     places[j] = dict(present[j])
                     self._take(places[j])
                     continue
-            places[j] = self._find(sizes[j], reserved)
+            places[j] = self._find(sizes[j], reserved, self._kinds == wanted[j])
             if sum(places[j].values()) < least[j]:
                 return None
             self._take(places[j])
@@ -62,8 +77,9 @@ class Settler:
         if own:
             result[own[0]] += more
             return result
-        free = [int(node) for node in np.flatnonzero(self._free >= more) if node not in self._spanned]
-        free = free or [int(node) for node in np.flatnonzero(self._free >= more)]
+        alike = self._kinds == self._kinds[next(iter(place))] if place else np.ones_like(self._kinds, dtype=np.bool_)
+        roomy = [int(node) for node in np.flatnonzero((self._free >= more) & alike)]
+        free = [node for node in roomy if node not in self._spanned] or roomy
         if not free:
             return None
         result[min(free, key=lambda node: int(self._free[node]))] = more
@@ -83,16 +99,16 @@ class Settler:
         if len(place) > 1:
             self._spanned.update(place)
 
-    def _find(self, size: int, reserved: np.ndarray[tuple[int], np.dtype[np.int64]]) -> dict[int, int]:
-        fits = np.flatnonzero(self._free >= size)
+    def _find(self, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
+        fits = np.flatnonzero((self._free >= size) & alike)
         if len(fits):
             crowd = [(max(0, int(reserved[i]) - int(self._free[i]) + size), int(self._free[i]), int(i)) for i in fits]
             return {min(crowd)[2]: size}
         place: dict[int, int] = {}
         missing = size
         nodes = [
-            (i in self._spanned, -min(int(self._free[i]), missing), int(reserved[i]), int(i))
-            for i in np.flatnonzero(self._free > 0)
+            (int(i) in self._spanned, -min(int(self._free[i]), missing), int(reserved[i]), int(i))
+            for i in np.flatnonzero((self._free > 0) & alike)
         ]
         for _, _, _, i in sorted(nodes):
             more = min(missing, int(self._free[i]))
@@ -101,3 +117,56 @@ class Settler:
             if not missing:
                 break
         return place
+
+
+def use_idle(
+    running: Sequence[JobView],
+    settler: Settler,
+    places: list[dict[int, int]],
+    *,
+    most_nodes: int,
+    horizon_s: float = 60.0,
+) -> None:
+    """Give slots that are left to jobs that they speed up by more than the change costs within the horizon.
+
+    Changes ``places``.
+    """
+    for i, view in enumerate(running):
+        limit = growth_limit(view)
+        gain = 1.0 + view.resize_cost_s / horizon_s + 1e-9
+        while view.held_at is None and places[i] and sum(places[i].values()) < limit:
+            more = settler.grown(places[i], 1)
+            if more is None or len(more) > most_nodes:
+                break
+            before, after = speeds_of(view, (shape_of(places[i]), shape_of(more)))
+            if not after > gain * before:
+                break
+            settler.replace(places[i], more)
+            places[i] = more
+
+
+def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
+    """(nodes, workers) of a place."""
+    return len(place), sum(place.values())
+
+
+def growth_limit(view: JobView) -> int:
+    """The most workers the job may have now, as far as it knows itself."""
+    limit = view.useful_workers
+    return limit if view.growth_limit is None else min(limit, view.growth_limit)
+
+
+def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
+    """The job's workers by node index; empty if it has none, or one is on a node that is gone or draining."""
+    place: dict[int, int] = {}
+    for node_id, workers in view.allocation.items():
+        at = index(node_id)
+        if at is None:
+            return {}
+        place[at] = workers
+    return place
+
+
+def alike(jobs: Sequence[JobView]) -> bool:
+    """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
+    return len({(tuple(sorted(v.bundle.items())), tuple(sorted(v.label_selector.items()))) for v in jobs}) <= 1

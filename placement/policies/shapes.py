@@ -39,32 +39,41 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
     """Goodput of each shape relative to that of the smallest size that runs; the size itself without a model.
 
-    The best batch of each shape is taken. 0 where nothing fits. Read-only.
+    The best batch of each shape is taken. 0 where nothing fits.
     """
     if view.goodput is None:
         return np.array([workers for _, workers in wanted], dtype=np.float64)
+    values = goodputs(view, view.goodput, ((1, view.min_workers), *wanted), view.atomic_bsz_range)
+    positive = values[values > 0]
+    base = values[0] if values[0] > 0 else (positive.min() if positive.size else 1.0)
+    return np.asarray(values[1:] / base)
+
+
+def goodputs(
+    view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
+) -> Floats:
+    """Useful samples per second of each shape at its best batch within the job's limits, 0 where nothing fits.
+
+    Read-only.
+    """
     limit = view.max_batch_size
     if limit is not None:
-        limit = max(limit, view.goodput.init_batch_size)
-    return _speeds(view.goodput, wanted, view.min_workers, limit, view.atomic_bsz_range, view.accumulation)
+        limit = max(limit, model.init_batch_size)
+    return _goodputs(model, wanted, limit, atomic_bsz_range, view.accumulation)
 
 
 @functools.lru_cache(maxsize=16384)  # a decision asks again for every job, though few models have changed
-def _speeds(
+def _goodputs(
     model: GoodputModel,
     wanted: tuple[Shape, ...],
-    least: int,
     max_batch_size: int | None,
     atomic_bsz_range: tuple[int, int] | None,
     accumulation: bool,
 ) -> Floats:
-    nodes, workers = np.array([(1, least), *wanted]).T
+    nodes, workers = np.array(wanted).T
     best, _, _ = model.best(
         nodes, workers, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
     )
-    values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
-    positive = values[values > 0]
-    base = values[0] if values[0] > 0 else (positive.min() if positive.size else 1.0)
-    speed: Floats = values[1:] / base
-    speed.flags.writeable = False
-    return speed
+    values: Floats = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    values.flags.writeable = False
+    return values

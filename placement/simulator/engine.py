@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Sequence
@@ -14,9 +15,11 @@ from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
 from placement.simulator.clusters import PRICES, gpu_types, parse_cluster
+from placement.simulator.disturbances import Disturbances
 from placement.simulator.errors import InputError
 from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
+from placement.simulator.live import LiveDriver
 from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules
@@ -25,6 +28,8 @@ from placement.simulator.traces import TraceJob, read_trace
 from placement.simulator.world import World
 
 _LOG_LENGTH = 10_000_000
+_ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH)
+_LIVE = AllocatorConfig(min_interval_s=15.0, refresh_s=60.0, silence_s=math.inf, log_length=_LOG_LENGTH)
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
 OnProgress = Callable[[int, int, float], None]
@@ -41,6 +46,7 @@ def simulate(
     seed: int = 0,
     requested: bool | None = None,
     knowledge: bool = False,
+    disturbances: Disturbances | None = None,
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Replay one trace under one policy.
@@ -54,6 +60,7 @@ def simulate(
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
         knowledge: whether jobs of one application share what they measure.
+        disturbances: what goes wrong; nothing by default.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -66,18 +73,18 @@ def simulate(
     specs = read_trace(trace, applications) if isinstance(trace, (str, Path)) else tuple(trace)
     chosen_rules, chosen = make_rules(rules), make_policy(policy)
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
-    jobs = _jobs(specs, applications, chosen_rules, nodes, requested=rigid)
-    if chosen_rules.round_s is None:
-        raise InputError(f"rules must decide in rounds, but got {chosen_rules.name}")
-    world = World(
-        jobs,
-        nodes,
-        chosen,
-        AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH),
-        Knowledge() if knowledge else None,
-    )
+    wrong = disturbances or Disturbances()
+    if chosen_rules.round_s is not None and dataclasses.replace(wrong, noise=0.0) != Disturbances():
+        raise InputError(f"rules must be 'live' for disturbances other than noise, but got {chosen_rules.name!r}")
+    shared = Knowledge() if knowledge else None
     with one_thread():
-        _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
+        jobs = _jobs(specs, applications, chosen_rules, nodes, rigid, wrong.noise, seed)
+        if chosen_rules.round_s is not None:
+            world = World(jobs, nodes, chosen, _ROUNDS, shared)
+            _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
+        else:
+            world = World(jobs, nodes, chosen, _LIVE, shared)
+            LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
         fairness = rho(jobs, nodes)
     return Report(
         trace=str(trace) if isinstance(trace, (str, Path)) else "jobs",
@@ -95,11 +102,25 @@ def simulate(
 
 
 def _jobs(
-    specs: Sequence[TraceJob], applications: dict[str, Application], rules: Rules, nodes: Cluster, *, requested: bool
+    specs: Sequence[TraceJob],
+    applications: dict[str, Application],
+    rules: Rules,
+    nodes: Cluster,
+    requested: bool,
+    sigma: float,
+    seed: int,
 ) -> list[SimulatedJob]:
     per_node = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
     return [
-        SimulatedJob(spec, applications[spec.application], rules, requested=requested, gpus_per_node=per_node)
+        SimulatedJob(
+            spec,
+            applications[spec.application],
+            rules,
+            requested=requested,
+            gpus_per_node=per_node,
+            sigma=sigma,
+            seed=seed,
+        )
         for spec in specs
     ]
 

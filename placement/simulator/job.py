@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Mapping
 
 from placement.facts import Oracle, Progress
@@ -12,7 +13,6 @@ from placement.goodput import GoodputModel, NoiseScale
 from placement.jobs import JobView
 from placement.simulator.profiles import Application
 from placement.simulator.rules import Rules, Spot
-from placement.simulator.tables import StepTimes
 from placement.simulator.traces import TraceJob
 from placement.throughput import ThroughputModel
 
@@ -27,6 +27,17 @@ def fitted(observations: tuple[Observation, ...]) -> ThroughputModel:
     return fit(observations)
 
 
+@functools.lru_cache(maxsize=100_000)  # asked every round, though little changes within an epoch
+def best_batch(
+    model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
+) -> tuple[int, int]:
+    """(atomic batch, accumulation steps) with the highest goodput; 0 samples where nothing fits."""
+    _, atomic_bsz, accum_steps = model.best(
+        nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
+    )
+    return int(atomic_bsz), int(accum_steps)
+
+
 class SimulatedJob:
     """State of one job.
 
@@ -36,11 +47,16 @@ class SimulatedJob:
         rules: cost of changes and slow-down.
         requested: run at the trace's batch and count (rigid) instead of adapting the batch.
         gpus_per_node: by GPU type, for the oracle's packed placements.
+        sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
+        seed: of that noise.
 
     Attributes:
-        spot: where its workers are; None while it waits.
+        slowdown: factor on its step times from outside: a slow node, a shared link.
+        spot: the workers it holds; None while it waits.
+        training: the workers that train: those it holds, or those that stayed while new ones still start.
         now_s: its own clock [s], at the end of the last advance.
         finished_s: completion [s], None before.
+        shared: models by GPU type that jobs of the same application know together, where they share.
     """
 
     def __init__(
@@ -51,12 +67,16 @@ class SimulatedJob:
         *,
         requested: bool,
         gpus_per_node: Mapping[str, int],
+        sigma: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.trace = trace
         self.app = application
         self.rules = rules
         self.requested = requested
         self.spot: Spot | None = None
+        self.training: Spot | None = None
+        self.joined_s = math.inf
         self.now_s = 0.0
         self.started_s: float | None = None
         self.finished_s: float | None = None
@@ -68,12 +88,18 @@ class SimulatedJob:
         self.progress = 0.0
         self.atomic_bsz = 0
         self.accum_steps = 0
+        self.slowdown = 1.0
+        self._sigma = sigma
+        self._noisy = random.Random(f"{seed}/{trace.name}")
+        self.shared: Mapping[str, GoodputModel] = {}
         self._gpus_per_node = dict(gpus_per_node)
         self._last_gpu = ""
         self._epoch_ends: list[float] = []
         self._measured: dict[str, dict[tuple[int, int, int], Observation]] = {}
         self._noise: NoiseScale | None = None
         self._most = 0
+        if rules.profiles_types and len(application.step_times) > 1 and not requested:
+            self._profile()
 
     @property
     def name(self) -> str:
@@ -86,14 +112,19 @@ class SimulatedJob:
         return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
 
     def place(self, spot: Spot | None) -> None:
-        """Give it other workers, or none; progress pauses for as long as the rules say."""
+        """Give it other workers, or none; what that costs is for the rules to say."""
         before, self.spot = self.spot, spot
+        self.joined_s = math.inf
         if spot is None:
-            self.atomic_bsz = 0
+            self.training = None
             return
-        pause_s = self.rules.restart_s(self.app.name, before, spot)
-        if pause_s > 0:
-            self.restart_left_s = pause_s
+        change = self.rules.change(self.app.name, before, self.training, spot)
+        if change.pause_s > 0:
+            self.restart_left_s = change.pause_s
+        if change.meanwhile is None:
+            self.training = spot
+        else:
+            self.training, self.joined_s = change.meanwhile, self.now_s + change.joins_after_s
         self._last_gpu = spot.gpu
         if self.started_s is None:
             self.started_s = self.now_s
@@ -106,28 +137,56 @@ class SimulatedJob:
 
     def advance(self, seconds: float) -> None:
         """Let time pass under the present placement; stops at its completion."""
-        if self.spot is None or self.finished_s is not None:
-            self.now_s += seconds
+        end_s = self.now_s + seconds
+        while self.training is not None and self.finished_s is None and end_s - self.now_s > _EPS:
+            if self.now_s >= self.joined_s - _EPS:
+                self._join()
+            if self.restart_left_s > 0:
+                pause_s = min(self.restart_left_s, end_s - self.now_s)
+                self.restart_left_s -= pause_s
+                self.paused_s += pause_s
+                self._spend(pause_s)
+            else:
+                self._train(min(end_s, self.joined_s) - self.now_s)
+        if self.finished_s is None:
+            self.now_s = end_s
+
+    def next_s(self) -> float:
+        """When something happens to it by itself [s]: its epoch ends, or new workers join; infinity if it waits."""
+        if self.training is None or self.finished_s is not None:
+            return math.inf
+        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        return min(self.now_s + self.restart_left_s + missing / self._rate(), max(self.joined_s, self.now_s))
+
+    def lose_workers(self) -> None:
+        """All its workers died at once: it goes on from the end of the last epoch."""
+        self.progress = self.app.progress_at(self.epoch)
+        self.spot = self.training = None
+        self.joined_s = math.inf
+
+    def _join(self) -> None:
+        """The new workers have started; the group takes them in between two steps."""
+        self.training, self.joined_s = self.spot, math.inf
+        self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
+        self._choose_batch()
+
+    def _train(self, seconds: float) -> None:
+        """Make progress for so long, or to the end of the epoch."""
+        rate = self._rate()
+        missing = self.app.progress_at(self.epoch + 1) - self.progress
+        if rate * seconds < missing * (1 - 1e-12):
+            self.progress += rate * seconds
+            self._spend(seconds)
+            self._choose_batch()  # by what it has just measured
             return
-        pause_s = min(self.restart_left_s, seconds)
-        self.restart_left_s -= pause_s
-        self.paused_s += pause_s
-        self._spend(pause_s)
-        seconds -= pause_s
-        while seconds > 0 and self.finished_s is None:
-            rate = self._rate()
-            missing = self.app.progress_at(self.epoch + 1) - self.progress
-            if rate * seconds < missing:
-                self.progress += rate * seconds
-                self._spend(seconds)
-                return
-            elapsed = min(float(round(missing / rate)), seconds)
-            self._spend(elapsed)
-            seconds -= elapsed
-            self._end_epoch()
+        elapsed = missing / rate
+        if self.rules.whole_seconds:
+            elapsed = float(round(elapsed))
+        self._spend(min(elapsed, seconds))
+        self._end_epoch()
 
     def _spend(self, seconds: float) -> None:
-        assert self.spot is not None
+        assert self.spot is not None, f"{self.name} has no GPUs to hold"
         self.now_s += seconds
         self.held_s[self.spot.gpu] = self.held_s.get(self.spot.gpu, 0.0) + seconds * self.spot.workers
 
@@ -142,39 +201,45 @@ class SimulatedJob:
 
     def _rate(self) -> float:
         """Scale-invariant iterations per second, and what the job learns from running so."""
-        assert self.spot is not None
-        counts, gpu = self.spot.counts, self.spot.gpu
-        replicas = self.spot.workers
+        assert self.training is not None, f"{self.name} has no workers to train with"
+        counts, gpu = self.training.counts, self.training.gpu
+        replicas = self.training.workers
         batch = replicas * self.atomic_bsz * (self.accum_steps + 1)
-        step_s, sync_s = self._table(gpu).times(counts, self.atomic_bsz)
+        step_s, sync_s = self.app.step_times[gpu].times(counts, self.atomic_bsz)
         self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
-        known = self._measured.setdefault(gpu, {})
-        key = len(counts), replicas, self.atomic_bsz
-        if key not in known:
-            known[key] = Observation(*key, accum_steps=0, step_time=step_s, grad_time=step_s - sync_s)
-            self._most = max(self._most, replicas)
+        self._learn(gpu, (len(counts), replicas, self.atomic_bsz), step_s, sync_s)
+        self._most = max(self._most, replicas)
+        step_s, sync_s = step_s * self.slowdown, sync_s * self.slowdown
         return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
 
-    def _table(self, gpu: str) -> StepTimes:
-        return self.app.step_times[gpu]
+    def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
+        """Measure a configuration once, with the noise that was asked for."""
+        known = self._measured.setdefault(gpu, {})
+        if key not in known:
+            noise = math.exp(self._noisy.gauss(0.0, self._sigma)) if self._sigma else 1.0
+            known[key] = Observation(*key, accum_steps=0, step_time=step_s * noise, grad_time=(step_s - sync_s) * noise)
+
+    def _profile(self) -> None:
+        """Measure one GPU of every type at a few batches, as Sia does before a job starts."""
+        for gpu, table in self.app.step_times.items():
+            least, most = self.app.local_bsz_range(gpu)
+            for i in range(4):
+                local = round(least * (most / least) ** (i / 3))
+                self._learn(gpu, (1, 1, local), *table.times((1,), local))
+        self._noise = self.app.noise(self.app.init_batch_size, 0)
 
     # What it does with its workers
     # ------------------------------------------------------------------------------------------------------------
 
     def _choose_batch(self) -> None:
-        assert self.spot is not None
-        replicas, gpu = self.spot.workers, self.spot.gpu
+        assert self.training is not None, f"{self.name} has no workers to choose a batch for"
+        replicas, gpu = self.training.workers, self.training.gpu
         least, most = self.app.local_bsz_range(gpu)
         batch = self.fixed_batch
-        model = self._model(gpu)
+        model = None if self.requested else self.shared.get(gpu) or self._model(gpu)
         if batch is None and model is not None:
-            _, self.atomic_bsz, self.accum_steps = model.best(
-                len(self.spot.nodes),
-                replicas,
-                max_batch_size=self.app.max_batch_size,
-                atomic_bsz_range=(least, most),
-                accumulation=True,
-            )
+            asked = model, len(self.training.nodes), replicas, self.app.max_batch_size, least, most
+            self.atomic_bsz, self.accum_steps = best_batch(*asked)
             if self.atomic_bsz:
                 return
         if batch is None:

@@ -38,6 +38,21 @@ class Spot:
         return tuple(self.nodes.values())
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeCost:
+    """What a new place costs.
+
+    Attributes:
+        pause_s: seconds without progress, now.
+        meanwhile: the workers that train on while new ones start; None if all are there at once.
+        joins_after_s: when the new ones join [s from now].
+    """
+
+    pause_s: float
+    meanwhile: Spot | None = None
+    joins_after_s: float = 0.0
+
+
 class Rules(Protocol):
     """What differs between the simulators.
 
@@ -45,6 +60,9 @@ class Rules(Protocol):
         name: as on the command line.
         round_s: seconds between two decisions; None decides on events, as the live allocator does.
         most_workers: no job gets more.
+        whole_seconds: ends of epochs are rounded to whole seconds.
+        profiles_types: where there are several GPU types, a job knows one GPU of each before it starts.
+        join_s: pause when workers that started meanwhile join.
     """
 
     @property
@@ -53,9 +71,15 @@ class Rules(Protocol):
     def round_s(self) -> float | None: ...
     @property
     def most_workers(self) -> int: ...
+    @property
+    def whole_seconds(self) -> bool: ...
+    @property
+    def profiles_types(self) -> bool: ...
+    @property
+    def join_s(self) -> float: ...
 
-    def restart_s(self, application: str, before: Spot | None, after: Spot) -> float:
-        """Seconds without progress after a job was placed; ``before`` is None at its first start or after a wait."""
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
         ...
 
     def expected_restart_s(self, application: str) -> float:
@@ -75,10 +99,14 @@ class PolluxRules:
     round_s: float | None = 60.0
     most_workers: int = 64
     restart: float = 30.0
+    whole_seconds: bool = True
+    profiles_types: bool = False
+    join_s: float = 0.0
 
-    def restart_s(self, application: str, before: Spot | None, after: Spot) -> float:
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
         """See ``Rules``."""
-        return 0.0 if before is not None and dict(before.nodes) == dict(after.nodes) else self.restart
+        same = before is not None and dict(before.nodes) == dict(after.nodes)
+        return ChangeCost(pause_s=0.0 if same else self.restart)
 
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""
@@ -103,16 +131,18 @@ class SiaRules:
     round_s: float | None = 60.0
     most_workers: int = 64
     factor: float = 1.0
+    whole_seconds: bool = True
+    profiles_types: bool = True
+    join_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.factor >= 0:
             raise InputError(f"factor must be 0 or more, but got {self.factor}")
 
-    def restart_s(self, application: str, before: Spot | None, after: Spot) -> float:
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
         """See ``Rules``."""
-        if before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts):
-            return 0.0
-        return self.expected_restart_s(application)
+        same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
+        return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
 
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""
@@ -123,7 +153,60 @@ class SiaRules:
         return _SIA_DIVISOR.get(application, 1.2)
 
 
-RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"pollux": PolluxRules, "sia": SiaRules})
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRules:
+    """Ours: decisions follow events, and a running job changes its size between two steps.
+
+    New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
+    worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which
+    node it is counts: a worker that moves is a new worker.
+
+    Attributes:
+        pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
+        start: of a new worker, until it could take a step [s].
+        slow_sia: divide progress as Sia's simulator does, to compare with it.
+    """
+
+    name: str = "live"
+    round_s: float | None = None
+    most_workers: int = 64
+    pause: float = 0.6
+    start: float = 15.0
+    slow_sia: bool = True
+    whole_seconds: bool = False
+    profiles_types: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("pause", "start"):
+            if not getattr(self, field) >= 0:
+                raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
+
+    @property
+    def join_s(self) -> float:
+        """See ``Rules``."""
+        return self.pause
+
+    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+        """See ``Rules``."""
+        trained = {} if training is None else training.nodes
+        stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
+        if not stay or training is None or training.gpu != after.gpu:
+            return ChangeCost(pause_s=self.start)
+        leaves = self.pause if sum(stay.values()) < training.workers else 0.0
+        if sum(stay.values()) == after.workers:
+            return ChangeCost(pause_s=leaves)
+        return ChangeCost(pause_s=leaves, meanwhile=Spot(nodes=stay, gpu=training.gpu), joins_after_s=self.start)
+
+    def expected_restart_s(self, application: str) -> float:
+        """See ``Rules``."""
+        return self.pause
+
+    def divisor(self, application: str) -> float:
+        """See ``Rules``."""
+        return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
+
+
+RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, "pollux": PolluxRules, "sia": SiaRules})
 """Rules by name."""
 
 

@@ -29,6 +29,7 @@ class World:
         core: the very class that runs live.
         placed: every change of a job's place, in the order of time.
         decision_s: CPU time of each decision [s].
+        touched: jobs that were placed anew since the driver last cleared it.
     """
 
     def __init__(
@@ -40,15 +41,20 @@ class World:
         knowledge: Knowledge | None = None,
     ) -> None:
         self.core = AllocatorCore(policy, config, knowledge=knowledge)
+        self._knowledge = knowledge
         self.jobs = {job.name: job for job in jobs}
         self.placed: list[Placed] = []
         self.decision_s: list[float] = []
+        self.touched: set[str] = set()
         self._gpu = {node.node_id: node.gpu_type for node in cluster.nodes}
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
         """The job's heartbeat."""
-        self.send(JobHeartbeat(view=job.view()), now_s)
+        view = job.view()
+        if self._knowledge is not None:
+            job.shared = self._knowledge.complete(view, now_s).models  # as the live allocator tells its jobs
+        self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
         """The job is over and its GPUs are free."""
@@ -70,6 +76,20 @@ class World:
         for instruction in instructions:
             self._carry_out(instruction, now_s)
 
+    def lose_node(self, node_id: str, now_s: float) -> None:
+        """The node's workers are dead; what is left of their jobs trains on."""
+        for job in self.jobs.values():
+            if job.spot is None or node_id not in job.spot.nodes or job.finished_s is not None:
+                continue
+            job.advance(now_s - job.now_s)
+            left = {node: workers for node, workers in job.spot.nodes.items() if node != node_id}
+            self.touched.add(job.name)
+            self.placed.append(Placed(time_s=now_s, job=job.name, nodes=left))
+            if left:
+                job.place(Spot(nodes=left, gpu=job.spot.gpu))
+            else:
+                job.lose_workers()
+
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
         if not isinstance(instruction, Allocate):
             return
@@ -78,6 +98,11 @@ class World:
         nodes = dict(instruction.nodes)
         if nodes == before:
             return
+        if now_s > job.now_s:
+            job.advance(now_s - job.now_s)
+        if job.finished_s is not None:
+            return  # at this very moment; its end is the next event
+        self.touched.add(job.name)
         self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
         job.place(Spot(nodes=nodes, gpu=self._slowest(nodes)) if nodes else None)
 

@@ -84,7 +84,10 @@ def test_equal_input_changes_nothing(name: str, views: list[JobView], nodes: Clu
 @settings(max_examples=60, deadline=None)
 @given(views=job_views(), nodes=clusters)
 def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], nodes: Cluster) -> None:
-    targets = make_policy(name).decide(views, nodes, 0.0)
+    policy = make_policy(name)
+    if getattr(policy, "frugal", False):
+        pytest.skip(f"{name} leaves idle what is not worth its price")
+    targets = policy.decide(views, nodes, 0.0)
     room = Room(nodes)
     assert all(room.add(v, targets[v.job].workers) for v in views)
     for v in views:
@@ -178,7 +181,7 @@ def test_fixed_serves_the_first_first() -> None:
 
 
 def test_unknown_policies_are_named_with_what_would_be_valid() -> None:
-    with pytest.raises(ValueError, match="policy must be one of fixed, goodput"):
+    with pytest.raises(ValueError, match="policy must be one of fair_share, fifo, fixed, goodput"):
         make_policy("polux")
     with pytest.raises(TypeError, match="decide"):
         make_policy(42)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""Event-driven time: the allocator hears of an arrival, an end or a lost node at once, and of progress now and then."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from placement.cluster import Cluster
+from placement.events import NodesChanged
+from placement.simulator.disturbances import Disturbances
+from placement.simulator.job import SimulatedJob
+from placement.simulator.world import World
+
+TICK_S = 30.0
+"""How often every job tells how it stands, and the slow round of the allocator."""
+
+_MEASURED_S = 10.0  # after so many seconds of training a new size has been measured, and is told
+_SCRIPT_S = 30 * 86400.0
+
+
+class LiveDriver:
+    """A heap of events; ties are served in the order in which they were pushed.
+
+    Args:
+        world: jobs and allocator.
+        cluster: all nodes, none of them lost.
+        disturbances: what goes wrong.
+        seed: of that.
+        longest_s: a simulation that takes longer is given up [s].
+    """
+
+    def __init__(self, world: World, cluster: Cluster, disturbances: Disturbances, seed: int, longest_s: float) -> None:
+        self._world = world
+        self._cluster = cluster
+        self._disturbances = disturbances
+        self._longest_s = longest_s
+        self._present: dict[str, SimulatedJob] = {}
+        self._version: dict[str, int] = {}
+        self._down: dict[str, int] = {}
+        self._slow: dict[str, int] = {}
+        self._order = itertools.count()
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._done = 0
+        if disturbances.node_mtbf_h or disturbances.slow_every_h:
+            nodes = [node.node_id for node in cluster.nodes]
+            for time_s, what, node in disturbances.script(nodes, seed, _SCRIPT_S):
+                self._at(time_s, lambda now_s, what=what, node=node: self._disturb(what, node, now_s))  # type: ignore[misc]
+
+    def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
+        """Until all jobs are done.
+
+        Raises:
+            RuntimeError: some job is never done.
+        """
+        for job in jobs:
+            self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]
+        self._at(jobs[0].trace.time_s, self._tick)
+        hour = 1
+        while self._done < len(jobs):
+            now_s, _, act = heapq.heappop(self._heap)
+            if now_s > self._longest_s:
+                raise RuntimeError(f"{len(self._present)} jobs never end, one is {next(iter(self._present))!r}")
+            act(now_s)
+            self._settle(now_s)
+            if on_progress is not None and now_s >= 3600.0 * hour:
+                hour = int(now_s // 3600.0) + 1
+                on_progress(self._done, len(jobs), now_s)
+
+    # Events
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _at(self, time_s: float, act: Callable[[float], None]) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._order), act))
+
+    def _arrive(self, job: SimulatedJob, now_s: float) -> None:
+        job.now_s = now_s
+        self._present[job.name] = job
+        self._world.hear(job, now_s)
+
+    def _tick(self, now_s: float) -> None:
+        for job in list(self._present.values()):
+            self._advance(job, now_s)
+        for job in list(self._present.values()):
+            self._world.hear(job, now_s)
+        self._world.tick(now_s)
+        self._at(now_s + TICK_S, self._tick)
+
+    def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
+        """The job's epoch ends, or its new workers join, unless it was placed anew since this was foreseen."""
+        if self._version.get(job.name) != version or job.name not in self._present:
+            return
+        joins = job.joined_s <= now_s
+        self._advance(job, now_s)
+        if job.name in self._present:
+            if joins:
+                self._at(now_s + _MEASURED_S, lambda at_s: self._tell(job, at_s))
+            self._foresee(job)
+
+    def _tell(self, job: SimulatedJob, now_s: float) -> None:
+        if job.name in self._present:
+            self._advance(job, now_s)
+        if job.name in self._present:
+            self._world.hear(job, now_s)
+
+    def _disturb(self, what: str, node: str, now_s: float) -> None:
+        for job in list(self._present.values()):
+            self._advance(job, now_s)
+        counts = self._down if what in ("down", "up") else self._slow
+        counts[node] = counts.get(node, 0) + (1 if what in ("down", "slow") else -1)
+        if what == "down":
+            self._world.lose_node(node, now_s)
+        if what in ("down", "up"):
+            nodes = tuple(each for each in self._cluster.nodes if not self._down.get(each.node_id))
+            self._world.send(NodesChanged(cluster=dataclasses.replace(self._cluster, nodes=nodes)), now_s)
+        else:
+            self._world.touched.update(
+                job.name for job in self._present.values() if job.spot is not None and node in job.spot.nodes
+            )
+
+    # Consequences
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _advance(self, job: SimulatedJob, now_s: float) -> None:
+        """Bring a job to this moment; if it is done, the allocator hears so at once."""
+        if now_s > job.now_s and job.finished_s is None:
+            job.advance(now_s - job.now_s)
+        if job.finished_s is not None and self._present.pop(job.name, None) is not None:
+            self._done += 1
+            self._world.end(job, now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """Foresee what comes next for every job that was placed anew."""
+        while self._world.touched:
+            touched = sorted(self._world.touched)
+            self._world.touched.clear()
+            for job in [self._present[name] for name in touched if name in self._present]:
+                self._foresee(job)
+                if job.training is not None and job.joined_s == float("inf"):
+                    told_s = now_s + job.restart_left_s + _MEASURED_S
+                    self._at(told_s, lambda at_s, job=job: self._tell(job, at_s))  # type: ignore[misc]
+            if self._disturbances.interference:
+                for job in self._present.values():
+                    self._advance(job, now_s)
+                    self._foresee(job)
+
+    def _foresee(self, job: SimulatedJob) -> None:
+        self._slow_down(job)
+        version = self._version[job.name] = self._version.get(job.name, 0) + 1
+        time_s = job.next_s()
+        if time_s < float("inf"):
+            self._at(time_s, lambda now_s: self._wake(job, version, now_s))
+
+    def _slow_down(self, job: SimulatedJob) -> None:
+        """The slowest node sets the pace, and links are shared."""
+        nodes = () if job.spot is None else tuple(job.spot.nodes)
+        job.slowdown = self._disturbances.slow_factor if any(self._slow.get(node) for node in nodes) else 1.0
+        if self._disturbances.interference and len(nodes) > 1:
+            others = [each.spot.nodes for each in self._present.values() if each is not job and each.spot is not None]
+            if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
+                job.slowdown /= 1.0 - self._disturbances.interference
