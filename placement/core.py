@@ -20,6 +20,7 @@ from placement.events import (
     Tick,
     Unsatisfiable,
 )
+from placement.explaining import Explanation, explain
 from placement.jobs import JobView
 from placement.knowledge import Knowledge
 from placement.planning import Plan, is_news, make_plan, unsatisfiable
@@ -133,6 +134,20 @@ class AllocatorCore:
             },
             log=self.log,
         )
+
+    def explain(self, job: str) -> Explanation:
+        """Why a job has what it has, and what it would do with one more worker; decides nothing.
+
+        Raises:
+            KeyError: no such job; names those that there are.
+        """
+        if job not in self._jobs:
+            raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
+        now_s = self._event_s or 0.0
+        views = {view.job: view for view in self._views(now_s)}
+        known = self._jobs[job]
+        view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
+        return explain(view, known.reason, list(views.values()), self._policy, self._cluster, now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Take in one event and answer with what is to be done, shrinking jobs first.

@@ -29,7 +29,7 @@ class Seat:
     @property
     def workers(self) -> int:
         """Workers altogether."""
-        return sum(self.place.values())
+        return sum(self.place.values()) if self.place else 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,7 @@ class Case:
         kinds: market of each option, (C,).
         sizes: workers of each option, (C,).
         regular: whether an option leaves no scattered room, (C,).
+        nodes: the fewest nodes of each option, (J, C).
         possible: whether the job may have the option, (J, C).
         speed: goodput of each option over that of the smallest size, (J, C).
         rate: goodput on the smallest size [samples/s], (J,); 0 without a model.
@@ -56,6 +57,7 @@ class Case:
     kinds: Ints
     sizes: Ints
     regular: NDArray[np.bool_]
+    nodes: Ints
     possible: NDArray[np.bool_]
     speed: Floats
     rate: Floats
@@ -74,15 +76,30 @@ class Case:
     def speed_at(self, seats: Sequence[Seat]) -> Floats:
         """Speed of each job where it is, (J,); 0 for those that are nowhere."""
         speed = np.zeros(len(seats))
+        if not len(self.sizes):
+            return speed
+        kinds = np.array([seat.market for seat in seats], dtype=np.int64)
+        workers = np.array([seat.workers for seat in seats], dtype=np.int64)
+        spread = np.array([len(seat.place) for seat in seats], dtype=np.int64)
+        option = self._option(kinds, workers)
+        rows = np.arange(len(seats))
+        listed = (option >= 0) & (self.nodes[rows, option] == spread) & (workers > 0)
+        speed[listed] = self.speed[rows[listed], option[listed]]
         for m, market in enumerate(self.markets):
-            rows = [j for j, seat in enumerate(seats) if seat.market == m and seat.place]
-            if not rows:
-                continue
-            workers = np.array([[seats[j].workers] for j in rows])
-            nodes = np.array([[len(seats[j].place)] for j in rows])
-            rates = table([self.views[j] for j in rows], market.gpu, nodes, workers)[:, 0]
-            speed[rows] = _relative(rates[:, np.newaxis], self.rate[rows], workers)[:, 0]
+            others = np.flatnonzero((kinds == m) & (workers > 0) & ~listed)
+            if len(others):
+                size = workers[others, np.newaxis]
+                rates = table([self.views[j] for j in others], market.gpu, spread[others, np.newaxis], size)
+                speed[others] = _relative(rates, self.rate[others], size)[:, 0]
         return speed
+
+    def _option(self, kinds: Ints, workers: Ints) -> Ints:
+        """Index of the option of that market and size, -1 where it is not on the menu."""
+        most = int(max(self.sizes.max(), workers.max(initial=0)))
+        index = np.full((len(self.markets) + 1, most + 1), -1, dtype=np.int64)
+        index[self.kinds, self.sizes] = np.arange(len(self.sizes))
+        found: Ints = index[kinds, workers]
+        return found
 
 
 def useful(view: JobView, gpu: str) -> int:
@@ -137,6 +154,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
         kinds=all_kinds,
         sizes=all_sizes,
         regular=np.concatenate([np.zeros(0, dtype=np.bool_), *regular]),
+        nodes=nodes,
         possible=possible,
         speed=speed,
         rate=rate,

@@ -48,14 +48,14 @@ class GoodputPolicy:
         lengths: whether to use declared lengths.
     """
 
-    horizon_s: float = 600.0
+    horizon_s: float = 200.0
     hysteresis: float = 0.05
-    exponent: float = 0.7
-    power: float = 1.0
+    exponent: float = 1.0
+    power: float = 0.5
     fair_power: float = 0.0
-    late: float = 1.5
+    late: float = 3.0
     lengths: bool = True
-    ranks: bool = False
+    ranks: bool = True
 
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:

@@ -66,7 +66,7 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints) -> Flo
     """
     result = np.full(workers.shape, np.nan)
     asked: dict[tuple[Question, bytes], list[int]] = {}
-    shapes = np.concatenate([nodes, workers], axis=1)
+    shapes = np.ascontiguousarray(np.concatenate([nodes, workers], axis=1))
     for j, view in enumerate(views):
         ask = question(view, gpu)
         if ask is not None:
