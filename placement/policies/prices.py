@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 _HALVINGS = 30  # a price is known to 1e-9 of the largest
 _SWEEPS = 3  # over the GPU types, whose prices depend on each other
 _GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
-_EXACT = 400_000  # jobs x options x slots up to which that takes milliseconds
+_EXACT = 60_000  # jobs x options x slots up to which that takes milliseconds
 _PAIRED = 24  # jobs up to which every pair of them is tried, where there are several types
 _TINY = 1e-9
 
