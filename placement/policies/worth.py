@@ -10,8 +10,6 @@ from placement.facts import Progress
 from placement.jobs import JobView
 from placement.throughput import Floats
 
-_SHORT_S = 60.0  # jobs with less than this left weigh the same: sooner than that nothing changes hands
-
 
 def remaining(progress: Progress | None) -> float | None:
     """Scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
@@ -64,20 +62,6 @@ def rank_weights(left_s: Floats, exponent: float) -> Floats:
         equal = np.searchsorted(order, times, side="right") - np.searchsorted(order, times, side="left")
         rank[known] = (larger + (equal + 1) / 2) * (n / len(known))
     weights: Floats = (rank / max(n, 1)) ** exponent
-    return weights
-
-
-def length_weights(left_s: Floats, exponent: float) -> Floats:
-    """w = (shortest / R)^a with R the remaining time, at least ``_SHORT_S``: no jumps when a job comes or goes.
-
-    A job without known length weighs as much as the median of the others, or 1 where there are none.
-    """
-    times = np.maximum(left_s, _SHORT_S)
-    known = times[~np.isnan(times)]
-    if not len(known):
-        return np.ones(len(left_s))
-    times = np.where(np.isnan(times), np.median(known), times)
-    weights: Floats = (_SHORT_S / times) ** exponent
     return weights
 
 

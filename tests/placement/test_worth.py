@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from placement.facts import Progress
-from placement.policies.worth import discount, happiness, length_weights, rank_weights, remaining
+from placement.policies.worth import discount, happiness, rank_weights, remaining
 
 
 def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:
@@ -24,12 +24,6 @@ def test_rank_weights_fall_with_the_remaining_time() -> None:
     assert rank_weights(np.array([5.0, 5.0]), 1.0).tolist() == pytest.approx([0.75, 0.75])
     assert rank_weights(np.array([np.nan] * 4), 1.0).tolist() == pytest.approx([0.625] * 4)
     assert rank_weights(np.array([1.0, np.nan, 100.0]), 1.0)[1] == pytest.approx(2 / 3)
-
-
-def test_length_weights_have_no_ranks() -> None:
-    weights = length_weights(np.array([60.0, 240.0, np.nan, 240.0]), 0.5)
-    assert weights.tolist() == pytest.approx([1.0, 0.5, 0.5, 0.5])
-    assert length_weights(np.array([np.nan, np.nan]), 0.5).tolist() == [1.0, 1.0]
 
 
 def test_a_change_costs_more_the_less_is_left() -> None:
