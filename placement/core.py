@@ -20,7 +20,9 @@ from placement.events import (
     Tick,
     Unsatisfiable,
 )
+from placement.explaining import Explanation, explain
 from placement.jobs import JobView
+from placement.knowledge import Knowledge
 from placement.planning import Plan, is_news, make_plan, unsatisfiable
 from placement.policies.base import Policy
 
@@ -84,10 +86,19 @@ class AllocatorCore:
         policy: decides the counts.
         config: times and thresholds.
         settling: whether jobs may be running that have not been heard of yet (a restarted allocator).
+        knowledge: what jobs of one fingerprint share; None lets each job know only what it has measured itself.
     """
 
-    def __init__(self, policy: Policy, config: AllocatorConfig | None = None, *, settling: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: AllocatorConfig | None = None,
+        *,
+        settling: bool = False,
+        knowledge: Knowledge | None = None,
+    ) -> None:
         self._policy = policy
+        self._knowledge = knowledge
         self._config = config or AllocatorConfig()
         self._cluster = Cluster()
         self._jobs: dict[str, _Job] = {}
@@ -124,6 +135,20 @@ class AllocatorCore:
             log=self.log,
         )
 
+    def explain(self, job: str) -> Explanation:
+        """Why a job has what it has, and what it would do with one more worker; decides nothing.
+
+        Raises:
+            KeyError: no such job; names those that there are.
+        """
+        if job not in self._jobs:
+            raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
+        now_s = self._event_s or 0.0
+        views = {view.job: view for view in self._views(now_s)}
+        known = self._jobs[job]
+        view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
+        return explain(view, known.reason, list(views.values()), self._policy, self._cluster, now_s)
+
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Take in one event and answer with what is to be done, shrinking jobs first.
 
@@ -139,6 +164,8 @@ class AllocatorCore:
         elif isinstance(event, JobEnded):
             if self._jobs.pop(event.job, None) is not None:
                 self._urgent = "end"
+                if self._knowledge is not None:
+                    self._knowledge.ended(event.job)
         elif isinstance(event, NodesChanged):
             self._take_nodes(event.cluster)
         elif isinstance(event, Tick):
@@ -173,6 +200,8 @@ class AllocatorCore:
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
             self._settled_s = now_s + self._config.settle_s
+        if self._knowledge is not None:
+            self._knowledge.learn(view, now_s)
         job = self._jobs.get(view.job)
         if job is None:
             reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
@@ -196,6 +225,8 @@ class AllocatorCore:
         if cluster == self._cluster:
             return
         self._cluster = cluster
+        if self._knowledge is not None:
+            self._knowledge.machines(cluster)
         try:
             check(self._targets(), {name: job.view.bundle for name, job in self._jobs.items()}, cluster)
             urgent = any(not job.target for job in self._jobs.values())  # a waiting job may fit now
@@ -234,11 +265,7 @@ class AllocatorCore:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
         self._decided_s = now_s
-        views = [
-            dataclasses.replace(job.view, allocation=self._surviving(job.target))
-            for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
-            if job.impossible_since_s is None
-        ]
+        views = self._views(now_s)
         for job in self._jobs.values():
             job.decided_on = job.view
         try:
@@ -252,6 +279,15 @@ class AllocatorCore:
                 job.target = self._surviving(job.target)
             return []
         return self._carry_out(plan, trigger, now_s)
+
+    def _views(self, now_s: float) -> list[JobView]:
+        """What the policy sees: every job that could run, where it is to be, with what others know of its model."""
+        views = [
+            dataclasses.replace(job.view, allocation=self._surviving(job.target))
+            for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
+            if job.impossible_since_s is None
+        ]
+        return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
     def _carry_out(self, plan: Plan, trigger: str, now_s: float) -> list[Allocate]:
         instructions: list[Allocate] = []

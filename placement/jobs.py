@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
-_FIRST_WORKERS = 2
+FIRST_WORKERS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class JobView:
         if batch is not None:
             most = min(most, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
         if self.goodput is None:
-            most = min(most, max(2 * self.most_workers, self.workers, _FIRST_WORKERS))
+            most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
         return max(most, self.min_workers)
 
 

@@ -99,6 +99,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         if job not in known:
             raise AllocationError("known job", f"a target for {job!r}, which is not one of {sorted(known)}")
     room = Room(cluster)
+    fits: dict[tuple[object, object], int] = {}  # by bundle and selector: thousands of jobs share a few
     used: dict[str, float] = {}
     for job, view in known.items():
         if job not in targets:
@@ -106,7 +107,10 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         workers = targets[job].workers
         _check_count(view, workers)
         _check_nodes(view, targets[job], cluster)
-        if workers > int(room.slots(view).sum()):
+        breed = tuple(view.bundle.items()), tuple(view.label_selector.items())
+        if breed not in fits:
+            fits[breed] = int(room.slots(view).sum())
+        if workers > fits[breed]:
             raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need

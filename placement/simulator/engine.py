@@ -11,6 +11,7 @@ from pathlib import Path
 
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig
+from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
 from placement.simulator.clusters import PRICES, gpu_types, parse_cluster
@@ -44,6 +45,7 @@ def simulate(
     policy: str | Policy = "goodput",
     seed: int = 0,
     requested: bool | None = None,
+    knowledge: bool = False,
     disturbances: Disturbances | None = None,
     on_progress: OnProgress | None = None,
 ) -> Report:
@@ -57,6 +59,7 @@ def simulate(
         policy: a registered name or a policy object.
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
+        knowledge: whether jobs of one application share what they measure.
         disturbances: what goes wrong; nothing by default.
         on_progress: called about every simulated hour.
 
@@ -73,13 +76,14 @@ def simulate(
     wrong = disturbances or Disturbances()
     if chosen_rules.round_s is not None and dataclasses.replace(wrong, noise=0.0) != Disturbances():
         raise InputError(f"rules must be 'live' for disturbances other than noise, but got {chosen_rules.name!r}")
+    shared = Knowledge() if knowledge else None
     with one_thread():
         jobs = _jobs(specs, applications, chosen_rules, nodes, rigid, wrong.noise, seed)
         if chosen_rules.round_s is not None:
-            world = World(jobs, nodes, chosen, _ROUNDS)
+            world = World(jobs, nodes, chosen, _ROUNDS, shared)
             _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
         else:
-            world = World(jobs, nodes, chosen, _LIVE)
+            world = World(jobs, nodes, chosen, _LIVE, shared)
             LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
         fairness = rho(jobs, nodes)
     return Report(

@@ -57,6 +57,7 @@ class SimulatedJob:
         training: the workers that train: those it holds, or those that stayed while new ones still start.
         now_s: its own clock [s], at the end of the last advance.
         finished_s: completion [s], None before.
+        shared: models by GPU type that jobs of the same application know together, where they share.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class SimulatedJob:
         self.slowdown = 1.0
         self._sigma = sigma
         self._noisy = random.Random(f"{seed}/{trace.name}")
+        self.shared: Mapping[str, GoodputModel] = {}
         self._gpus_per_node = dict(gpus_per_node)
         self._last_gpu = ""
         self._epoch_ends: list[float] = []
@@ -236,7 +238,7 @@ class SimulatedJob:
         replicas, gpu = self.training.workers, self.training.gpu
         least, most = self.app.local_bsz_range(gpu)
         batch = self.fixed_batch
-        model = self._model(gpu)
+        model = None if self.requested else self.shared.get(gpu) or self._model(gpu)
         if batch is None and model is not None:
             asked = model, len(self.training.nodes), replicas, self.app.max_batch_size, least, most
             self.atomic_bsz, self.accum_steps = best_batch(*asked)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig, AllocatorCore
 from placement.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.knowledge import Knowledge
 from placement.policies.base import Policy
 from placement.simulator.job import SimulatedJob
 from placement.simulator.report import Placed
@@ -22,6 +23,7 @@ class World:
         cluster: the nodes at the start.
         policy: decides.
         config: of the core.
+        knowledge: what jobs of one application share; None if each knows only what it has measured itself.
 
     Attributes:
         core: the very class that runs live.
@@ -30,8 +32,16 @@ class World:
         touched: jobs that were placed anew since the driver last cleared it.
     """
 
-    def __init__(self, jobs: Sequence[SimulatedJob], cluster: Cluster, policy: Policy, config: AllocatorConfig) -> None:
-        self.core = AllocatorCore(policy, config)
+    def __init__(
+        self,
+        jobs: Sequence[SimulatedJob],
+        cluster: Cluster,
+        policy: Policy,
+        config: AllocatorConfig,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self.core = AllocatorCore(policy, config, knowledge=knowledge)
+        self._knowledge = knowledge
         self.jobs = {job.name: job for job in jobs}
         self.placed: list[Placed] = []
         self.decision_s: list[float] = []
@@ -41,7 +51,10 @@ class World:
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
         """The job's heartbeat."""
-        self.send(JobHeartbeat(view=job.view()), now_s)
+        view = job.view()
+        if self._knowledge is not None:
+            job.shared = self._knowledge.complete(view, now_s).models  # as the live allocator tells its jobs
+        self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
         """The job is over and its GPUs are free."""

@@ -1,0 +1,196 @@
+"""One step from the present allocation to a better one, if there is a better one after all costs of changing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placement.goodput_table import Ints
+from placement.packing import pack
+from placement.policies.admission import admit_into
+from placement.policies.case import Case, Seat
+from placement.policies.prices import Options, fill, solve
+from placement.policies.seating import seat
+from placement.policies.stakes import Stakes, worth_of
+
+_RUNNING = 1.5  # a waiting job must weigh so many times more than a running one to take its place
+_ROUNDING = 1e-9
+_FEW = 64  # jobs; among more, some job's regular size fits about as well as an irregular one
+
+
+def present_seats(case: Case) -> tuple[list[Seat], list[bool]]:
+    """Where the jobs are, on nodes that stay, and whether each may remain as it is."""
+    index = {node: (m, i) for m, market in enumerate(case.markets) for i, node in enumerate(market.node_ids)}
+    left: dict[tuple[int, tuple[object, ...]], Ints] = {}
+    seats, valid = [], []
+    for j, view in enumerate(case.views):
+        found = [(index[node], workers) for node, workers in view.allocation.items() if node in index]
+        markets = {m for (m, _), _ in found}
+        if len(markets) != 1:
+            seats.append(Seat())
+            valid.append(False)
+            continue
+        here = Seat(market=markets.pop(), place={i: workers for (_, i), workers in sorted(found)})
+        room = left.setdefault((here.market, case.breeds[j]), case.slots(j, here.market).copy())
+        fits = all(workers <= room[i] for i, workers in here.place.items())
+        if fits:
+            for i, workers in here.place.items():
+                room[i] -= workers
+        allowed = view.min_workers <= here.workers <= view.max_workers
+        held = view.held_at is None or here.workers <= view.held_at
+        seats.append(here)
+        valid.append(fits and allowed and held)
+    return seats, valid if case.alike else _fit_together(case, seats, valid)
+
+
+def _fit_together(case: Case, seats: Sequence[Seat], valid: Sequence[bool]) -> list[bool]:
+    """Different bundles share nodes: whoever came first stays first."""
+    counted = pack_seats(case, [s.workers if ok else 0 for s, ok in zip(seats, valid, strict=True)], seats, seats)
+    return [ok and then == now for ok, now, then in zip(valid, seats, counted, strict=True)]
+
+
+def improve(
+    case: Case, stakes: Stakes, present: Sequence[Seat], valid: Sequence[bool]
+) -> tuple[list[Seat] | None, dict[int, str]]:
+    """A better allocation, None if there is none, and why jobs wait that do.
+
+    Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
+    taken if its worth, with every change discounted for its cost, exceeds that of staying. Since discounts vanish
+    once a change is made, each step raises the worth, and repeating them comes to an end.
+    """
+    score = stakes.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
+    order = sorted(range(len(present)), key=lambda j: (-round(float(score[j]), 9), j))
+    floors, waiting = admit_into(case, order, present)
+    if not floors:
+        nothing = [Seat()] * len(present)
+        return (nothing if any(here.place for here in present) else None), waiting
+    question = _ask(case, stakes, present, valid, floors)
+    candidates = [question.seated(picks) for picks in _anew(question)]
+    if set(floors) == {j for j, here in enumerate(present) if here.place and valid[j]}:
+        stay = np.full(len(question.jobs), question.options.values.shape[1] - 1, dtype=np.int64)
+        candidates.append(question.seated(fill(question.options, stay)))
+    now = worth_of(case, stakes, present, present, valid)
+    everyone = [True] * len(present)
+    ranked = [(worth_of(case, stakes, present, seats, everyone), seats) for seats in candidates]
+    worth, best = max(ranked, key=lambda item: item[0])
+    better = worth[0] > now[0] or (worth[0] == now[0] and worth[1] > now[1] + _ROUNDING)
+    return (best if better else None), waiting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """Options of the admitted jobs: those of the case, then each job's floor, then staying as it is."""
+
+    case: Case
+    present: Sequence[Seat]
+    floors: Mapping[int, tuple[int, int]]
+    jobs: list[int]
+    options: Options
+    workers: Ints
+    regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+    def seated(self, picks: Ints) -> list[Seat]:
+        """Seats of all jobs for these options; those not admitted get none."""
+        counts, markets = [0] * len(self.present), [-1] * len(self.present)
+        for row, j in enumerate(self.jobs):
+            counts[j], markets[j] = int(self.workers[row, picks[row]]), int(self.options.kinds[row, picks[row]])
+        wanted = [Seat(market=m, place={0: n} if n else {}) for m, n in zip(markets, counts, strict=True)]
+        if not self.case.alike:
+            return pack_seats(self.case, counts, wanted, self.present)
+        seats = [Seat()] * len(counts)
+        for m in range(len(self.case.markets)):
+            rows = [j for j in self.jobs if markets[j] == m]
+            if rows:
+                here = [self.present[j].place if self.present[j].market == m else {} for j in rows]
+                places = seat(self.case.slots(rows[0], m), [counts[j] for j in rows], here)
+                for j, place in zip(rows, places, strict=True):
+                    seats[j] = Seat(market=m, place=dict(sorted(place.items())))
+        return seats
+
+
+def _ask(
+    case: Case, stakes: Stakes, present: Sequence[Seat], valid: Sequence[bool], floors: Mapping[int, tuple[int, int]]
+) -> _Question:
+    jobs = sorted(floors)
+    rows = np.array(jobs, dtype=np.int64)
+    here = np.array([present[j].workers for j in jobs], dtype=np.int64)
+    market = np.array([present[j].market for j in jobs], dtype=np.int64)
+    floor_market, floor = np.array([floors[j] for j in jobs], dtype=np.int64).reshape(len(jobs), 2).T
+    stays = np.array([valid[j] and bool(present[j].place) for j in jobs], dtype=np.bool_)
+    held = np.array([case.views[j].held_at is not None for j in jobs], dtype=np.bool_)
+    possible = case.possible[rows] & ~held[:, np.newaxis]
+    if not case.alike:
+        possible &= case.kinds == floor_market[:, np.newaxis]  # room on real nodes was promised in that market
+    width = (len(jobs), len(case.sizes))
+    workers = np.concatenate(
+        [np.broadcast_to(case.sizes, width), floor[:, np.newaxis], np.maximum(here, 1)[:, np.newaxis]], axis=1
+    )
+    kinds = np.concatenate(
+        [np.broadcast_to(case.kinds, width), floor_market[:, np.newaxis], np.maximum(market, 0)[:, np.newaxis]], axis=1
+    )
+    speed_here = case.speed_at(present)[rows]
+    speed = np.concatenate(
+        [case.speed[rows], _floor_speed(case, rows, floor, floor_market)[:, np.newaxis], speed_here[:, np.newaxis]], 1
+    )
+    allowed = np.concatenate(
+        [possible, np.ones((len(jobs), 1), np.bool_), (stays & (~held | (here == floor)))[:, np.newaxis]], 1
+    )
+    same = np.zeros_like(allowed)
+    same[:, -1] = True
+    fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
+    part = dataclasses.replace(
+        stakes, weight=stakes.weight[rows], left_s=stakes.left_s[rows], cost_s=stakes.cost_s[rows]
+    )
+    values = np.where(allowed, part.values(speed, fewer, same), -np.inf)
+    sizes = workers * np.take_along_axis(case.unit[rows], kinds, axis=1)
+    base = np.full(len(jobs), len(case.sizes), dtype=np.int64)
+    # Shares of different resources may add up to more than 1; the floors do fit, since they were put on nodes.
+    promised = np.bincount(floor_market, weights=sizes[:, -2], minlength=len(case.capacities))
+    options = Options(
+        values=values, sizes=sizes, kinds=kinds, capacities=np.maximum(case.capacities, promised), base=base
+    )
+    regular = np.concatenate([case.regular, [True, True]])
+    return _Question(
+        case=case, present=present, floors=floors, jobs=jobs, options=options, workers=workers, regular=regular
+    )
+
+
+def _floor_speed(case: Case, rows: Ints, floor: Ints, market: Ints) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Speed of the largest option that is not above the floor."""
+    below = (case.sizes <= floor[:, np.newaxis]) & (case.kinds == market[:, np.newaxis])
+    at = np.where(below, case.sizes, 0).argmax(axis=1)
+    speeds: np.ndarray[tuple[int], np.dtype[np.float64]] = case.speed[rows, at]
+    return speeds
+
+
+def _anew(question: _Question) -> list[Ints]:
+    """Decide among regular sizes and fill up with any; where there are few jobs, decide among all sizes as well."""
+    options = question.options
+    regular = dataclasses.replace(options, values=np.where(question.regular, options.values, -np.inf))
+    picks = [fill(options, solve(regular).picks)]
+    if len(question.jobs) <= _FEW:
+        picks.append(solve(options).picks)
+    return picks
+
+
+def pack_seats(case: Case, counts: Sequence[int], wanted: Sequence[Seat], present: Sequence[Seat]) -> list[Seat]:
+    """Places for workers of different bundles: what fits nowhere is left out."""
+    seats = [Seat()] * len(counts)
+    for m, market in enumerate(case.markets):
+        jobs = [j for j, seat in enumerate(wanted) if seat.market == m and counts[j]]
+        if not jobs:
+            continue
+        views = []
+        for j in jobs:
+            place = present[j].place if present[j].market == m else {}
+            views.append(
+                dataclasses.replace(case.views[j], allocation={market.node_ids[i]: n for i, n in place.items()})
+            )
+        packing = pack({case.views[j].job: counts[j] for j in jobs}, views, market.cluster)
+        index = {node: i for i, node in enumerate(market.node_ids)}
+        for j in jobs:
+            nodes = packing.allocation.get(case.views[j].job, {})
+            seats[j] = Seat(market=m if nodes else -1, place={index[node]: n for node, n in sorted(nodes.items())})
+    return seats

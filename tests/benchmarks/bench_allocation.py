@@ -1,0 +1,190 @@
+"""Average completion time of ``goodput`` on published traces, in three rows of what it may know.
+
+Rows: no length information; declared epochs; declared epochs and shared knowledge (jobs of one application share
+what they measure). Families: ``pollux`` under Pollux's rules against the averages that its artifact publishes;
+``philly`` and ``saturn`` under Sia's rules against ``sia`` and ``pollux`` in the same simulator, homogeneous and
+heterogeneous; ``live`` the same traces under our own rules against ``sia`` with its restart charges.
+
+Claims hold for the mean over all traces of a family in ``$ELASTIC_RAY_DATA`` (the folder with ``workloads`` and
+``profiles``); differences under 5 % on one trace mean nothing. A full run takes hours on one core: choose families.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import bar, finish, side_parser
+
+from placement.policies import GoodputPolicy
+from placement.simulator import simulate
+
+DATA = Path(os.environ.get("ELASTIC_RAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+HOMOGENEOUS = "aws:16x4"
+HETEROGENEOUS = "aws:6x4,rtx:3x8,dgx-ext:2x8"
+ROWS = {"no lengths": (False, False), "epochs": (True, False), "epochs + shared": (True, True)}
+"""Name: (declared lengths are used, measurements are shared)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Traces that are run alike, and what they are compared with.
+
+    Attributes:
+        sets: folders of workloads.
+        cluster: cluster string.
+        rules: rules for goodput.
+        against: (baseline, its rules, the bar as a multiple of it); the baseline ``published`` is read from a file.
+    """
+
+    sets: tuple[str, ...]
+    cluster: str
+    rules: str
+    against: tuple[tuple[str, str, float], ...]
+
+
+SIA_SETS = ("sia-philly", "sia-saturn")
+FAMILIES = {
+    "pollux": Family(sets=("pollux",), cluster=HOMOGENEOUS, rules="pollux", against=(("published", "pollux", 0.85),)),
+    "homogeneous": Family(
+        sets=SIA_SETS, cluster=HOMOGENEOUS, rules="sia", against=(("sia", "sia", 0.75), ("pollux", "sia", 0.65))
+    ),
+    "heterogeneous": Family(sets=SIA_SETS, cluster=HETEROGENEOUS, rules="sia", against=(("sia", "sia", 0.80),)),
+    "live": Family(sets=SIA_SETS, cluster=HOMOGENEOUS, rules="live", against=(("sia", "sia", 0.65),)),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One simulation."""
+
+    family: str
+    trace: str
+    system: str
+    rules: str
+
+
+def main() -> None:
+    """Run what was asked for, one line each on the error stream, then tables and bars."""
+    parser = side_parser(__doc__ or "", sides=False)
+    parser.add_argument("--families", nargs="+", choices=sorted(FAMILIES), default=sorted(FAMILIES))
+    parser.add_argument("--traces", nargs="+", help="only traces whose file has one of these numbers")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--no-baselines", action="store_true", help="only what is ours and what is published")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    runs = [
+        run
+        for family in options.families
+        for run in _runs(family, options.traces, options.rows, baselines=not options.no_baselines)
+    ]
+    records = _run_all(runs[:1] if options.quick else runs, options.processes)
+    rows, bars = [], []
+    for family in options.families:
+        own = [record for record in records if record["family"] == family]
+        rows += _rows(family, own)
+        bars += _bars(family, own)
+    finish("allocation: every trace", rows=[_short(record) for record in records], bars=[])
+    finish("allocation", rows=rows, bars=bars)
+
+
+def _runs(name: str, numbers: list[str] | None, rows: list[str], *, baselines: bool) -> list[Run]:
+    family = FAMILIES[name]
+    traces = [str(path) for folder in family.sets for path in sorted((DATA / "workloads" / folder).glob("*.csv"))]
+    traces = [trace for trace in traces if numbers is None or Path(trace).stem.split("-")[-1] in numbers]
+    systems = [(row, family.rules) for row in rows]
+    if baselines:
+        systems += [(policy, rules) for policy, rules, _ in family.against if policy != "published"]
+    return [Run(family=name, trace=t, system=system, rules=rules) for t in traces for system, rules in systems]
+
+
+def _run_all(runs: list[Run], processes: int) -> list[dict[str, Any]]:
+    if processes <= 1:
+        return [_run(run) for run in runs]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        return list(pool.map(_run, runs))
+
+
+def _run(run: Run) -> dict[str, Any]:
+    start = time.process_time()
+    lengths, shared = ROWS.get(run.system, (True, False))
+    policy = GoodputPolicy(lengths=lengths) if run.system in ROWS else run.system
+    report = simulate(
+        run.trace, DATA / "profiles", FAMILIES[run.family].cluster, rules=run.rules, policy=policy, knowledge=shared
+    )
+    record = report.record()
+    del record["per_job"]
+    # NCF ends within a minute: under rounds of 60 s and a restart its rho is above 2 whatever a policy does.
+    others = [job.rho > 2.0 for job in report.jobs if job.application != "ncf"]
+    record |= {"family": run.family, "system": run.system, "unfair_not_ncf": statistics.fmean(others)}
+    print(
+        f"{run.family} {'/'.join(Path(run.trace).parts[-2:])} {run.system}: {record['avg_jct_s']:.0f} s on average, "
+        f"{time.process_time() - start:.0f} s CPU",
+        file=sys.stderr,
+        flush=True,
+    )
+    return record
+
+
+def _short(record: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "family": record["family"],
+        "trace": "/".join(Path(record["trace"]).parts[-2:]),
+        "system": record["system"],
+        "avg [h]": record["avg_jct_s"] / 3600,
+        "p99 [h]": record["p99_jct_s"] / 3600,
+        "makespan [h]": record["makespan_s"] / 3600,
+        "changes": record["restarts_per_job"],
+        "rho > 2": record["rho_above_2"],
+        "without ncf": record["unfair_not_ncf"],
+        "decision [ms]": record["decision_ms_mean"],
+        "max": record["decision_ms_max"],
+        "refused": record["refused_decisions"],
+    }
+
+
+def _rows(family: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean over the traces of each system, and the spread of the averages."""
+    rows = []
+    for system in dict.fromkeys(record["system"] for record in records):
+        own = [_short(record) for record in records if record["system"] == system]
+        averages = [row["avg [h]"] for row in own]
+        means = {key: statistics.fmean(row[key] for row in own) for key in own[0] if not isinstance(own[0][key], str)}
+        spread = statistics.stdev(averages) if len(averages) > 1 else 0.0
+        rows.append({"family": family, "traces": len(own), "system": system, "spread [h]": spread, **means})
+    return rows
+
+
+def _bars(family: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    bars = []
+    for baseline, _, limit in FAMILIES[family].against:
+        theirs = _baseline(records, baseline)
+        for row in ROWS:
+            ours = {record["trace"]: record for record in records if record["system"] == row}
+            both = [trace for trace in ours if trace in theirs]
+            if not both:
+                continue
+            value = sum(ours[t]["avg_jct_s"] for t in both) / sum(theirs[t] for t in both)
+            bars.append(bar(f"{family}: {row} / {baseline}", value=value, limit=limit, at_least=False))
+    return bars
+
+
+def _baseline(records: list[dict[str, Any]], name: str) -> dict[str, float]:
+    """Average completion time [s] by trace."""
+    if name != "published":
+        return {record["trace"]: record["avg_jct_s"] for record in records if record["system"] == name}
+    averages = json.loads((DATA / "published" / "pollux-1.0.json").read_text())["avgs"]
+    return {record["trace"]: averages[Path(record["trace"]).stem] for record in records}
+
+
+if __name__ == "__main__":
+    main()

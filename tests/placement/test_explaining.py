@@ -1,0 +1,60 @@
+"""`AllocatorCore.explain`: the reason, the next worker's worth, and that asking changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from placement.core import AllocatorCore
+from placement.events import JobHeartbeat, NodesChanged
+from placement.jobs import JobView
+from placement.policies import POLICIES, GoodputPolicy, make_policy
+from tests.placement.views import cluster, model, view
+
+
+def running(*views: JobView, cpus: int = 4, policy: str = "goodput") -> AllocatorCore:
+    core = AllocatorCore(make_policy(policy))
+    core.handle(NodesChanged(cluster=cluster(cpus)), 0.0)
+    for each in views:
+        core.handle(JobHeartbeat(view=each), 1.0)
+    return core
+
+
+def test_a_job_that_could_use_more_says_what_it_would_gain() -> None:
+    answer = running(view("a")).explain("a")
+    assert answer.nodes == {"n0": 4}
+    assert "4 workers" in answer.reason
+    assert answer.speed_with_one_more is not None and answer.speed_with_one_more > answer.speed > 1
+    assert answer.taker == "a"
+    assert "room for one more worker would go to it: goodput: 4 -> 5" in str(answer)
+
+
+def test_a_job_at_its_largest_size_says_so() -> None:
+    answer = running(view("a", max_workers=2)).explain("a")
+    assert (answer.speed_with_one_more, answer.taker) == (None, None)
+    assert "largest useful size" in str(answer) and "nobody's size" in str(answer)
+
+
+def test_the_next_worker_may_be_anothers() -> None:
+    slow = view("slow", goodput=model(noise=0.01, sync_s=5.0))
+    answer = running(view("fast"), slow).explain("slow")
+    assert answer.taker == "fast"
+    assert answer.speed_with_one_more is not None and answer.speed_with_one_more < answer.speed
+
+
+def test_a_waiting_job_tells_what_it_waits_for() -> None:
+    answer = running(view("a", min_workers=4), view("b", min_workers=2, submitted_s=1.0)).explain("b")
+    assert answer.nodes == {} and answer.speed == 0.0
+    assert "waits: needs at least 2 x 1 CPU" in answer.reason
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_asking_changes_nothing_under_any_policy(name: str) -> None:
+    core = running(view("a"), view("b", submitted_s=1.0), policy=name)
+    before = core.snapshot()
+    assert core.explain("a").job == "a"
+    assert core.snapshot() == before
+
+
+def test_unknown_jobs_are_named() -> None:
+    with pytest.raises(KeyError, match="must be one of"):
+        AllocatorCore(GoodputPolicy()).explain("nobody")

@@ -1,0 +1,168 @@
+"""What is special about the default policy: lengths, measured points, GPU types, idle clusters, changes that pay."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from placement.cluster import Cluster
+from placement.facts import Progress
+from placement.fitting import Observation
+from placement.jobs import JobView, speeds
+from placement.planning import make_plan
+from placement.policies import GoodputPolicy
+from placement.simulator.clusters import parse_cluster
+from tests.placement.views import model, view
+
+
+def gpu_view(job: str, **kwargs: object) -> JobView:
+    return view(job, **{"bundle": {"GPU": 1.0}, "max_workers": 16, **kwargs})
+
+
+def length(epochs: float, done: float = 10.0) -> Progress:
+    return Progress(done=done, epoch_ends=(done,), epochs=epochs)
+
+
+def sizes(views: list[JobView], nodes: Cluster, policy: GoodputPolicy | None = None) -> dict[str, int]:
+    targets = (policy or GoodputPolicy()).decide(views, nodes, 100.0)
+    return {job: target.workers for job, target in targets.items()}
+
+
+def test_the_first_decision_on_an_empty_cluster_uses_all_of_it_within_one_per_cent_of_the_optimum() -> None:
+    nodes = parse_cluster("aws:16x4")
+    views = [gpu_view(f"j{i:02d}", goodput=model(noise=10.0 + 40 * i, sync_s=0.002 * (i % 7))) for i in range(32)]
+    chosen = sizes(views, nodes, GoodputPolicy(fair_power=1.0))
+    assert sum(chosen.values()) == 64
+    curves = np.array([speeds(v, [4] * 16)[1:17] for v in views])
+    jobs, options = curves.shape
+    one = np.kron(np.eye(jobs), np.ones(options))
+    use = np.tile(np.arange(1, options + 1.0), jobs)[np.newaxis]
+    constraints = [LinearConstraint(one, 1, 1), LinearConstraint(use, 0, 64)]
+    exact = milp(-curves.ravel(), constraints=constraints, integrality=np.ones(curves.size), bounds=Bounds(0, 1))
+    reached = sum(curves[i, chosen[v.job] - 1] for i, v in enumerate(views))
+    assert reached >= 0.99 * -exact.fun
+
+
+def test_the_default_also_uses_all_of_it() -> None:
+    views = [gpu_view(f"j{i:02d}") for i in range(32)]
+    assert sum(sizes(views, parse_cluster("aws:16x4")).values()) == 64
+
+
+def test_the_job_with_less_left_gets_more() -> None:
+    views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
+    chosen = sizes(views, parse_cluster("aws:4x4"))
+    assert chosen["short"] > chosen["long"] >= 1
+    blind = sizes(views, parse_cluster("aws:4x4"), GoodputPolicy(lengths=False))
+    assert blind["short"] == blind["long"]
+
+
+def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
+    views = [gpu_view(job, progress=length(epochs)) for job, epochs in (("a", 3), ("b", 30))] + [gpu_view("c")]
+    chosen = sizes(views, parse_cluster("aws:6x4"))
+    assert chosen["a"] >= chosen["c"] >= chosen["b"]
+    assert chosen["a"] > chosen["b"]
+
+
+def test_a_late_job_is_no_longer_put_off() -> None:
+    views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
+    soon = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1.0)
+    later = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1e6)
+    assert "its weight is 0.50" in soon["long"].reason
+    assert "its weight is 0.50" not in later["long"].reason
+
+
+def test_measured_points_are_trusted_before_the_model() -> None:
+    """yolov3 is slower on two nodes than on one, which a fitted model smooths away."""
+    nodes = parse_cluster("aws:2x4")
+    base = gpu_view("a", max_workers=8)
+    assert base.goodput is not None
+    assert sizes([base], nodes) == {"a": 8}
+    slow = [
+        Observation(2, k, m, 0, 5 * float(base.goodput.step_time(2, k, m, 0)))
+        for k in (5, 6, 7, 8)
+        for m in (64, 128, 256)
+    ]
+    measured = dataclasses.replace(base, observations={"aws": tuple(slow)}, models={"aws": base.goodput})
+    assert sizes([measured], nodes) == {"a": 4}
+
+
+def test_a_job_is_on_one_gpu_type_and_the_faster_one_if_there_is_one_job() -> None:
+    nodes = parse_cluster("aws:1x4,rtx:1x4")
+    fast, slow = model(), model(beta_c=1e-2)
+    job = gpu_view("a", goodput=slow, models={"aws": slow, "rtx": fast}, max_workers=8)
+    nodes_of = GoodputPolicy().decide([job], nodes, 0.0)["a"].nodes
+    assert nodes_of is not None
+    assert {node.split("-")[0] for node in nodes_of} == {"rtx"}
+
+
+def test_growth_stops_where_exploration_does() -> None:
+    assert sizes([gpu_view("a", growth_limit=2)], parse_cluster("aws:2x4")) == {"a": 2}
+
+
+def test_a_resize_that_costs_more_than_it_gains_until_the_end_is_not_made() -> None:
+    nodes = parse_cluster("aws:2x4")
+    job = gpu_view("a", allocation={"aws-000": 4}, progress=Progress(done=100.0, epoch_ends=(100.0,), epochs=1.5))
+    almost = dataclasses.replace(job, progress=Progress(done=149.9, epoch_ends=(100.0,), epochs=1.5))
+    cost = {"resize_cost_s": 20.0}
+    assert sizes([dataclasses.replace(job, resize_cost_s=0.2)], nodes) == {"a": 8}
+    assert sizes([dataclasses.replace(almost, **cost)], nodes) == {"a": 4}
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> list[JobView]:
+    views = []
+    for i in range(draw(st.integers(1, 7))):
+        epochs = draw(st.none() | st.floats(2.0, 500.0))
+        types = {"aws": model(beta_c=2e-3), "rtx": model(sync_s=draw(st.sampled_from([0.01, 0.3])))}
+        views.append(
+            gpu_view(
+                f"j{i}",
+                min_workers=draw(st.integers(1, 2)),
+                submitted_s=float(draw(st.integers(0, 3))),
+                goodput=types["aws"],
+                models=types if draw(st.booleans()) else {},
+                progress=None if epochs is None else length(epochs),
+                resize_cost_s=draw(st.sampled_from([0.2, 30.0, 250.0])),
+                growth_limit=draw(st.none() | st.integers(1, 8)),
+            )
+        )
+    return views
+
+
+def carried_out(views: list[JobView], nodes: Cluster) -> list[JobView]:
+    plan = make_plan(GoodputPolicy(), views, nodes, 50.0)
+    return [dataclasses.replace(v, allocation=plan.allocation.get(v.job, {})) for v in views]
+
+
+@settings(max_examples=60, deadline=None)
+@given(views=mixed(), more=mixed(), where=st.sampled_from(["aws:3x4", "aws:2x4,rtx:1x8", "aws:1x2,rtx:3x1"]))
+def test_equal_inputs_change_nothing_with_lengths_and_types(
+    views: list[JobView], more: list[JobView], where: str
+) -> None:
+    nodes = parse_cluster(where)
+    first = carried_out(views, nodes)
+    both = first + [dataclasses.replace(v, job=f"new-{v.job}", submitted_s=9.0) for v in more]
+    once = carried_out(both, nodes)
+    assert carried_out(once, nodes) == once
+    types = {node.node_id: node.gpu_type for node in nodes.nodes}
+    assert all(len({types[node] for node in v.allocation}) <= 1 for v in once)
+
+
+@settings(max_examples=40, deadline=None)
+@given(views=mixed(), seed=st.randoms(use_true_random=False))
+def test_the_order_of_jobs_does_not_matter_with_lengths_and_types(views: list[JobView], seed) -> None:  # type: ignore[no-untyped-def]
+    nodes = parse_cluster("aws:2x4,rtx:1x8")
+    shuffled = list(views)
+    seed.shuffle(shuffled)
+    assert GoodputPolicy().decide(views, nodes, 50.0) == GoodputPolicy().decide(shuffled, nodes, 50.0)
+
+
+@pytest.mark.parametrize("field, value", [("horizon_s", 0.0), ("hysteresis", -1.0), ("power", 2.0), ("late", 0.5)])
+def test_wrong_settings_are_named(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        GoodputPolicy(**{field: value})  # type: ignore[arg-type]

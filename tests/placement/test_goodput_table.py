@@ -1,0 +1,61 @@
+"""The vectorised goodput against ``GoodputModel.best``."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.goodput import GoodputModel, NoiseScale
+from placement.goodput_table import Question, goodputs
+from placement.throughput import ThroughputModel
+
+WORKERS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
+NODES = np.maximum(1, -(-WORKERS // 4))
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> Question:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    a = rng.lognormal(-3, 1, 6)
+    times = ThroughputModel(a[0], a[1] / 30, a[2], a[3] / 10, a[4] / 3, a[5] / 20, 1 + 2 * rng.random())
+    least = draw(st.integers(8, 32))
+    initial = draw(st.integers(least, 256))
+    limit = draw(st.none() | st.integers(initial, 200 * initial))
+    bounds = least, least * draw(st.integers(2, 32))
+    noise = NoiseScale(sqr=1.0, var=float(10 ** rng.uniform(-1, 4)))
+    return Question(GoodputModel(times, noise, initial), limit, bounds, draw(st.booleans()))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ask=asked())
+def test_it_agrees_with_the_model(ask: Question) -> None:
+    """Within 10 % where batches are large; whole numbers of samples and micro-steps explain the rest."""
+    (row,) = goodputs([ask], NODES, WORKERS)
+    exact, atomic, _ = ask.model.best(
+        NODES,
+        WORKERS,
+        max_batch_size=ask.max_batch_size,
+        atomic_bsz_range=ask.atomic_bsz_range,
+        accumulation=ask.accumulation,
+    )
+    assert ((row > 0) == (exact > 0)).all()
+    fits = (exact > 0) & (atomic >= 16)
+    if ask.max_batch_size is None or ask.max_batch_size >= 4 * ask.model.init_batch_size:
+        assert np.allclose(row[fits], exact[fits], rtol=0.25)
+        assert not fits.any() or abs(np.median(row[fits] / exact[fits]) - 1) < 0.1
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    rng = np.random.default_rng(0)
+    asks = [
+        Question(
+            GoodputModel(ThroughputModel(0.02, 1e-3, 0.02, 1e-3, 0.01, 1e-3, 1.5), NoiseScale(1.0, v), 64),
+            4096,
+            (8, 512),
+            True,
+        )
+        for v in rng.uniform(1, 1e3, 5).tolist()
+    ]
+    together = goodputs(asks, NODES, WORKERS)
+    assert np.array_equal(together, np.concatenate([goodputs([ask], NODES, WORKERS) for ask in asks]))

@@ -1,0 +1,91 @@
+"""What jobs of one fingerprint learn from each other, and when it is forgotten."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from placement.cluster import GPU_TYPE_LABEL, Cluster
+from placement.core import AllocatorCore
+from placement.events import JobHeartbeat, NodesChanged
+from placement.fitting import Observation
+from placement.jobs import JobView
+from placement.knowledge import Knowledge, KnowledgeConfig
+from placement.policies import GoodputPolicy
+from tests.placement.views import cluster, model, node, view
+
+MODEL = model()
+
+
+def measured(job: str, sizes: tuple[int, ...], gpu: str = "T4", fingerprint: str | None = "resnet") -> JobView:
+    seen = tuple(Observation(1, k, 64, 0, float(MODEL.step_time(1, k, 64, 0))) for k in sizes)
+    return view(
+        job,
+        fingerprint=fingerprint,
+        goodput=MODEL,
+        models={gpu: MODEL},
+        observations={gpu: seen},
+        most_workers=max(sizes),
+        growth_limit=2 * max(sizes),
+    )
+
+
+def fresh(fingerprint: str | None = "resnet") -> JobView:
+    return view("new", goodput=None, fingerprint=fingerprint, growth_limit=1)
+
+
+def test_a_newcomer_knows_what_others_measured_and_need_not_explore() -> None:
+    knowledge = Knowledge()
+    knowledge.learn(measured("old", (1, 2, 4)), 0.0)
+    told = knowledge.complete(fresh(), 1.0)
+    assert told.goodput is not None and {o.replicas for o in told.observations["T4"]} == {1, 2, 4}
+    assert (told.growth_limit, told.most_workers) == (8, 4)
+    assert told.goodput.step_time(1, 4, 64, 0) == pytest.approx(MODEL.step_time(1, 4, 64, 0), rel=0.1)
+
+
+def test_other_models_and_jobs_without_fingerprint_learn_nothing() -> None:
+    knowledge = Knowledge()
+    knowledge.learn(measured("old", (1, 2, 4)), 0.0)
+    knowledge.learn(measured("anonymous", (8,), fingerprint=None), 0.0)
+    for stranger in (fresh("bert"), fresh(None)):
+        assert knowledge.complete(stranger, 1.0) is stranger
+
+
+def test_it_outlives_the_job_but_not_its_time() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    knowledge.learn(measured("old", (1, 2)), 0.0)
+    knowledge.ended("old")
+    assert knowledge.complete(fresh(), 99.0).goodput is not None
+    assert knowledge.complete(fresh(), 101.0).goodput is None
+
+
+def test_a_changed_machine_is_measured_anew() -> None:
+    knowledge = Knowledge()
+    labels = {GPU_TYPE_LABEL: "T4"}
+    knowledge.machines(Cluster(nodes=(node("n0", 4, labels=labels),)))
+    knowledge.learn(measured("old", (1, 2)), 0.0)
+    knowledge.machines(Cluster(nodes=(node("n0", 4, free=1, labels=labels),)))
+    assert knowledge.complete(fresh(), 1.0).goodput is not None  # others' use is no other machine
+    knowledge.machines(Cluster(nodes=(node("n0", 8, labels=labels),)))
+    assert knowledge.complete(fresh(), 1.0).goodput is None
+
+
+def test_the_newest_measurement_of_a_shape_counts() -> None:
+    knowledge = Knowledge()
+    slow = Observation(1, 2, 64, 0, 9.0)
+    knowledge.learn(measured("old", (1, 2)), 0.0)
+    knowledge.learn(dataclasses.replace(measured("later", (1, 2)), observations={"T4": (slow,)}), 1.0)
+    assert slow in knowledge.complete(fresh(), 2.0).observations["T4"]
+
+
+def test_the_core_lets_a_newcomer_start_where_others_have_been() -> None:
+    def first_size(knowledge: Knowledge | None) -> int:
+        core = AllocatorCore(GoodputPolicy(), knowledge=knowledge)
+        core.handle(NodesChanged(cluster=cluster(8, 8)), 0.0)
+        core.handle(JobHeartbeat(view=measured("old", (1, 2, 4))), 1.0)
+        core.handle(JobHeartbeat(view=fresh()), 2.0)
+        return sum(core.snapshot().jobs["new"].target.values())
+
+    assert first_size(None) == 1
+    assert first_size(Knowledge()) > 1

@@ -1,0 +1,39 @@
+"""Remaining work, weights and the discount of a change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from placement.facts import Progress
+from placement.policies.worth import discount, happiness, rank_weights, remaining
+
+
+def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:
+    assert remaining(Progress(done=30.0, epoch_ends=(10.0, 20.0), epochs=5)) == pytest.approx(20.0)
+    assert remaining(Progress(done=3.0, epochs=5)) == pytest.approx(12.0)  # an epoch takes 3 at least
+    assert remaining(Progress(done=3.0)) is None
+    assert remaining(None) is None
+    late = remaining(Progress(done=99.0, epoch_ends=(10.0,), epochs=2))
+    assert late is not None and late > 0  # longer than declared: about to end, not ended
+
+
+def test_rank_weights_fall_with_the_remaining_time() -> None:
+    weights = rank_weights(np.array([100.0, 1.0, 10.0]), 1.0)
+    assert weights.tolist() == pytest.approx([1 / 3, 1.0, 2 / 3])
+    assert rank_weights(np.array([5.0, 5.0]), 1.0).tolist() == pytest.approx([0.75, 0.75])
+    assert rank_weights(np.array([np.nan] * 4), 1.0).tolist() == pytest.approx([0.625] * 4)
+    assert rank_weights(np.array([1.0, np.nan, 100.0]), 1.0)[1] == pytest.approx(2 / 3)
+
+
+def test_a_change_costs_more_the_less_is_left() -> None:
+    part = discount(np.array([[1.0, 2.0]]), np.array([100.0]), np.array([50.0]), 600.0)
+    assert part.tolist() == [pytest.approx([100 / 150, 50 / 100])]
+    assert discount(np.array([[1.0]]), np.array([np.nan]), np.array([50.0]), 600.0)[0, 0] == pytest.approx(600 / 650)
+    assert discount(np.array([[1.0]]), np.array([10.0]), np.array([0.0]), 600.0)[0, 0] == 1.0
+
+
+def test_happiness_is_continuous_in_its_power() -> None:
+    speed = np.array([0.5, 1.0, 8.0])
+    assert np.allclose(happiness(speed, 1e-9), happiness(speed, 0.0), atol=1e-5)
+    assert happiness(speed, 1.0).tolist() == pytest.approx([-0.5, 0.0, 7.0])
