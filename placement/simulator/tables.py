@@ -124,6 +124,7 @@ class StepTimes:
             step, sync = (_line(local_bsz, sizes, times[:, i]) for i in (0, 1))
         else:
             step, sync = self._interpolate(min(len(counts), MOST_NODES), sum(counts), local_bsz)
+        step = max(step, 1e-9)  # lines that are continued far below the smallest batch
         return step, min(max(sync, 0.0), step)
 
     def _interpolate(self, nodes: int, replicas: int, local_bsz: float) -> tuple[float, float]:
@@ -158,4 +159,4 @@ def _line(x: float, xs: Floats, ys: Floats) -> float:
         return float(ys[0])
     i = int(np.clip(np.searchsorted(xs, x), 1, len(xs) - 1))
     slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-    return float(max(ys[i - 1] + slope * (x - xs[i - 1]), 1e-9))
+    return float(ys[i - 1] + slope * (x - xs[i - 1]))

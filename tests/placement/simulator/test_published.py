@@ -1,0 +1,36 @@
+"""The published figures, reproduced; traces and profiles are data beside the repository."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from placement.simulator import simulate
+from tests.placement.simulator.worlds import data
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("policy", ["tiresias", "optimus"])
+@pytest.mark.parametrize(
+    "number", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))], ids=lambda n: f"workload-{n}"
+)
+def test_rigid_schedulers_meet_their_published_averages_to_the_second(policy: str, number: int) -> None:
+    folder = data()
+    trace = folder / "workloads" / "pollux" / f"workload-{number}.csv"
+    report = simulate(trace, folder / "profiles", "aws:16x4", rules="pollux", policy=policy)
+    published = json.loads((folder / "published" / f"{policy}-1.0.json").read_text())["avgs"]
+    assert report.avg_jct_s == pytest.approx(published[f"workload-{number}"], abs=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_pollux_comes_within_five_per_cent_of_its_published_averages() -> None:
+    folder = data()
+    published = json.loads((folder / "published" / "pollux-1.0.json").read_text())["avgs"]
+    ratios = []
+    for number in (1, 2, 3, 6):
+        trace = folder / "workloads" / "pollux" / f"workload-{number}.csv"
+        report = simulate(trace, folder / "profiles", "aws:16x4", rules="pollux", policy="pollux")
+        ratios.append(report.avg_jct_s / published[f"workload-{number}"])
+    assert sum(ratios) / len(ratios) < 1.05
