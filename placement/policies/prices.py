@@ -20,9 +20,10 @@ from placement.throughput import Floats
 Ints = NDArray[np.int64]
 
 _HALVINGS = 30  # a price is known to 1e-9 of the largest
-_SWEEPS = 3  # over the GPU types, whose prices depend on each other
+_SWEEPS = 12  # over the GPU types, whose prices depend on each other
 _GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
-_EXACT = 60_000  # jobs x options x slots up to which that takes milliseconds
+_EXACT = 60_000, 2_000_000  # jobs x options x slots (of every type) up to which that is worth its milliseconds;
+# with several types prices alone may miss several per cent of a small case, with one they hardly ever do
 _PAIRED = 24  # jobs up to which every pair of them is tried, where there are several types
 _TINY = 1e-9
 
@@ -85,11 +86,13 @@ def solve(options: Options) -> Solution:
     prices = find_prices(options)
     picks = _realise(options, _answers(options, prices))
     picks = fill(options, picks)
-    slots = options.capacities[0] if len(options.capacities) == 1 else np.inf
     if bound(options, prices) - options.worth(picks) > _GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
-        if whole and slots * options.values.size <= _EXACT:
-            picks = max((picks, _exact(options, int(slots))), key=options.worth)
+        if (
+            whole
+            and float(np.prod(options.capacities + 1)) * options.values.size <= _EXACT[len(options.capacities) > 1]
+        ):
+            picks = max((picks, _exact(options)), key=options.worth)
         elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
             picks = fill(options, _exchange(options, picks))
     return Solution(picks=picks, prices=prices)
@@ -113,14 +116,19 @@ def _answers(options: Options, prices: Floats) -> Ints:
 
 
 def find_prices(options: Options) -> Floats:
-    """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly."""
+    """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
+
+    A price that rises sends jobs to the other types. After some sweeps prices only rise, as in an ascending
+    auction, until every type has room for what is asked of it.
+    """
     kinds = len(options.capacities)
     prices = np.zeros(kinds)
     for sweep in range(_SWEEPS if kinds > 1 else 1):
         before = prices.copy()
+        rising = sweep >= _SWEEPS // 2
         for kind in range(kinds):
-            prices[kind] = _find_price(options, prices, kind)
-        if sweep and np.allclose(before, prices, rtol=1e-3, atol=1e-12):
+            prices[kind] = max(_find_price(options, prices, kind), prices[kind] if rising else 0.0)
+        if sweep and np.allclose(before, prices, rtol=1e-6, atol=1e-12):
             break
     return prices
 
@@ -254,22 +262,23 @@ def _exchange(options: Options, picks: Ints) -> Ints:
     return picks
 
 
-def _exact(options: Options, slots: int) -> Ints:
-    """f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)): the best sum, for one type."""
-    best = np.zeros(slots + 1)
-    choices: list[Ints] = []
+def _exact(options: Options) -> Ints:
+    """f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), g one count per type: the best sum."""
+    shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
+    best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)
-    for values, taken in zip(options.values, sizes, strict=True):
-        rows = np.full((len(values), slots + 1), -np.inf)
-        for row, size, value in zip(rows, taken.tolist(), values.tolist(), strict=True):
-            if size <= slots and value > -np.inf:
-                row[size:] = best[: slots + 1 - size] + value
+    choices: list[Ints] = []
+    for j, values in enumerate(options.values):
+        rows = np.full((len(values), *shape), -np.inf)
+        for row, size, kind, value in zip(rows, sizes[j].tolist(), options.kinds[j].tolist(), values, strict=True):
+            if size < shape[kind] and value > -np.inf:
+                np.moveaxis(row, kind, 0)[size:] = np.moveaxis(best, kind, 0)[: shape[kind] - size] + value
         choice: Ints = rows.argmax(axis=0)
-        best = rows[choice, np.arange(slots + 1)]
+        best = np.take_along_axis(rows, choice[np.newaxis], axis=0)[0]
         choices.append(choice)
     picks = options.base.copy()
-    left = int(np.argmax(best))
+    left = list(np.unravel_index(int(np.argmax(best)), shape))
     for j in range(len(choices) - 1, -1, -1):
-        picks[j] = choices[j][left]
-        left -= int(sizes[j, picks[j]])
+        picks[j] = choices[j][tuple(left)]
+        left[options.kinds[j, picks[j]]] -= sizes[j, picks[j]]
     return picks

@@ -18,6 +18,7 @@ from placement.throughput import ThroughputModel
 
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""
+_ALIKE = math.log(1.1)  # local batches closer than this are measured once
 _EPS = 1e-8
 _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time would stand still
 
@@ -215,11 +216,24 @@ class SimulatedJob:
         return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
 
     def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
-        """Measure a configuration once, with the noise that was asked for."""
+        """Measure a configuration once, with the noise that was asked for.
+
+        A local batch within a few per cent of one already measured there is nothing new: it would change the model
+        by nothing, and cost a fit.
+        """
+        nodes, replicas, local = key
         known = self._measured.setdefault(gpu, {})
-        if key not in known:
+        bucket = nodes, replicas, round(math.log(local) / _ALIKE)
+        if bucket not in known:
             noise = math.exp(self._noisy.gauss(0.0, self._sigma)) if self._sigma else 1.0
-            known[key] = Observation(*key, accum_steps=0, step_time=step_s * noise, grad_time=(step_s - sync_s) * noise)
+            known[bucket] = Observation(
+                nodes,
+                replicas,
+                local,
+                accum_steps=0,
+                step_time=step_s * noise,
+                grad_time=(step_s - sync_s) * noise,
+            )
 
     def _profile(self) -> None:
         """Measure one GPU of every type at a few batches, as Sia does before a job starts."""
