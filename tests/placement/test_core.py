@@ -287,3 +287,45 @@ def test_whatever_happens_targets_fit_and_the_same_events_give_the_same_log(
         return world
 
     assert play().core.log == play().core.log
+
+
+class Places:
+    """A policy that names nodes itself."""
+
+    name = "places"
+
+    def __init__(self, workers: int, nodes: Mapping[str, int]) -> None:
+        self.target = Target(workers=workers, reason="places: there", nodes=nodes)
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        first, *others = jobs
+        return {first.job: self.target, **{v.job: Target(workers=1, reason="places: packed") for v in others}}
+
+
+def test_a_policy_may_name_the_nodes_and_others_are_packed_beside() -> None:
+    world = World(4, 4, policy=Places(3, {"n1": 3}))
+    world.arrive(view("a"))
+    world.arrive(view("b", submitted_s=1.0))
+    targets = {job: dict(state.target) for job, state in world.core.snapshot().jobs.items()}
+    assert targets["a"] == {"n1": 3}
+    assert sum(targets["b"].values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("workers", "nodes", "rule"), [(3, {"n0": 2}, "nodes"), (5, {"n0": 5}, "capacity"), (1, {"n9": 1}, "known node")]
+)
+def test_named_nodes_are_held_to_the_rules(workers: int, nodes: Mapping[str, int], rule: str) -> None:
+    world = World(4, 4, policy=Places(workers, nodes))
+    world.arrive(view("a"))
+    assert world.sizes() == {"a": 0}
+    assert f"policy 'places' broke rule '{rule}'" in world.core.log[-1].reason
+
+
+def test_in_rounds_only_ticks_decide() -> None:
+    core = AllocatorCore(FixedPolicy(), AllocatorConfig(rounds=True, silence_s=1e9))
+    core.handle(NodesChanged(cluster=cluster(4)), 0.0)
+    assert core.handle(JobHeartbeat(view=view("a")), 1.0) == []
+    assert [each.job for each in core.handle(Tick(), 60.0)] == ["a"]
+    calls = len(core.log)
+    assert core.handle(Tick(), 120.0) == []
+    assert len(core.log) == calls
