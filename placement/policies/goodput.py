@@ -44,6 +44,8 @@ class GoodputPolicy:
 
     Attributes:
         horizon_s: H, time within which a change must pay back [s]: about as long as a size lasts on a busy cluster.
+        payback: the horizon is at least so many times d: else a job whose changes cost more than H, such as four
+            minutes of loading a checkpoint, could never grow from one worker to two, which would last for days.
         hysteresis: relative gain that is worth taking a worker away from a running job for.
         exponent: a; 0 weighs all jobs alike.
         power: p where all lengths are known.
@@ -53,6 +55,7 @@ class GoodputPolicy:
     """
 
     horizon_s: float = 200.0
+    payback: float = 7.0
     hysteresis: float = 0.05
     exponent: float = 1.0
     power: float = 0.5
@@ -63,7 +66,7 @@ class GoodputPolicy:
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:
             raise ValueError(f"horizon_s must be above 0 seconds, but got {self.horizon_s}")
-        for field in ("hysteresis", "exponent"):
+        for field in ("payback", "hysteresis", "exponent"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
         for field in ("power", "fair_power"):
@@ -105,12 +108,13 @@ class GoodputPolicy:
             fair = np.where(case.possible & (case.sizes <= share), case.speed, 0.0).max(axis=1, initial=0.0)
             lateness = overdue(views, left_s, np.maximum(fair, 1.0), now_s)
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
+        cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
         return Stakes(
             weight=weight,
             left_s=left_s,
-            cost_s=np.array([view.resize_cost_s for view in views]),
+            cost_s=cost_s,
             power=self.power if known else self.fair_power,
-            horizon_s=self.horizon_s,
+            horizon_s=np.maximum(self.horizon_s, self.payback * cost_s),
             hysteresis=self.hysteresis,
         )
 

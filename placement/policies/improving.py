@@ -141,7 +141,11 @@ def _ask(
     same[:, -1] = True
     fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
     part = dataclasses.replace(
-        stakes, weight=stakes.weight[rows], left_s=stakes.left_s[rows], cost_s=stakes.cost_s[rows]
+        stakes,
+        weight=stakes.weight[rows],
+        left_s=stakes.left_s[rows],
+        cost_s=stakes.cost_s[rows],
+        horizon_s=stakes.horizon_s[rows],
     )
     values = np.where(allowed, part.values(speed, fewer, same), -np.inf)
     sizes = workers * np.take_along_axis(case.unit[rows], kinds, axis=1)

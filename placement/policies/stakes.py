@@ -22,7 +22,7 @@ class Stakes:
         left_s: remaining time at speed 1 [s]; NaN where unknown.
         cost_s: time without progress that a change costs [s].
         power: exponent p of phi.
-        horizon_s: time within which a change must pay back [s].
+        horizon_s: time within which a change must pay back, per job [s].
         hysteresis: relative gain that is worth taking a worker away for.
     """
 
@@ -30,7 +30,7 @@ class Stakes:
     left_s: Floats
     cost_s: Floats
     power: float
-    horizon_s: float
+    horizon_s: Floats
     hysteresis: float
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:

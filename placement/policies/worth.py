@@ -84,17 +84,17 @@ def overdue(views: Sequence[JobView], left_s: Floats, fair_speed: Floats, now_s:
     return lateness
 
 
-def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: float) -> Floats:
+def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -> Floats:
     """H' / (H' + d): the part of the next H' = min(horizon, remaining time) in which a changed job trains.
 
     Args:
         speed: of each job and option, (J, C).
         left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
         cost_s: time without progress that a change costs [s], (J,).
-        horizon_s: H [s].
+        horizon_s: H [s], (J,).
     """
     lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
-    span = np.clip(lasting, 1.0, horizon_s)
+    span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
     part: Floats = span / (span + cost_s[:, np.newaxis])
     return part
 

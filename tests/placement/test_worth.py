@@ -27,10 +27,12 @@ def test_rank_weights_fall_with_the_remaining_time() -> None:
 
 
 def test_a_change_costs_more_the_less_is_left() -> None:
-    part = discount(np.array([[1.0, 2.0]]), np.array([100.0]), np.array([50.0]), 600.0)
+    part = discount(np.array([[1.0, 2.0]]), np.array([100.0]), np.array([50.0]), np.array([600.0]))
     assert part.tolist() == [pytest.approx([100 / 150, 50 / 100])]
-    assert discount(np.array([[1.0]]), np.array([np.nan]), np.array([50.0]), 600.0)[0, 0] == pytest.approx(600 / 650)
-    assert discount(np.array([[1.0]]), np.array([10.0]), np.array([0.0]), 600.0)[0, 0] == 1.0
+    assert discount(np.array([[1.0]]), np.array([np.nan]), np.array([50.0]), np.array([600.0]))[0, 0] == pytest.approx(
+        600 / 650
+    )
+    assert discount(np.array([[1.0]]), np.array([10.0]), np.array([0.0]), np.array([600.0]))[0, 0] == 1.0
 
 
 def test_happiness_is_continuous_in_its_power() -> None:
