@@ -250,7 +250,7 @@ class StreamSharder(Generic[Item]):
 
     def can_switch(self, world_size: int) -> bool:
         """Whether `world_size` workers may start here; see `sharding.can_switch`."""
-        self._read_ahead(world_size)
+        self._read_ahead(2 * world_size)
         total = self._position + len(self._ahead)
         return sharding.can_switch(position=self._position, total=total, world_size=world_size)
 
@@ -262,7 +262,7 @@ class StreamSharder(Generic[Item]):
         Raises:
             ValueError: bad input, an empty stream, or fewer items left than ranks.
         """
-        self._read_ahead(batch_size + world_size)
+        self._read_ahead(batch_size + 2 * world_size)
         known = self._position + len(self._ahead)
         if known == 0:
             raise ValueError(f"a stream must have at least 1 item, but {type(self._source).__name__} gave none")

@@ -57,11 +57,13 @@ class Admission:
     """Who runs at all, before anybody grows.
 
     Attributes:
+        empty: the cluster's room without any of the jobs.
         room: what is left after every admitted job has its floor.
         floors: workers of each admitted job: its minimum, or for held jobs what they are held at, if it fits.
         waiting: reason per job that does not run.
     """
 
+    empty: Room
     room: Room
     floors: dict[str, int]
     waiting: dict[str, str]
@@ -92,7 +94,7 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
             more = min(view.held_at - floors[view.job], int(room.slots(view).sum()))
             if more > 0 and room.add(view, more):
                 floors[view.job] += more
-    return Admission(room=room, floors=floors, waiting=waiting)
+    return Admission(empty=Room(cluster), room=room, floors=floors, waiting=waiting)
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
@@ -109,8 +111,8 @@ def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
         most = min(view.useful_workers, floor + int(slots.sum()))
         if most <= floor:
             continue
-        # Nodes are counted as if each had room for its floor too: only an estimate of how many it will span.
-        speed = speeds(view, [*(slots + floor).tolist()], most)
+        # Nodes are counted as on an empty cluster: only an estimate of how many it will span.
+        speed = speeds(view, admission.empty.slots(view).tolist(), most)
         more = int(np.argmax(speed[floor:]))
         if more and admission.room.add(view, more):
             counts[view.job] += more

@@ -66,6 +66,11 @@ def improve(
     if not floors:
         nothing = [Seat()] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
+    # What a user holds a job at is no question of worth: below it, where it fits, staying is no choice.
+    obeyed = [
+        case.views[j].held_at is None or floors.get(j, (0, 0))[1] == here.workers for j, here in enumerate(present)
+    ]
+    valid = [ok and obeys for ok, obeys in zip(valid, obeyed, strict=True)]
     question = _ask(case, stakes, present, valid, floors)
     candidates = [question.seated(picks) for picks in _anew(question)]
     if set(floors) == {j for j, here in enumerate(present) if here.place and valid[j]}:

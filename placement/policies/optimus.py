@@ -54,7 +54,7 @@ class OptimusPolicy:
 
 def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """Minimums strictly in the order of submission, as published."""
-    admission = Admission(room=Room(cluster), floors={}, waiting={})
+    admission = Admission(empty=Room(cluster), room=Room(cluster), floors={}, waiting={})
     for view in sorted(jobs, key=lambda view: view.arrival):
         if admission.room.add(view, view.min_workers):
             admission.floors[view.job] = view.min_workers

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster import Cluster
+from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
 from placement.jobs import JobView, speeds
 from placement.planning import check_targets, make_plan
 from placement.policies import POLICIES, FixedPolicy, GoodputPolicy, Policy, make_policy
@@ -101,6 +102,17 @@ def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], n
             # A single worker more must not gain anything, beyond what its own resize costs within a minute.
             gain = speed[has + 1] / speed[has] if has + 1 < len(speed) and left else 1.0
             assert gain < 1.0 + 2 * (v.resize_cost_s / 60 + 1e-6)
+
+
+@contract
+@pytest.mark.parametrize("present", [1, 2, 8])
+@pytest.mark.parametrize("held", [1, 2, 3, 5, 8])
+def test_a_job_is_brought_to_where_it_is_held_whatever_that_is_worth(name: str, present: int, held: int) -> None:
+    """Five workers share a fixed batch of 24 badly; the user knows."""
+    slow = GoodputModel(ThroughputModel(0.0, 0.0044, 0.002, 0.002, 0.002, 0.002, 1.0), NoiseScale(90.0, 500.0), 24)
+    limits = {"init_batch_size": 24, "max_batch_size": None, "atomic_bsz_range": None}
+    job = view("a", max_workers=8, held_at=held, goodput=slow, allocation={"n0": present}, most_workers=8, **limits)
+    assert make_policy(name).decide([job], cluster(8), 0.0)["a"].workers == held
 
 
 @contract
