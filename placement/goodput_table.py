@@ -86,7 +86,7 @@ def _part(questions: Sequence[Question], nodes: Floats, workers: Floats) -> Floa
     least, most = np.maximum(np.minimum(least, most), 1.0), np.maximum(most, 1.0)
     exponents = np.linspace(0.0, 1.0, _BATCHES)
     batch = least[:, :, np.newaxis] * (most / least)[:, :, np.newaxis] ** exponents
-    micro = np.ceil(batch / high[:, :, np.newaxis] - 1e-9)
+    micro = np.maximum(np.ceil(batch / high[:, :, np.newaxis] - 1e-9), 1.0)
     grad = alpha_c[:, :, np.newaxis] + beta_c[:, :, np.newaxis] * (batch / micro)
     sync3, gamma3 = sync[:, :, np.newaxis], gamma[:, :, np.newaxis]
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):

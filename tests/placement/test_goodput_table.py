@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,3 +60,13 @@ def test_rows_do_not_depend_on_each_other() -> None:
     ]
     together = goodputs(asks, NODES, WORKERS)
     assert np.array_equal(together, np.concatenate([goodputs([ask], NODES, WORKERS) for ask in asks]))
+
+
+@pytest.mark.parametrize("limit", [None, 256])
+def test_without_bounds_a_worker_takes_its_share_in_one_micro_step(limit: int | None) -> None:
+    times = ThroughputModel(0.0, 0.0044, 0.002, 0.002, 0.002, 0.002, 1.0)
+    workers = np.array([1, 2, 4, 8])
+    ask = Question(GoodputModel(times, NoiseScale(90.0, 500.0), 64), limit, None, False)
+    (row,) = goodputs([ask], np.ones(4, dtype=np.int64), workers)
+    exact, _, _ = ask.model.best(np.ones(4), workers, max_batch_size=limit)
+    assert np.allclose(row, exact, rtol=0.1)
