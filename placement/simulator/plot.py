@@ -81,17 +81,12 @@ def _draw(report: Report, axis: Any) -> None:
     average_h = report.avg_jct_s / 3600
     axis.set_title(f"{Path(report.trace).stem}: {report.policy} ({report.rules} rules), {average_h:.2f} h on average")
     apps = sorted({job.application for job in report.jobs})
-<<<<<<< HEAD
     axis.legend(
         handles=[Patch(color=_hue(app, 0.75), label=app) for app in apps],
         fontsize=6,
         ncols=len(apps),
         loc="lower right",
     )
-=======
-    handles = [Patch(color=_hue(app, 0.75), label=app) for app in apps]
-    axis.legend(handles=handles, fontsize=6, ncols=len(apps), loc="lower right")
->>>>>>> simulator
 
 
 def _free_lane(busy: Sequence[tuple[int, int]], workers: int) -> int:
