@@ -16,11 +16,13 @@ class Progress:
         done: iterations so far, measured.
         epoch_ends: ``done`` at the end of each finished epoch.
         epochs: how many epochs the user declared; None if training has no declared end.
+        usual_epoch: iterations that an epoch took other jobs of the same model, until the first one here has ended.
     """
 
     done: float
     epoch_ends: tuple[float, ...] = ()
     epochs: float | None = None
+    usual_epoch: float | None = None
 
     def __post_init__(self) -> None:
         if not self.done >= 0:
@@ -29,6 +31,8 @@ class Progress:
             raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs must be above 0, but got {self.epochs}")
+        if self.usual_epoch is not None and not self.usual_epoch > 0:
+            raise ValueError(f"usual_epoch must be above 0 iterations, but got {self.usual_epoch}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

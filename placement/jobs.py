@@ -43,6 +43,8 @@ class JobView:
         atomic_bsz_range: least and most samples of one worker in one micro-step.
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
+        stop_cost_s: what it costs to be stopped and started again later [s]; None if that would lose work, so that
+            only limits, room and the user may stop it.
         label_selector: node labels that a worker's node must have.
         requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
         growth_limit: the most workers that exploration allows now, for policies that only know what the job has
@@ -71,6 +73,7 @@ class JobView:
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
+    stop_cost_s: float | None = None
     label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
     requested_workers: int | None = None
     growth_limit: int | None = None

@@ -62,6 +62,7 @@ class Knowledge:
         self._families: dict[tuple[str, str], _Family] = {}
         self._read: dict[tuple[str, str], tuple[Observation, ...]] = {}
         self._machines: dict[str, object] = {}
+        self._epochs: dict[str, float] = {}
 
     def machines(self, cluster: Cluster) -> None:
         """Look at the nodes: where those of a GPU type are not what they were, its observations are forgotten.
@@ -86,6 +87,8 @@ class Knowledge:
         """Take in what a job's heartbeat says; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
+        if view.progress is not None and view.progress.epoch_ends and view.progress.epoch_ends[-1] > 0:
+            self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / len(view.progress.epoch_ends)
         for gpu, observations in view.observations.items():
             read = self._read.get((view.job, gpu))
             if read is observations or (read is not None and read == observations):
@@ -108,7 +111,9 @@ class Knowledge:
             del self._read[key]
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """The view with what others have measured where the job itself has not: observations, models, room to grow.
+        """The view with what others have measured where the job itself has not.
+
+        Observations, models, room to grow, and how much progress an epoch takes.
 
         The growth limit becomes twice the most workers that any job of the family has run with. The model is fitted
         to everything known; the gradient noise stays the job's own where it has one.
@@ -131,6 +136,9 @@ class Knowledge:
             observations[gpu] = told
             models[gpu] = GoodputModel(model, noise, view.init_batch_size)
             most = max(most, family.most)
+        usual_epoch = self._epochs.get(view.fingerprint)
+        if view.progress is not None and usual_epoch is not None:
+            view = dataclasses.replace(view, progress=dataclasses.replace(view.progress, usual_epoch=usual_epoch))
         if not most:
             return view
         limit = None if view.growth_limit is None else max(view.growth_limit, 2 * most)

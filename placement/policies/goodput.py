@@ -113,10 +113,15 @@ class GoodputPolicy:
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
-            power=self.power if known else self.fair_power,
+            power=self._power(case) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, self.payback * cost_s),
             hysteresis=self.hysteresis,
         )
+
+    def _power(self, case: Case) -> float:
+        """p for this many jobs: the nearer they are to one worker each, the less there is to share evenly."""
+        crowd = len(case.views) / max(float(case.capacities.sum()), 1.0) if case.alike else 0.0
+        return float(np.clip(crowd, self.power, max(self.power, 1.0)))
 
     def _target(
         self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float, waits: str | None

@@ -62,26 +62,41 @@ def improve(
     """
     score = stakes.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     order = sorted(range(len(present)), key=lambda j: (-round(float(score[j]), 9), j))
-    floors, waiting = admit_into(case, order, present)
+    may_wait = _may_wait(case, stakes, present)
+    floors, waiting = admit_into(case, [j for j in order if not may_wait[j]], present)
+    floors |= {j: (0, 0) for j in order if may_wait[j]}
     if not floors:
         nothing = [Seat()] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
     # What a user holds a job at is no question of worth: below it, where it fits, staying is no choice.
     obeyed = [
-        case.views[j].held_at is None or floors.get(j, (0, 0))[1] == here.workers for j, here in enumerate(present)
+        may_wait[j] or case.views[j].held_at is None or floors.get(j, (0, 0))[1] == here.workers
+        for j, here in enumerate(present)
     ]
     valid = [ok and obeys for ok, obeys in zip(valid, obeyed, strict=True)]
     question = _ask(case, stakes, present, valid, floors)
     candidates = [question.seated(picks) for picks in _anew(question)]
-    if set(floors) == {j for j, here in enumerate(present) if here.place and valid[j]}:
-        stay = np.full(len(question.jobs), question.options.values.shape[1] - 1, dtype=np.int64)
+    if all(may_wait[j] or (present[j].place and valid[j]) for j in floors) and not any(
+        here.place and not (valid[j] and j in floors) for j, here in enumerate(present)
+    ):
+        stay = np.where([bool(present[j].place) for j in question.jobs], len(case.sizes) + 1, question.options.base)
         candidates.append(question.seated(fill(question.options, stay)))
-    now = worth_of(case, stakes, present, present, valid)
+    now = worth_of(case, stakes, present, present, valid, may_wait)
     everyone = [True] * len(present)
-    ranked = [(worth_of(case, stakes, present, seats, everyone), seats) for seats in candidates]
+    ranked = [(worth_of(case, stakes, present, seats, everyone, may_wait), seats) for seats in candidates]
     worth, best = max(ranked, key=lambda item: item[0])
     better = worth[0] > now[0] or (worth[0] == now[0] and worth[1] > now[1] + _ROUNDING)
     return (best if better else None), waiting
+
+
+def _may_wait(case: Case, stakes: Stakes, present: Sequence[Seat]) -> list[bool]:
+    """Which jobs may get nothing although their minimum fits: where lengths are known, short jobs may go first."""
+    if not case.alike or stakes.power <= 0:
+        return [False] * len(present)
+    return [
+        view.held_at is None and (not here.place or view.stop_cost_s is not None)
+        for view, here in zip(case.views, present, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +116,7 @@ class _Question:
         counts, markets = [0] * len(self.present), [-1] * len(self.present)
         for row, j in enumerate(self.jobs):
             counts[j], markets[j] = int(self.workers[row, picks[row]]), int(self.options.kinds[row, picks[row]])
+            markets[j] = markets[j] if counts[j] else -1
         wanted = [Seat(market=m, place={0: n} if n else {}) for m, n in zip(markets, counts, strict=True)]
         if not self.case.alike:
             return pack_seats(self.case, counts, wanted, self.present)
@@ -152,6 +168,7 @@ def _ask(
         cost_s=stakes.cost_s[rows],
         horizon_s=stakes.horizon_s[rows],
     )
+    same[here == 0] = True  # a start costs the same now and later
     values = np.where(allowed, part.values(speed, fewer, same), -np.inf)
     sizes = workers * np.take_along_axis(case.unit[rows], kinds, axis=1)
     base = np.full(len(jobs), len(case.sizes), dtype=np.int64)
@@ -170,7 +187,7 @@ def _floor_speed(case: Case, rows: Ints, floor: Ints, market: Ints) -> np.ndarra
     """Speed of the largest option that is not above the floor."""
     below = (case.sizes <= floor[:, np.newaxis]) & (case.kinds == market[:, np.newaxis])
     at = np.where(below, case.sizes, 0).argmax(axis=1)
-    speeds: np.ndarray[tuple[int], np.dtype[np.float64]] = case.speed[rows, at]
+    speeds: np.ndarray[tuple[int], np.dtype[np.float64]] = np.where(floor > 0, case.speed[rows, at], 0.0)
     return speeds
 
 

@@ -34,7 +34,7 @@ class Options:
 
     Attributes:
         values: worth of each option, (J, C); -inf where it is not possible.
-        sizes: what it takes, (J, C), above 0.
+        sizes: what it takes, (J, C), 0 or more.
         kinds: of which GPU type, (J, C), 0 to K - 1.
         capacities: what there is of each type, (K,).
         base: one option per job, (J,), that fit together; nobody gets an option that is worth less than -inf.
@@ -171,7 +171,11 @@ def _realise(options: Options, wanted: Ints) -> Ints:
     left = options.capacities - options.used(picks)
     rows = np.arange(len(picks))
     gain = options.values[rows, wanted] - options.values[rows, picks]
-    movers = [int(j) for j in np.argsort(-gain / options.sizes[rows, wanted], kind="stable") if wanted[j] != picks[j]]
+    movers = [
+        int(j)
+        for j in np.argsort(-gain / np.maximum(options.sizes[rows, wanted], _TINY), kind="stable")
+        if wanted[j] != picks[j]
+    ]
     moved = True
     while moved and movers:
         moved = False

@@ -48,7 +48,12 @@ class Stakes:
 
 
 def worth_of(
-    case: Case, stakes: Stakes, present: Sequence[Seat], seats: Sequence[Seat], valid: Sequence[bool]
+    case: Case,
+    stakes: Stakes,
+    present: Sequence[Seat],
+    seats: Sequence[Seat],
+    valid: Sequence[bool],
+    may_wait: Sequence[bool],
 ) -> tuple[float, float]:
     """(minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
 
@@ -59,8 +64,14 @@ def worth_of(
         seats: where they would be.
         valid: per job, whether ``seats`` is something it may have; else it counts as not running.
     """
-    runs = np.array([bool(seat.place) and ok for seat, ok in zip(seats, valid, strict=True)], dtype=np.bool_)
-    same = np.array([now == then for now, then in zip(present, seats, strict=True)], dtype=np.bool_)
+    runs = np.array(
+        [
+            bool(seat.place) and ok or (waits and not seat.place)
+            for seat, ok, waits in zip(seats, valid, may_wait, strict=True)
+        ],
+        dtype=np.bool_,
+    )
+    same = np.array([now == then or not now.place for now, then in zip(present, seats, strict=True)], dtype=np.bool_)
     fewer = np.array(
         [bool(now.place) and then.workers <= now.workers for now, then in zip(present, seats, strict=True)],
         dtype=np.bool_,

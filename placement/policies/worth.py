@@ -14,15 +14,19 @@ from placement.throughput import Floats
 def remaining(progress: Progress | None) -> float | None:
     """Scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
 
-    Declared epochs x measured progress per epoch - progress so far. In its first epoch a job knows only that an
-    epoch takes at least what it has done already: a newcomer counts as short until it proves to be long.
+    Declared epochs x measured progress per epoch - progress so far. In its first epoch what other jobs of the same
+    model needed for one counts, if it is known; else only that an epoch takes at least what is done already: a
+    newcomer counts as short until it proves to be long.
     """
     if progress is None or progress.epochs is None:
         return None
     finished = len(progress.epoch_ends)
-    if not finished:
+    if finished:
+        per_epoch = progress.epoch_ends[-1] / finished
+    elif progress.usual_epoch is not None:
+        per_epoch = max(progress.usual_epoch, progress.done)
+    else:
         return max(progress.epochs - 1.0, 0.0) * progress.done
-    per_epoch = progress.epoch_ends[-1] / finished
     return max(progress.epochs * per_epoch - progress.done, 0.01 * per_epoch)
 
 

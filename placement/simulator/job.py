@@ -267,6 +267,8 @@ class SimulatedJob:
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nobody to ask: a rigid job's batch is given
+        if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
+            return GoodputModel(self.shared[gpu].throughput_model, self._noise, self.app.init_batch_size)
         return GoodputModel(fitted(tuple(known.values())), self._noise, self.app.init_batch_size)
 
     # What it tells
@@ -292,6 +294,7 @@ class SimulatedJob:
             atomic_bsz_range=self.app.local_bsz_range(gpu),
             accumulation=True,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
+            stop_cost_s=self.rules.expected_restart_s(self.app.name) if self.rules.round_s else None,
             requested_workers=self.trace.num_replicas if self.requested else None,
             growth_limit=None if self.requested else max(1, 2 * self._most),
             attained_s=sum(self.held_s.values()),
