@@ -24,7 +24,8 @@ _LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: 
 # enough to decide only what the data leave open.
 _PRIORS = np.zeros((6, 7))
 _PRIORS[0, [_ALPHA_C, _BETA_C]] = 1e-3, -1e-3
-_PRIORS[[1, 2, 3, 4], [_ALPHA_N, _BETA_N, _ALPHA_R, _BETA_R]] = 3e-3
+_PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
+_PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 1e-1
 _PRIORS[5, _GAMMA] = 1e-3
 _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
 
