@@ -55,6 +55,8 @@ class JobView:
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
         oracle: what only a simulator can know.
+        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
+            left, where that was seen.
     """
 
     job: str
@@ -82,6 +84,7 @@ class JobView:
     observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     oracle: Oracle | None = None
+    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -117,6 +120,8 @@ class JobView:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
+        if any(not factor >= 1 for factor in self.slow_nodes.values()):
+            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):

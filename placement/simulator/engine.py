@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from placement.cluster import Cluster
@@ -14,12 +14,13 @@ from placement.core import AllocatorConfig
 from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
-from placement.simulator.clusters import PRICES, gpu_types, parse_cluster
+from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
-from placement.simulator.errors import InputError
 from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
+from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
+from placement.simulator.price_table import PriceTable
 from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules
@@ -46,7 +47,9 @@ def simulate(
     seed: int = 0,
     requested: bool | None = None,
     knowledge: bool = False,
+    lengths: Lengths | None = None,
     disturbances: Disturbances | None = None,
+    prices: PriceTable | None = None,
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Replay one trace under one policy.
@@ -55,12 +58,14 @@ def simulate(
         trace: a file, or jobs.
         profiles: folder with one folder per application.
         cluster: such as ``aws:16x4``.
-        rules: ``pollux``, ``sia`` or rules of one's own.
+        rules: ``pollux``, ``sia``, ``live``, or rules of one's own.
         policy: a registered name or a policy object.
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
         knowledge: whether jobs of one application share what they measure.
+        lengths: how long jobs are and what they declare; by default as profiled, and truly.
         disturbances: what goes wrong; nothing by default.
+        prices: of GPUs; rounded defaults if None.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -71,20 +76,14 @@ def simulate(
     nodes = parse_cluster(cluster)
     applications = load_profiles(profiles, gpu_types(nodes))
     specs = read_trace(trace, applications) if isinstance(trace, (str, Path)) else tuple(trace)
-    chosen_rules, chosen = make_rules(rules), make_policy(policy)
+    chosen_rules, wrong, said = make_rules(rules), disturbances or Disturbances(), lengths or Lengths()
+    wrong.check(chosen_rules, nodes)
+    rates = (prices or PriceTable()).rates(gpu_types(nodes), wrong.spot_types(gpu_types(nodes)))
+    chosen = _priced(make_policy(policy), rates)
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
-    wrong = disturbances or Disturbances()
-    if chosen_rules.round_s is not None and dataclasses.replace(wrong, noise=0.0) != Disturbances():
-        raise InputError(f"rules must be 'live' for disturbances other than noise, but got {chosen_rules.name!r}")
-    shared = Knowledge() if knowledge else None
     with one_thread():
-        jobs = _jobs(specs, applications, chosen_rules, nodes, rigid, wrong.noise, seed)
-        if chosen_rules.round_s is not None:
-            world = World(jobs, nodes, chosen, _ROUNDS, shared)
-            _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
-        else:
-            world = World(jobs, nodes, chosen, _LIVE, shared)
-            LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
+        jobs = _jobs(specs, applications, nodes, _Truth(chosen_rules, rigid, wrong.noise, said, seed))
+        world = _run(jobs, nodes, chosen, chosen_rules, Knowledge() if knowledge else None, wrong, seed, on_progress)
         fairness = rho(jobs, nodes)
     return Report(
         trace=str(trace) if isinstance(trace, (str, Path)) else "jobs",
@@ -92,8 +91,9 @@ def simulate(
         rules=chosen_rules.name,
         cluster=cluster,
         seed=seed,
+        settings=_settings(rigid, knowledge, said, wrong),
         gpus=int(sum(node.total["GPU"] for node in nodes.nodes)),
-        prices={gpu: PRICES.get(gpu, 0.0) for gpu in gpu_types(nodes)},
+        prices=rates,
         jobs=tuple(_report(job, fairness[job.name]) for job in jobs),
         placed=tuple(world.placed),
         log=world.core.log,
@@ -101,28 +101,74 @@ def simulate(
     )
 
 
+def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
+    """The policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
+    told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
+    return policy if told is None else told(rates)
+
+
+def _settings(requested: bool, knowledge: bool, lengths: Lengths, disturbances: Disturbances) -> dict[str, object]:
+    """What was asked for, as plain values."""
+    spot = {gpu or "all": trace.source for gpu, trace in sorted(disturbances.spot.items())}
+    wrong = {f.name: getattr(disturbances, f.name) for f in dataclasses.fields(disturbances) if f.name != "spot"}
+    return {
+        "requested": requested,
+        "shared_knowledge": knowledge,
+        "lengths": dataclasses.asdict(lengths),
+        "disturbances": {**wrong, "spot": spot},
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Truth:
+    """What holds for all jobs of a simulation."""
+
+    rules: Rules
+    requested: bool
+    sigma: float
+    lengths: Lengths
+    seed: int
+
+
 def _jobs(
-    specs: Sequence[TraceJob],
-    applications: dict[str, Application],
-    rules: Rules,
-    nodes: Cluster,
-    requested: bool,
-    sigma: float,
-    seed: int,
+    specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, truth: _Truth
 ) -> list[SimulatedJob]:
     per_node = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
-    return [
-        SimulatedJob(
+    jobs = []
+    for spec in specs:
+        application = truth.lengths.application(applications[spec.application], spec.name, truth.seed)
+        job = SimulatedJob(
             spec,
-            applications[spec.application],
-            rules,
-            requested=requested,
+            application,
+            truth.rules,
+            requested=truth.requested,
             gpus_per_node=per_node,
-            sigma=sigma,
-            seed=seed,
+            sigma=truth.sigma,
+            seed=truth.seed,
+            declared=truth.lengths.declaration(application.epochs, spec.name, truth.seed),
         )
-        for spec in specs
-    ]
+        jobs.append(job)
+    return jobs
+
+
+def _run(
+    jobs: Sequence[SimulatedJob],
+    nodes: Cluster,
+    policy: Policy,
+    rules: Rules,
+    knowledge: Knowledge | None,
+    wrong: Disturbances,
+    seed: int,
+    on_progress: OnProgress | None,
+) -> World:
+    """Simulate until all jobs are done."""
+    if rules.round_s is not None:
+        world = World(jobs, nodes, policy, _ROUNDS, knowledge)
+        _run_rounds(world, jobs, rules.round_s, on_progress)
+    else:
+        world = World(jobs, nodes, policy, _LIVE, knowledge)
+        LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
+    return world
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:
