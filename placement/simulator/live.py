@@ -111,13 +111,12 @@ class LiveDriver:
         for what, node in happens:
             counts = self._down if what in ("down", "up") else self._slow
             counts[node] = counts.get(node, 0) + (1 if what in ("down", "slow") else -1)
-            if what == "down":
-                self._world.lose_node(node, now_s)
-            elif what != "up":
-                self._world.touched.update(
-                    job.name for job in self._present.values() if job.spot is not None and node in job.spot.nodes
-                )
-        if any(what in ("down", "up") for what, _ in happens):
+        self._world.lose_nodes({node for what, node in happens if what == "down"}, now_s)
+        paced = {node for what, node in happens if what in ("slow", "well")}
+        for job in self._present.values():
+            if job.spot is not None and not paced.isdisjoint(job.spot.nodes):
+                self._world.touched.add(job.name)
+        if len(paced) < len(happens):
             nodes = tuple(each for each in self._cluster.nodes if not self._down.get(each.node_id))
             self._world.send(NodesChanged(cluster=dataclasses.replace(self._cluster, nodes=nodes)), now_s)
 

@@ -60,6 +60,8 @@ class SpotTrace:
                 if start_s + shift_s > now_s:
                     yield now_s, start_s + shift_s
                 now_s = max(now_s, end_s + shift_s)
+                if now_s > until_s:
+                    return
             cycle += 1
 
 
