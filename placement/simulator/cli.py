@@ -50,9 +50,9 @@ def _run(options: argparse.Namespace) -> int:
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
     if options.plot:
-        from placement.simulator.plot import require_matplotlib
+        from placement.simulator.plot import check_picture
 
-        require_matplotlib()  # before hours of simulation, not after
+        check_picture(Path(options.plot))  # before hours of simulation, not after
     common = Task(
         trace="",
         policy="",
@@ -71,6 +71,10 @@ def _run(options: argparse.Namespace) -> int:
             raise InputError(f"{target} must be in a folder that is there, but {Path(target).parent} is not")
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
+    for report in reports:
+        refused = [record.reason for record in report.log if record.trigger == "refused"]
+        if refused:
+            print(f"{report.trace}: {len(refused)} decisions were refused, the first: {refused[0]}", file=sys.stderr)
     if options.json:
         write_json(reports, Path(options.json))
     if options.plot:

@@ -25,7 +25,7 @@ from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules
 from placement.simulator.threads import one_thread
-from placement.simulator.traces import TraceJob, read_trace
+from placement.simulator.traces import TraceJob, in_order, read_trace
 from placement.simulator.world import World
 
 _LOG_LENGTH = 10_000_000
@@ -75,7 +75,7 @@ def simulate(
     """
     nodes = parse_cluster(cluster)
     applications = load_profiles(profiles, gpu_types(nodes))
-    specs = read_trace(trace, applications) if isinstance(trace, (str, Path)) else tuple(trace)
+    specs = _read(trace, applications)
     chosen_rules, wrong, said = make_rules(rules), disturbances or Disturbances(), lengths or Lengths()
     wrong.check(chosen_rules, nodes)
     rates = (prices or PriceTable()).rates(gpu_types(nodes), wrong.spot_types(gpu_types(nodes)))
@@ -99,6 +99,12 @@ def simulate(
         log=world.core.log,
         decision_s=tuple(world.decision_s),
     )
+
+
+def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, Application]) -> tuple[TraceJob, ...]:
+    if isinstance(trace, (str, Path)):
+        return read_trace(trace, applications)
+    return in_order(trace, applications, "jobs")
 
 
 def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:

@@ -14,10 +14,15 @@ from placement.simulator.report import Report
 _COLOURS = {"cifar10": 0.60, "ncf": 0.45, "deepspeech2": 0.33, "bert": 0.13, "yolov3": 0.0, "imagenet": 0.80}
 
 
-def require_matplotlib() -> None:
-    """Raise an error that says how to install it, unless Matplotlib is there."""
+def check_picture(path: Path) -> None:
+    """Raise an error unless Matplotlib is there (it says how to install it) and writes files of this kind."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError("--plot needs Matplotlib; install it with: pip install 'elastic-ray[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in kinds:
+        raise InputError(f"plot must be a file of kind {', '.join(kinds)}, but got {path}")
 
 
 Bar = tuple[str, str, float, float, int]
@@ -46,7 +51,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     Raises:
         InputError: Matplotlib is missing, or the file cannot be written.
     """
-    require_matplotlib()
+    check_picture(path)
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from placement.policies import GoodputPolicy
+from placement.cluster import Cluster
+from placement.jobs import JobView
+from placement.policies import GoodputPolicy, Target, registry
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.lengths import Lengths
 from placement.simulator.price_table import PriceTable, read_prices
 from placement.simulator.profiles import load_profiles
+from placement.simulator.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]
@@ -174,14 +180,13 @@ def test_every_option_reaches_the_record(folder: Path, tmp_path: Path) -> None:
         ("--processes 0", "processes must be 1 or more"),
         ("--profiles nowhere", "profiles must be a folder"),
         ("--trace nowhere.csv", "trace nowhere.csv cannot be read"),
+        ("--plot out.doc", "plot must be a file of kind .*png.*, but got out.doc"),
         ("--json nowhere/out.json", "nowhere/out.json must be in a folder that is there"),
     ],
 )
 def test_a_bad_option_is_one_line_and_leaves_nothing(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
 ) -> None:
-    import re
-
     out = tmp_path / "out.json"
     given = options.format(spot=folder / "spot.json").split()
     assert main([*common(folder), "--cluster", "t4:2x4", "--policy", "fixed", "--json", str(out), *given]) == 2
@@ -190,3 +195,86 @@ def test_a_bad_option_is_one_line_and_leaves_nothing(
     assert said.err.count("\n") == 1
     assert said.out == ""
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ([("a", 0, "resnet", 1, 32)], r"application of job 'a' must have a profile \(other, toy\), but got 'resnet'"),
+        ([("a", -5, "toy", 1, 32)], "line 2: time of job 'a' must be 0 seconds or more, but got -5"),
+        ([("a", 0, "toy", 1, 32), ("a", 1, "toy", 1, 32)], "every name must occur once, but 'a' occurs more than once"),
+        ([], "must hold one job or more"),
+    ],
+)
+def test_one_bad_trace_stops_all(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    jobs: list[tuple[str, float, str, int, int]],
+    message: str,
+) -> None:
+    out, bad = tmp_path / "out.json", trace(tmp_path / "bad.csv", jobs)
+    # The good trace comes first: it must not be simulated either.
+    files = ["--trace", str(folder / "six.csv"), str(bad), "--profiles", str(folder / "profiles")]
+    assert main([*files, "--cluster", "t4:2x4", "--policy", "fixed", "--json", str(out), "--quiet"]) == 2
+    said = capsys.readouterr()
+    assert re.search(message, said.err)
+    assert said.out == ""
+    assert not out.exists()
+
+
+def test_a_profile_without_a_column_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = profiles(tmp_path / "profiles")
+    file = bad / "toy" / "validation-32.csv"
+    file.write_text(file.read_text().replace("grad_var", "variance"))
+    jobs = trace(tmp_path / "t.csv", [("a", 0, "toy", 1, 32)])
+    assert main(["--trace", str(jobs), "--profiles", str(bad), "--cluster", "t4:1x4", "--quiet"]) == 2
+    assert "validation-32.csv must have the columns" in capsys.readouterr().err
+
+
+def test_jobs_from_python_are_checked_too(folder: Path) -> None:
+    job = TraceJob(name="a", time_s=0.0, application="toy", num_replicas=1, batch_size=32)
+    with pytest.raises(InputError, match="'a' occurs more than once"):
+        simulate([job, job], folder / "profiles", "t4:1x4")
+    with pytest.raises(InputError, match="must have a profile"):
+        simulate([dataclasses.replace(job, application="x")], folder / "profiles", "t4:1x4")
+    with pytest.raises(InputError, match="must hold one job or more"):
+        simulate([], folder / "profiles", "t4:1x4")
+
+
+def test_refused_decisions_are_told(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    class Greedy:
+        name = "greedy"
+
+        def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+            workers = 8 if now_s < 300 or len(jobs) == 1 else 1
+            return {view.job: Target(workers=workers, reason="greedy: more") for view in jobs}
+
+    monkeypatch.setattr(registry, "POLICIES", {**registry.POLICIES, "greedy": Greedy})
+    assert main([*common(folder), "--cluster", "t4:2x4", "--policy", "greedy"]) == 0
+    assert "decisions were refused, the first: policy 'greedy' broke rule 'capacity'" in capsys.readouterr().err
+
+
+# The picture
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_every_stay_once_and_nothing_twice(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from placement.simulator import plot
+
+    report = play(folder, policy="goodput")
+    drawn: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    held_s = 0.0
+    for (node, _, start_s, end_s, workers), lanes in plot._lanes(report, {"t4-000": 4, "t4-001": 4}):
+        assert sum(width for _, width in lanes) == workers
+        held_s += workers * (end_s - start_s)
+        for first, width in lanes:
+            assert 0 <= first < first + width <= 4
+            for lane in range(first, first + width):
+                for since_s, until_s in drawn.setdefault((node, lane), []):
+                    assert end_s <= since_s or start_s >= until_s
+                drawn[node, lane].append((start_s, end_s))
+    assert held_s == pytest.approx(3600 * report.gpu_hours, rel=1e-3)  # an end may be heard of a moment later
+    plot.plot([report], tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
