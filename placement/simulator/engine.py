@@ -76,29 +76,93 @@ def simulate(
     nodes = parse_cluster(cluster)
     applications = load_profiles(profiles, gpu_types(nodes))
     specs = _read(trace, applications)
-    chosen_rules, wrong, said = make_rules(rules), disturbances or Disturbances(), lengths or Lengths()
-    wrong.check(chosen_rules, nodes)
+    wrong = disturbances or Disturbances()
+    wrong.check(make_rules(rules), nodes)
     rates = (prices or PriceTable()).rates(gpu_types(nodes), wrong.spot_types(gpu_types(nodes)))
     chosen = _priced(make_policy(policy), rates)
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
+    case = _Case(nodes, make_rules(rules), chosen, seed, rigid, knowledge, lengths or Lengths(), wrong)
     with one_thread():
-        jobs = _jobs(specs, applications, nodes, _Truth(chosen_rules, rigid, wrong.noise, said, seed))
-        world = _run(jobs, nodes, chosen, chosen_rules, Knowledge() if knowledge else None, wrong, seed, on_progress)
+        jobs = case.jobs(specs, applications)
+        world = case.run(jobs, on_progress)
         fairness = rho(jobs, nodes)
-    return Report(
-        trace=str(trace) if isinstance(trace, (str, Path)) else "jobs",
-        policy=chosen.name,
-        rules=chosen_rules.name,
-        cluster=cluster,
-        seed=seed,
-        settings=_settings(rigid, knowledge, said, wrong),
-        gpus=int(sum(node.total["GPU"] for node in nodes.nodes)),
-        prices=rates,
-        jobs=tuple(_report(job, fairness[job.name]) for job in jobs),
-        placed=tuple(world.placed),
-        log=world.core.log,
-        decision_s=tuple(world.decision_s),
-    )
+    name = str(trace) if isinstance(trace, (str, Path)) else "jobs"
+    reports = tuple(_report(job, fairness[job.name]) for job in jobs)
+    return case.report(world, trace=name, cluster=cluster, prices=rates, jobs=reports)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """What is simulated, checked."""
+
+    nodes: Cluster
+    rules: Rules
+    policy: Policy
+    seed: int
+    requested: bool
+    knowledge: bool
+    lengths: Lengths
+    wrong: Disturbances
+
+    def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
+        """The jobs before anything has happened to them."""
+        per_node = {node.gpu_type: int(node.total["GPU"]) for node in self.nodes.nodes}
+        jobs = []
+        for spec in specs:
+            application = self.lengths.application(applications[spec.application], spec.name, self.seed)
+            job = SimulatedJob(
+                spec,
+                application,
+                self.rules,
+                requested=self.requested,
+                gpus_per_node=per_node,
+                sigma=self.wrong.noise,
+                seed=self.seed,
+                declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
+            )
+            jobs.append(job)
+        return jobs
+
+    def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> World:
+        """Simulate until all jobs are done."""
+        rounds = self.rules.round_s is not None
+        known = Knowledge() if self.knowledge else None
+        world = World(jobs, self.nodes, self.policy, _ROUNDS if rounds else _LIVE, known)
+        if self.rules.round_s is not None:
+            _run_rounds(world, jobs, self.rules.round_s, on_progress)
+        else:
+            LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S).run(jobs, on_progress)
+        return world
+
+    def report(
+        self, world: World, *, trace: str, cluster: str, prices: Mapping[str, float], jobs: tuple[JobReport, ...]
+    ) -> Report:
+        """What came of it."""
+        return Report(
+            trace=trace,
+            policy=self.policy.name,
+            rules=self.rules.name,
+            cluster=cluster,
+            seed=self.seed,
+            settings=self._settings(),
+            gpus=int(sum(node.total["GPU"] for node in self.nodes.nodes)),
+            prices=prices,
+            jobs=jobs,
+            placed=tuple(world.placed),
+            log=world.core.log,
+            decision_s=tuple(world.decision_s),
+        )
+
+    def _settings(self) -> dict[str, object]:
+        """What was asked for, as plain values."""
+        fields = [f.name for f in dataclasses.fields(self.wrong) if f.name != "spot"]
+        spot = {gpu or "all": trace.source for gpu, trace in sorted(self.wrong.spot.items())}
+        return {
+            "requested": self.requested,
+            "shared_knowledge": self.knowledge,
+            "lengths": dataclasses.asdict(self.lengths),
+            "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
+        }
 
 
 def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, Application]) -> tuple[TraceJob, ...]:
@@ -111,70 +175,6 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
     """The policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
     told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
     return policy if told is None else told(rates)
-
-
-def _settings(requested: bool, knowledge: bool, lengths: Lengths, disturbances: Disturbances) -> dict[str, object]:
-    """What was asked for, as plain values."""
-    spot = {gpu or "all": trace.source for gpu, trace in sorted(disturbances.spot.items())}
-    wrong = {f.name: getattr(disturbances, f.name) for f in dataclasses.fields(disturbances) if f.name != "spot"}
-    return {
-        "requested": requested,
-        "shared_knowledge": knowledge,
-        "lengths": dataclasses.asdict(lengths),
-        "disturbances": {**wrong, "spot": spot},
-    }
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Truth:
-    """What holds for all jobs of a simulation."""
-
-    rules: Rules
-    requested: bool
-    sigma: float
-    lengths: Lengths
-    seed: int
-
-
-def _jobs(
-    specs: Sequence[TraceJob], applications: Mapping[str, Application], nodes: Cluster, truth: _Truth
-) -> list[SimulatedJob]:
-    per_node = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
-    jobs = []
-    for spec in specs:
-        application = truth.lengths.application(applications[spec.application], spec.name, truth.seed)
-        job = SimulatedJob(
-            spec,
-            application,
-            truth.rules,
-            requested=truth.requested,
-            gpus_per_node=per_node,
-            sigma=truth.sigma,
-            seed=truth.seed,
-            declared=truth.lengths.declaration(application.epochs, spec.name, truth.seed),
-        )
-        jobs.append(job)
-    return jobs
-
-
-def _run(
-    jobs: Sequence[SimulatedJob],
-    nodes: Cluster,
-    policy: Policy,
-    rules: Rules,
-    knowledge: Knowledge | None,
-    wrong: Disturbances,
-    seed: int,
-    on_progress: OnProgress | None,
-) -> World:
-    """Simulate until all jobs are done."""
-    if rules.round_s is not None:
-        world = World(jobs, nodes, policy, _ROUNDS, knowledge)
-        _run_rounds(world, jobs, rules.round_s, on_progress)
-    else:
-        world = World(jobs, nodes, policy, _LIVE, knowledge)
-        LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
-    return world
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:
