@@ -13,7 +13,7 @@ import pytest
 from placement.cluster import Cluster
 from placement.jobs import JobView
 from placement.policies import GoodputPolicy, Target, registry
-from placement.simulator import InputError, Report, simulate
+from placement.simulator import InputError, Report, batch, simulate
 from placement.simulator.cli import main
 from placement.simulator.lengths import Lengths
 from placement.simulator.price_table import PriceTable, read_prices
@@ -210,13 +210,18 @@ def test_one_bad_trace_stops_all(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     jobs: list[tuple[str, float, str, int, int]],
     message: str,
 ) -> None:
+    monkeypatch.setattr(batch, "run", lambda task: pytest.fail(f"{task.trace} was simulated"))
     out, bad = tmp_path / "out.json", trace(tmp_path / "bad.csv", jobs)
     # The good trace comes first: it must not be simulated either.
     files = ["--trace", str(folder / "six.csv"), str(bad), "--profiles", str(folder / "profiles")]
-    assert main([*files, "--cluster", "t4:2x4", "--policy", "fixed", "--json", str(out), "--quiet"]) == 2
+    assert (
+        main([*files, "--cluster", "t4:2x4", "--policy", "fixed", "--json", str(out), "--quiet", "--processes", "1"])
+        == 2
+    )
     said = capsys.readouterr()
     assert re.search(message, said.err)
     assert said.out == ""

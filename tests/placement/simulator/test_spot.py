@@ -12,6 +12,7 @@ import pytest
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.clusters import parse_cluster
 from placement.simulator.disturbances import Disturbances
+from placement.simulator.plot import bars
 from placement.simulator.spot import SpotTrace, read_spot
 from tests.placement.simulator.worlds import data, profiles, trace
 
@@ -97,9 +98,8 @@ def test_nobody_is_on_a_node_that_is_not_there(tmp_path: Path, play) -> None:  #
         for node, place in spot.deal(["t4-000", "t4-001", "t4-002"], 0).items()
     }
     assert any(record.trigger == "nodes" for record in report.log)
-    for placed in report.placed:
-        for node in placed.nodes:
-            assert not any(start_s < placed.time_s < end_s for start_s, end_s in gone[node])
+    for node, _, start_s, end_s, _ in bars(report):
+        assert not any(start_s < back_s and gone_s < end_s for gone_s, back_s in gone[node])
     assert report.makespan_s > play().makespan_s
 
 
