@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from placement.policies import FixedPolicy
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.clusters import parse_cluster
 from placement.simulator.disturbances import Disturbances
@@ -101,6 +102,26 @@ def test_nobody_is_on_a_node_that_is_not_there(tmp_path: Path, play) -> None:  #
     for node, _, start_s, end_s, _ in bars(report):
         assert not any(start_s < back_s and gone_s < end_s for gone_s, back_s in gone[node])
     assert report.makespan_s > play().makespan_s
+
+
+def test_a_job_that_loses_all_its_workers_loses_the_epoch_that_it_was_in(tmp_path: Path) -> None:
+    profiles(tmp_path / "profiles", ("toy",), ("t4",))
+    jobs = trace(tmp_path / "one.csv", [("a", 0.0, "toy", 1, 32)])
+    spot = read_spot(counts(tmp_path / "a.json", [1, 0, *[1] * 100], gap_s=30))
+    quiet, loud = (
+        simulate(
+            jobs,
+            tmp_path / "profiles",
+            "t4:1x4",
+            rules="live",
+            policy=FixedPolicy(workers=1),
+            requested=True,
+            disturbances=Disturbances(spot=market),
+        ).jobs[0]
+        for market in ({}, {"": spot})
+    )
+    assert loud.finish_s == pytest.approx(60.0 + quiet.finish_s)  # the node is back after 60 s, and all is lost
+    assert loud.gpu_hours["t4"] == pytest.approx(quiet.gpu_hours["t4"] + 30 / 3600)
 
 
 def test_what_happens_at_once_is_decided_about_once(tmp_path: Path, play) -> None:  # type: ignore[no-untyped-def]
