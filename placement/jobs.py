@@ -49,14 +49,14 @@ class JobView:
             run itself; None where nothing limits it.
         attained_s: worker-seconds that the job has held so far.
         restarts: changes of its workers so far, the first start not counted.
+        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
+            left, where that was seen.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
         progress: how far it is; None if it does not tell.
         models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
         oracle: what only a simulator can know.
-        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
-            left, where that was seen.
     """
 
     job: str
@@ -78,13 +78,13 @@ class JobView:
     growth_limit: int | None = None
     attained_s: float = 0.0
     restarts: int = 0
+    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     progress: Progress | None = None
     models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
     observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     oracle: Oracle | None = None
-    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"

@@ -92,7 +92,8 @@ def _draw(report: Report, axis: Any, end_h: float) -> None:
             name = job.rsplit("-", 1)[-1]
             if 2 * width >= sizes[node] and (end_s - start_s) / 3600 > 0.006 * end_h * len(name):
                 middle_h = (start_s + end_s) / 7200
-                axis.text(middle_h, y + high * width / 2, name, ha="center", va="center", fontsize=6, color="white")
+                ink = "white" if sum(colours[job]) < 1.9 else "black"
+                axis.text(middle_h, y + high * width / 2, name, ha="center", va="center", fontsize=6, color=ink)
     axis.set_yticks(list(rows.values()), list(rows), fontsize=8)
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, end_h)
