@@ -307,11 +307,12 @@ class AllocatorCore:
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
         """Tell a job again that is not where it was told to be; a message or a worker may have been lost."""
         job = self._jobs.get(name)
-        if job is None or dict(job.view.allocation) == dict(job.target):
+        target = {} if job is None else self._surviving(job.target)  # with no node left nothing is decided
+        if job is None or dict(job.view.allocation) == target:
             return []
         if any(instruction.job == name for instruction in instructions):
             return []
-        return [Allocate(job=name, nodes=dict(job.target), reason=job.reason, repeated=True)]
+        return [Allocate(job=name, nodes=target, reason=job.reason, repeated=True)]
 
     def _judge(self, event: Event, now_s: float) -> None:
         """Find the jobs that this cluster could never run, where the event may have changed that."""

@@ -20,11 +20,12 @@ _GOOD_ENOUGH = 1e-6  # a sum of squared errors (0.1 %) with which no other start
 _LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: T_grad is never 0
 
 # Priors as more errors, _PRIORS @ parameters - _PRIOR_VALUES, against errors of logarithms (0.01 is 1 %):
-# equal shares of alpha_c and beta_c m, little synchronisation and growth of it, little overlap. They are weak
-# enough to decide only what the data leave open.
+# equal shares of alpha_c and beta_c m, little synchronisation and much less growth of it, little overlap. They are
+# weak enough to decide only what the data leave open.
 _PRIORS = np.zeros((6, 7))
 _PRIORS[0, [_ALPHA_C, _BETA_C]] = 1e-3, -1e-3
-_PRIORS[[1, 2, 3, 4], [_ALPHA_N, _BETA_N, _ALPHA_R, _BETA_R]] = 3e-3
+_PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
+_PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
 _PRIORS[5, _GAMMA] = 1e-3
 _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
 
@@ -80,7 +81,9 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
       alpha_c = 0, since more replicas then mean smaller atomic batches: what was never tried scales perfectly;
     - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
     - never several nodes: as within a node; never several replicas within a node: free;
-    - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only.
+    - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - several nodes (or replicas of one node) at one size only: their synchronisation is mostly alpha, not beta, since
+      a time that grows with every replica would forbid all larger sizes before any was tried.
 
     Deterministic; any valid observations give a model.
 

@@ -51,6 +51,8 @@ class JobView:
             run itself; None where nothing limits it.
         attained_s: worker-seconds that the job has held so far.
         restarts: changes of its workers so far, the first start not counted.
+        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
+            left, where that was seen.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
         progress: how far it is; None if it does not tell.
         models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
@@ -79,6 +81,7 @@ class JobView:
     growth_limit: int | None = None
     attained_s: float = 0.0
     restarts: int = 0
+    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     progress: Progress | None = None
     models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
@@ -120,6 +123,8 @@ class JobView:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
+        if any(not factor >= 1 for factor in self.slow_nodes.values()):
+            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):

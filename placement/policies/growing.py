@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 
-from placement.jobs import JobView
-from placement.policies.base import Admission
+from placement.cluster import Cluster
+from placement.jobs import JobView, speeds
+from placement.packing import pack
+from placement.policies.base import Admission, Target, admit, grow, held_reason
+from placement.throughput import Floats
 
 Score = Callable[[JobView, int], "float | None"]
 """(job, its workers) -> what one more is worth; None if it wants no more."""
+
+Worth = Callable[[JobView, Floats, int], "float | None"]
+"""(job, its speed on 0..n workers, its workers) -> what one more is worth; None if it wants no more."""
 
 
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
@@ -23,7 +30,7 @@ def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[s
 
     def offer(job: str) -> None:
         view = views[job]
-        if view.held_at is None and counts[job] < view.useful_workers:
+        if view.held_at is None:
             worth = score(view, counts[job])
             if worth is not None:
                 heapq.heappush(heap, (-worth, view.arrival, job))
@@ -36,3 +43,77 @@ def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[s
             counts[job] += 1
             offer(job)
     return counts
+
+
+def decide_by_worth(
+    name: str,
+    jobs: Sequence[JobView],
+    cluster: Cluster,
+    worth: Worth,
+    say: Callable[[int, float | None], str],
+    *,
+    slow_factor: float | None = None,
+) -> dict[str, Target]:
+    """A whole decision: minimums, then one worker at a time by its worth, within what speeds the job up at all.
+
+    Args:
+        name: of the policy, for the reasons.
+        jobs: the jobs.
+        cluster: the nodes.
+        worth: of one worker more.
+        say: the reason of a job's number: (its workers, the worth of one more).
+        slow_factor: nodes on which a step takes so many times longer, or more, are left; None ignores them.
+    """
+    healthy = cluster if slow_factor is None else without_slow(jobs, cluster, slow_factor)
+    admission = admit(jobs, healthy)
+    curves = {view.job: speeds(view, admission.empty.slots(view).tolist()) for view in jobs}
+
+    def score(view: JobView, workers: int) -> float | None:
+        curve = curves[view.job]
+        return worth(view, curve, workers) if workers + 1 < len(curve) else None
+
+    counts = climb(jobs, admission, score)
+    targets = {job: Target(workers=0, reason=f"{name}: {why}") for job, why in admission.waiting.items()}
+    for view in jobs:
+        if view.job in counts:
+            workers = counts[view.job]
+            why = held_reason(view, workers) if view.held_at is not None else say(workers, score(view, workers))
+            targets[view.job] = Target(workers=workers, reason=f"{name}: {why}")
+    return targets if healthy is cluster else _placed(targets, jobs, healthy)
+
+
+def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with the nodes draining on which some job saw steps take so many times longer, or more.
+
+    One slow worker holds up its whole group, so that a job is faster without it unless it has few others. Where a
+    job would not run at all any more, all nodes stay in use.
+    """
+    slow = {node for view in jobs for node, times in view.slow_nodes.items() if times >= factor}
+    nodes = tuple(dataclasses.replace(n, draining=True) if n.node_id in slow else n for n in cluster.nodes)
+    rest = Cluster(nodes=nodes)
+    if nodes == cluster.nodes or admit(jobs, rest).floors != admit(jobs, cluster).floors:
+        return cluster
+    return rest
+
+
+def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
+    """The same targets with nodes of this cluster, since the core would use the others too."""
+    allocation = pack({job: target.workers for job, target in targets.items()}, jobs, cluster).allocation
+    placed = {}
+    for job, target in targets.items():
+        nodes = allocation.get(job, {})
+        placed[job] = dataclasses.replace(
+            target, workers=sum(nodes.values()), nodes=nodes or None, reason=f"{target.reason}; slow nodes are left"
+        )
+    return placed
+
+
+def grow_in_turn(name: str, order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
+    """For policies that compare slots: where workers differ in kind, jobs grow one after the other instead."""
+    counts = grow(order, admission)
+    why = "workers; workers of several kinds, so jobs grow in turn"
+    return {
+        view.job: Target(workers=counts[view.job], reason=f"{name}: {counts[view.job]} {why}")
+        for view in order
+        if view.job in counts
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster
 from placement.jobs import JobView, speeds
 from placement.policies.base import Admission, Target, admit, held_reason
+from placement.policies.growing import climb
 from placement.policies.placing import Board
 from placement.room import Room
 
@@ -41,7 +41,13 @@ class OptimusPolicy:
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
         curves = _remaining_times(jobs, cluster, admission)
-        counts = _fill(jobs, curves, admission)
+
+        def score(view: JobView, workers: int) -> float | None:
+            times = curves[view.job]
+            saved = times[workers] - times[workers + 1] if workers + 1 < len(times) else 0.0
+            return float(saved) if saved > 0 else None
+
+        counts = climb(jobs, admission, score)
         places = _places(jobs, counts, cluster) if told else {}
         for view in jobs:
             if view.job in counts:
@@ -97,27 +103,6 @@ def _remaining_s(view: JobView) -> float | None:
         1, view.min_workers, max_batch_size=None, atomic_bsz_range=view.atomic_bsz_range, accumulation=True
     )
     return missing * view.goodput.init_batch_size / rate if rate > 0 else None
-
-
-def _fill(jobs: Sequence[JobView], times: Mapping[str, NDArray[np.float64]], admission: Admission) -> dict[str, int]:
-    """One worker at a time to the largest gain; equal gains in the order of submission."""
-    counts = dict(admission.floors)
-    views = {view.job: view for view in jobs}
-    heap: list[tuple[float, tuple[float, str], str]] = []
-
-    def offer(job: str) -> None:
-        view, k = views[job], counts[job]
-        if view.held_at is None and k + 1 < len(times[job]) and times[job][k] > times[job][k + 1]:
-            heapq.heappush(heap, (float(times[job][k + 1] - times[job][k]), view.arrival, job))
-
-    for job in counts:
-        offer(job)
-    while heap:
-        _, _, job = heapq.heappop(heap)
-        if admission.room.add(views[job], 1):
-            counts[job] += 1
-            offer(job)
-    return counts
 
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:

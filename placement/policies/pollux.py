@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
-from placement.policies.base import Admission, Target, admit, grow, held_reason
+from placement.policies.base import Admission, Target, admit, held_reason
+from placement.policies.growing import grow_in_turn
 from placement.policies.knapsack import Choice, knapsack
-from placement.policies.settling import Settler, alike, growth_limit, present_place, use_idle
+from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
 from placement.policies.shapes import Shape, shapes, speeds_of
 from placement.room import Room
 
@@ -63,11 +64,7 @@ class PolluxPolicy:
         targets = {job: Target(workers=0, reason=f"pollux: {why}") for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
         if not alike(running):
-            counts = grow(running, admission)
-            for view in running:
-                reason = f"pollux: {counts[view.job]} workers; workers of several kinds, so jobs grow in turn"
-                targets[view.job] = Target(workers=counts[view.job], reason=reason)
-            return targets
+            return targets | grow_in_turn(self.name, running, admission)
         if running:
             targets.update(self._share(running, admission, cluster, now_s))
         return targets
@@ -115,7 +112,7 @@ class PolluxPolicy:
         fair = min(max(share, view.min_workers), max(most, 1), int(slots.sum()))
         speed = speeds_of(view, ((_nodes_of(fair, slots), fair), *options))
         speed = speed[1:] / speed[0] if self.fair_share and speed[0] > 0 else speed[1:]
-        factor = np.full(len(options), self._restart_factor(view, now_s))
+        factor = np.full(len(options), restart_factor(view, now_s, _LEAST_FACTOR))
         if stays:
             factor[0] = 1.0
         utility = np.maximum(speed * factor, 1e-9)
@@ -123,12 +120,6 @@ class PolluxPolicy:
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
         return Choice(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
-
-    def _restart_factor(self, view: JobView, now_s: float) -> float:
-        age_s, cost_s = max(now_s - view.submitted_s, 0.0), view.resize_cost_s
-        if age_s + cost_s <= 0:
-            return 1.0
-        return max(max(age_s - cost_s * view.restarts, 0.0) / (age_s + cost_s), _LEAST_FACTOR)
 
     def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
         workers = sum(place.values())

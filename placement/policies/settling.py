@@ -145,6 +145,17 @@ def use_idle(
             places[i] = more
 
 
+def restart_factor(view: JobView, now_s: float, least: float) -> float:
+    """Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``; not below ``least``.
+
+    Source: Qiao et al., OSDI 2021, section 4.2.1; Sia uses it too.
+    """
+    age_s, cost_s = max(now_s - view.submitted_s, 0.0), view.resize_cost_s
+    if age_s + cost_s <= 0:
+        return 1.0
+    return max((age_s - cost_s * view.restarts) / (age_s + cost_s), least)
+
+
 def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
     """(nodes, workers) of a place."""
     return len(place), sum(place.values())

@@ -9,8 +9,9 @@ import numpy as np
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
-from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.settling import Settler, alike, growth_limit, present_place, use_idle
+from placement.policies.base import Target, admit, held_reason
+from placement.policies.growing import grow_in_turn
+from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
 from placement.policies.sia_goodput import estimates
 from placement.room import Room
 
@@ -70,10 +71,7 @@ class SiaPolicy:
         targets = {job: Target(workers=0, reason=f"sia: {why}") for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
         if not alike(running):
-            counts = grow(running, admission)
-            for view in running:
-                reason = f"sia: {counts[view.job]} workers; workers of several kinds, so jobs grow in turn"
-                targets[view.job] = Target(workers=counts[view.job], reason=reason)
+            targets |= grow_in_turn(self.name, running, admission)
         elif running:
             targets.update(self._solve(running, admission.floors, cluster, now_s))
         return targets
@@ -162,7 +160,7 @@ class SiaPolicy:
         """Cost of each configuration; below ``unallocated`` for every one that makes progress."""
         shapes = [(board.types[each.kind], (each.nodes, each.workers)) for each in configurations]
         goodput = estimates(view, shapes)
-        factor = self._restart_factor(view, now_s)
+        factor = restart_factor(view, now_s, _LEAST_FACTOR)
         here = present_place(view, board.room.index)
         present = (board.kinds[next(iter(here))], len(here), view.workers) if here else None
         costs = []
@@ -171,12 +169,6 @@ class SiaPolicy:
             worth = max(value * (1.0 if stays else factor), 1e-6)
             costs.append(float(worth**self.power) - self.unallocated - (1e-6 if stays else 0.0))
         return costs
-
-    def _restart_factor(self, view: JobView, now_s: float) -> float:
-        age_s, cost_s = max(now_s - view.submitted_s, 0.0), view.resize_cost_s
-        if age_s + cost_s <= 0:
-            return 1.0
-        return max((age_s - cost_s * view.restarts) / (age_s + cost_s), _LEAST_FACTOR)
 
 
 class _Board:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster import Cluster
-from placement.jobs import JobView, speeds
-from placement.policies.base import Target, admit, held_reason
-from placement.policies.growing import climb
-from placement.room import Room
+from placement.jobs import JobView
+from placement.policies.base import Target, count
+from placement.policies.growing import decide_by_worth
+from placement.throughput import Floats
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +23,23 @@ class ThroughputEfficiencyPolicy:
     with T the speed of ``placement.jobs.speeds``: useful samples per second at the best batch, so that statistical
     efficiency counts too. Where room is short, the largest s goes first. GPUs that nobody uses well stay idle.
 
+    A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
+    steps take ``slow_factor`` times longer (``JobView.slow_nodes``), as long as everybody still runs.
+
     Attributes:
         threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).
+        slow_factor: how many times slower a node must be to be left; above 1.
     """
 
     threshold: float = 0.2
+    slow_factor: float = 1.5
     frugal: bool = dataclasses.field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, but got {self.threshold}")
+        if not self.slow_factor > 1:
+            raise ValueError(f"slow_factor must be above 1, but got {self.slow_factor}")
 
     @property
     def name(self) -> str:
@@ -41,32 +48,14 @@ class ThroughputEfficiencyPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        admission = admit(jobs, cluster)
-        empty = Room(cluster)
-        curves = {view.job: speeds(view, empty.slots(view).tolist()) for view in jobs}
+        return decide_by_worth(self.name, jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
-        def score(view: JobView, workers: int) -> float | None:
-            curve = curves[view.job]
-            if workers + 1 >= len(curve):
-                return None
-            if curve[workers] <= 0:
-                return 1.0  # at this size it cannot run at all
-            efficiency = float(workers * (curve[workers + 1] / curve[workers] - 1.0))
-            return efficiency if efficiency > self.threshold else None
+    def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:
+        if curve[workers] <= 0:
+            return 1.0  # at this size it cannot run at all
+        efficiency = float(workers * (curve[workers + 1] / curve[workers] - 1.0))
+        return efficiency if efficiency > self.threshold else None
 
-        counts = climb(jobs, admission, score)
-        targets = {
-            job: Target(workers=0, reason=f"throughput_efficiency: {why}") for job, why in admission.waiting.items()
-        }
-        for view in jobs:
-            if view.job not in counts:
-                continue
-            workers = counts[view.job]
-            worth = score(view, workers)
-            why = f"{workers} workers, one more would " + (
-                f"not reach {self.threshold:g} of one's work" if worth is None else f"do {worth:.2f} of one's work"
-            )
-            if view.held_at is not None:
-                why = held_reason(view, workers)
-            targets[view.job] = Target(workers=workers, reason=f"throughput_efficiency: {why}")
-        return targets
+    def _say(self, workers: int, worth: float | None) -> str:
+        more = f"not reach {self.threshold:g} of one's work" if worth is None else f"do {worth:.2f} of one's work"
+        return f"{count(workers)}, one more would {more}"

@@ -14,8 +14,11 @@ from typing import Any
 
 from placement.policies import make_policy
 from placement.simulator.clusters import gpu_types, parse_cluster
+from placement.simulator.disturbances import Disturbances
 from placement.simulator.engine import simulate
 from placement.simulator.errors import InputError
+from placement.simulator.lengths import Lengths
+from placement.simulator.price_table import PriceTable
 from placement.simulator.profiles import load_profiles
 from placement.simulator.report import Report
 from placement.simulator.rules import make_rules
@@ -32,6 +35,24 @@ class Task:
     rules: str
     policy: str
     seed: int = 0
+    knowledge: bool = False
+    lengths: Lengths = dataclasses.field(default_factory=Lengths)
+    disturbances: Disturbances = dataclasses.field(default_factory=Disturbances)
+    prices: PriceTable = dataclasses.field(default_factory=PriceTable)
+
+    def check(self) -> None:
+        """Look at all input.
+
+        Raises:
+            InputError: bad input.
+            ValueError: an unknown policy.
+        """
+        nodes = parse_cluster(self.cluster)
+        types = gpu_types(nodes)
+        self.disturbances.check(make_rules(self.rules), nodes)
+        self.prices.rates(types)
+        make_policy(self.policy)
+        read_trace(self.trace, load_profiles(self.profiles, types))
 
 
 def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[Report]:
@@ -46,10 +67,7 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
     if processes is not None and processes < 1:
         raise InputError(f"processes must be 1 or more, but got {processes}")
     for task in tasks:
-        make_rules(task.rules)
-        make_policy(task.policy)
-        applications = load_profiles(task.profiles, gpu_types(parse_cluster(task.cluster)))
-        read_trace(task.trace, applications)
+        task.check()
     workers = min(processes or os.cpu_count() or 1, len(tasks))
     with _Progress(len(tasks), shown=progress) as bar:
         if workers <= 1:
@@ -65,7 +83,7 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
 
 def run(task: Task) -> Report:
     """Run one."""
-    return simulate(task.trace, task.profiles, task.cluster, rules=task.rules, policy=task.policy, seed=task.seed)
+    return simulate(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
 class _Progress:

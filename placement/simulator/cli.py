@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from placement.policies import POLICIES
 from placement.simulator.batch import Task, mean_records, run_all, write_json
 from placement.simulator.errors import InputError
+from placement.simulator.options import add_disturbances, add_facts, disturbances, lengths
+from placement.simulator.price_table import PriceTable, read_prices
 from placement.simulator.rules import RULES
 
 
@@ -24,8 +27,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="of everything random")
     made.add_argument("--json", metavar="OUT", help="write one record per trace and policy")
     made.add_argument("--plot", metavar="OUT.png", help="draw the allocation over time of every trace and policy")
+    made.add_argument("--prices", metavar="FILE", help="CSV or JSON: type, on_demand, spot [USD per GPU-hour]")
     made.add_argument("--processes", type=int, default=None, help="simulations at a time; by default one per core")
     made.add_argument("--quiet", action="store_true", help="no progress")
+    add_facts(made.add_argument_group("what a policy may know"))
+    add_disturbances(made.add_argument_group("what goes wrong (all but --noise: with --rules live)"))
     return made
 
 
@@ -34,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         return _run(options)
-    except (InputError, ValueError) as error:
+    except (InputError, ValueError, TypeError) as error:
         print(f"placement.simulator: {error}", file=sys.stderr)
         return 2
 
@@ -44,23 +50,31 @@ def _run(options: argparse.Namespace) -> int:
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
     if options.plot:
-        from placement.simulator.plot import require_matplotlib
+        from placement.simulator.plot import check_picture
 
-        require_matplotlib()  # before hours of simulation, not after
-    tasks = [
-        Task(
-            trace=trace,
-            profiles=options.profiles,
-            cluster=options.cluster,
-            rules=options.rules,
-            policy=policy,
-            seed=options.seed,
-        )
-        for trace in options.trace
-        for policy in policies
-    ]
+        check_picture(Path(options.plot))  # before hours of simulation, not after
+    common = Task(
+        trace="",
+        policy="",
+        profiles=options.profiles,
+        cluster=options.cluster,
+        rules=options.rules,
+        seed=options.seed,
+        knowledge=options.shared_knowledge,
+        lengths=lengths(options),
+        disturbances=disturbances(options),
+        prices=read_prices(options.prices) if options.prices else PriceTable(),
+    )
+    tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in policies]
+    for target in filter(None, (options.json, options.plot)):
+        if not Path(target).resolve().parent.is_dir():
+            raise InputError(f"{target} must be in a folder that is there, but {Path(target).parent} is not")
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
+    for report in reports:
+        refused = [record.reason for record in report.log if record.trigger == "refused"]
+        if refused:
+            print(f"{report.trace}: {len(refused)} decisions were refused, the first: {refused[0]}", file=sys.stderr)
     if options.json:
         write_json(reports, Path(options.json))
     if options.plot:

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from placement.cluster import GPU_TYPE_LABEL, Cluster, Node
 from placement.simulator.errors import InputError
-
-PRICES: Mapping[str, float] = MappingProxyType(
-    {"aws": 0.98, "rtx": 0.50, "dgx-ext": 4.10, "dgx": 4.10, "quad": 1.25, "azure": 3.06}
-)
-"""Default prices [USD per GPU and hour]: rounded on-demand list prices of clouds that rent the card (AWS
-g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8); 0.50 and 1.25 stand for cards without a list price."""
 
 _PART = re.compile(r"(?P<gpu>[A-Za-z][\w-]*):(?P<nodes>\d+)x(?P<gpus>\d+)")
 _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"

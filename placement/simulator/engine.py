@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from placement.cluster import Cluster
@@ -14,17 +14,18 @@ from placement.core import AllocatorConfig
 from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
-from placement.simulator.clusters import PRICES, gpu_types, parse_cluster
+from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
-from placement.simulator.errors import InputError
 from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
+from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
+from placement.simulator.price_table import PriceTable
 from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules
 from placement.simulator.threads import one_thread
-from placement.simulator.traces import TraceJob, read_trace
+from placement.simulator.traces import TraceJob, in_order, read_trace
 from placement.simulator.world import World
 
 _LOG_LENGTH = 10_000_000
@@ -46,7 +47,9 @@ def simulate(
     seed: int = 0,
     requested: bool | None = None,
     knowledge: bool = False,
+    lengths: Lengths | None = None,
     disturbances: Disturbances | None = None,
+    prices: PriceTable | None = None,
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Replay one trace under one policy.
@@ -55,12 +58,14 @@ def simulate(
         trace: a file, or jobs.
         profiles: folder with one folder per application.
         cluster: such as ``aws:16x4``.
-        rules: ``pollux``, ``sia`` or rules of one's own.
+        rules: ``pollux``, ``sia``, ``live``, or rules of one's own.
         policy: a registered name or a policy object.
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
         knowledge: whether jobs of one application share what they measure.
+        lengths: how long jobs are and what they declare; by default as profiled, and truly.
         disturbances: what goes wrong; nothing by default.
+        prices: of GPUs; rounded defaults if None.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -70,59 +75,106 @@ def simulate(
     """
     nodes = parse_cluster(cluster)
     applications = load_profiles(profiles, gpu_types(nodes))
-    specs = read_trace(trace, applications) if isinstance(trace, (str, Path)) else tuple(trace)
-    chosen_rules, chosen = make_rules(rules), make_policy(policy)
-    rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
+    specs = _read(trace, applications)
     wrong = disturbances or Disturbances()
-    if chosen_rules.round_s is not None and dataclasses.replace(wrong, noise=0.0) != Disturbances():
-        raise InputError(f"rules must be 'live' for disturbances other than noise, but got {chosen_rules.name!r}")
-    shared = Knowledge() if knowledge else None
+    wrong.check(make_rules(rules), nodes)
+    rates = (prices or PriceTable()).rates(gpu_types(nodes), wrong.spot_types(gpu_types(nodes)))
+    chosen = _priced(make_policy(policy), rates)
+    rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
+    case = _Case(nodes, make_rules(rules), chosen, seed, rigid, knowledge, lengths or Lengths(), wrong)
     with one_thread():
-        jobs = _jobs(specs, applications, chosen_rules, nodes, rigid, wrong.noise, seed)
-        if chosen_rules.round_s is not None:
-            world = World(jobs, nodes, chosen, _ROUNDS, shared)
-            _run_rounds(world, jobs, chosen_rules.round_s, on_progress)
-        else:
-            world = World(jobs, nodes, chosen, _LIVE, shared)
-            LiveDriver(world, nodes, wrong, seed, _LONGEST_S).run(jobs, on_progress)
+        jobs = case.jobs(specs, applications)
+        world = case.run(jobs, on_progress)
         fairness = rho(jobs, nodes)
-    return Report(
-        trace=str(trace) if isinstance(trace, (str, Path)) else "jobs",
-        policy=chosen.name,
-        rules=chosen_rules.name,
-        cluster=cluster,
-        seed=seed,
-        gpus=int(sum(node.total["GPU"] for node in nodes.nodes)),
-        prices={gpu: PRICES.get(gpu, 0.0) for gpu in gpu_types(nodes)},
-        jobs=tuple(_report(job, fairness[job.name]) for job in jobs),
-        placed=tuple(world.placed),
-        log=world.core.log,
-        decision_s=tuple(world.decision_s),
-    )
+    name = str(trace) if isinstance(trace, (str, Path)) else "jobs"
+    reports = tuple(_report(job, fairness[job.name]) for job in jobs)
+    return case.report(world, trace=name, cluster=cluster, prices=rates, jobs=reports)
 
 
-def _jobs(
-    specs: Sequence[TraceJob],
-    applications: dict[str, Application],
-    rules: Rules,
-    nodes: Cluster,
-    requested: bool,
-    sigma: float,
-    seed: int,
-) -> list[SimulatedJob]:
-    per_node = {node.gpu_type: int(node.total["GPU"]) for node in nodes.nodes}
-    return [
-        SimulatedJob(
-            spec,
-            applications[spec.application],
-            rules,
-            requested=requested,
-            gpus_per_node=per_node,
-            sigma=sigma,
-            seed=seed,
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+    """What is simulated, checked."""
+
+    nodes: Cluster
+    rules: Rules
+    policy: Policy
+    seed: int
+    requested: bool
+    knowledge: bool
+    lengths: Lengths
+    wrong: Disturbances
+
+    def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
+        """The jobs before anything has happened to them."""
+        per_node = {node.gpu_type: int(node.total["GPU"]) for node in self.nodes.nodes}
+        jobs = []
+        for spec in specs:
+            application = self.lengths.application(applications[spec.application], spec.name, self.seed)
+            job = SimulatedJob(
+                spec,
+                application,
+                self.rules,
+                requested=self.requested,
+                gpus_per_node=per_node,
+                sigma=self.wrong.noise,
+                seed=self.seed,
+                declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
+            )
+            jobs.append(job)
+        return jobs
+
+    def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> World:
+        """Simulate until all jobs are done."""
+        rounds = self.rules.round_s is not None
+        known = Knowledge() if self.knowledge else None
+        world = World(jobs, self.nodes, self.policy, _ROUNDS if rounds else _LIVE, known)
+        if self.rules.round_s is not None:
+            _run_rounds(world, jobs, self.rules.round_s, on_progress)
+        else:
+            LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S).run(jobs, on_progress)
+        return world
+
+    def report(
+        self, world: World, *, trace: str, cluster: str, prices: Mapping[str, float], jobs: tuple[JobReport, ...]
+    ) -> Report:
+        """What came of it."""
+        return Report(
+            trace=trace,
+            policy=self.policy.name,
+            rules=self.rules.name,
+            cluster=cluster,
+            seed=self.seed,
+            settings=self._settings(),
+            gpus=int(sum(node.total["GPU"] for node in self.nodes.nodes)),
+            prices=prices,
+            jobs=jobs,
+            placed=tuple(world.placed),
+            log=world.core.log,
+            decision_s=tuple(world.decision_s),
         )
-        for spec in specs
-    ]
+
+    def _settings(self) -> dict[str, object]:
+        """What was asked for, as plain values."""
+        fields = [f.name for f in dataclasses.fields(self.wrong) if f.name != "spot"]
+        spot = {gpu or "all": trace.source for gpu, trace in sorted(self.wrong.spot.items())}
+        return {
+            "requested": self.requested,
+            "shared_knowledge": self.knowledge,
+            "lengths": dataclasses.asdict(self.lengths),
+            "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
+        }
+
+
+def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, Application]) -> tuple[TraceJob, ...]:
+    if isinstance(trace, (str, Path)):
+        return read_trace(trace, applications)
+    return in_order(trace, applications, "jobs")
+
+
+def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
+    """The policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
+    told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
+    return policy if told is None else told(rates)
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:

@@ -19,6 +19,7 @@ from placement.throughput import ThroughputModel
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""
 _ALIKE = math.log(1.1)  # local batches closer than this are measured once
+_REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long after the job has left it
 _EPS = 1e-8
 _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time would stand still
 
@@ -51,6 +52,7 @@ class SimulatedJob:
         gpus_per_node: by GPU type, for the oracle's packed placements.
         sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
         seed: of that noise.
+        declared: epochs that it says it runs; None if it does not say.
 
     Attributes:
         slowdown: factor on its step times from outside: a slow node, a shared link.
@@ -71,6 +73,7 @@ class SimulatedJob:
         gpus_per_node: Mapping[str, int],
         sigma: float = 0.0,
         seed: int = 0,
+        declared: float | None = None,
     ) -> None:
         self.trace = trace
         self.app = application
@@ -95,6 +98,8 @@ class SimulatedJob:
         self._noisy = random.Random(f"{seed}/{trace.name}")
         self.shared: Mapping[str, GoodputModel] = {}
         self._gpus_per_node = dict(gpus_per_node)
+        self._declared = declared
+        self._slow: dict[str, tuple[float, float]] = {}
         self._last_gpu = ""
         self._epoch_ends: list[float] = []
         self._measured: dict[str, dict[tuple[int, int, int], Observation]] = {}
@@ -166,6 +171,26 @@ class SimulatedJob:
         self.progress = self.app.progress_at(self.epoch)
         self.spot = self.training = None
         self.joined_s = math.inf
+
+    def see_slow(self, nodes: Mapping[str, float]) -> None:
+        """From now on steps take so many times longer on these of its nodes; the slowest sets the pace.
+
+        The job remembers a slow node for a while after it has left it: nobody measures there any more.
+        """
+        held = {} if self.spot is None else self.spot.nodes
+        self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
+        self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
+        self.slowdown = max(nodes.values(), default=1.0)
+
+    def _slow_nodes(self) -> dict[str, float]:
+        """Slow nodes that it has or remembers, by how much."""
+        held = {} if self.spot is None else self.spot.nodes
+        for node, (factor, until_s) in list(self._slow.items()):
+            if until_s == math.inf and node not in held:
+                self._slow[node] = factor, self.now_s + _REMEMBER_S
+            elif until_s <= self.now_s:
+                del self._slow[node]
+        return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
         """The new workers have started; the group takes them in between two steps."""
@@ -300,11 +325,12 @@ class SimulatedJob:
             attained_s=sum(self.held_s.values()),
             restarts=self.restarts,
             fingerprint=self.app.name,
-            progress=Progress(done=self.progress, epoch_ends=tuple(self._epoch_ends), epochs=float(self.app.epochs)),
+            progress=Progress(done=self.progress, epoch_ends=tuple(self._epoch_ends), epochs=self._declared),
             models=models,
             observations={g: tuple(known.values()) for g, known in self._measured.items()},
             atomic_bsz_ranges={g: self.app.local_bsz_range(g) for g in self.app.step_times},
             oracle=self._oracle(gpu) if self.requested else None,
+            slow_nodes=self._slow_nodes(),
         )
 
     def _oracle(self, gpu: str) -> Oracle:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from placement.cluster import Cluster
 from placement.events import NodesChanged
-from placement.simulator.disturbances import Disturbances
+from placement.simulator.disturbances import Disturbances, Kind
 from placement.simulator.job import SimulatedJob
 from placement.simulator.world import World
 
@@ -43,10 +43,10 @@ class LiveDriver:
         self._order = itertools.count()
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._done = 0
-        if disturbances.node_mtbf_h or disturbances.slow_every_h:
-            nodes = [node.node_id for node in cluster.nodes]
-            for time_s, what, node in disturbances.script(nodes, seed, _SCRIPT_S):
-                self._at(time_s, lambda now_s, what=what, node=node: self._disturb(what, node, now_s))  # type: ignore[misc]
+        script = disturbances.script(cluster.nodes, seed, _SCRIPT_S)
+        for time_s, together in itertools.groupby(script, key=lambda event: event[0]):
+            happens = [(what, node) for _, what, node in together]
+            self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
         """Until all jobs are done.
@@ -104,20 +104,21 @@ class LiveDriver:
         if job.name in self._present:
             self._world.hear(job, now_s)
 
-    def _disturb(self, what: str, node: str, now_s: float) -> None:
+    def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
+        """All that happens to nodes at one moment; the allocator hears of it once."""
         for job in list(self._present.values()):
             self._advance(job, now_s)
-        counts = self._down if what in ("down", "up") else self._slow
-        counts[node] = counts.get(node, 0) + (1 if what in ("down", "slow") else -1)
-        if what == "down":
-            self._world.lose_node(node, now_s)
-        if what in ("down", "up"):
+        for what, node in happens:
+            counts = self._down if what in ("down", "up") else self._slow
+            counts[node] = counts.get(node, 0) + (1 if what in ("down", "slow") else -1)
+        self._world.lose_nodes({node for what, node in happens if what == "down"}, now_s)
+        paced = {node for what, node in happens if what in ("slow", "well")}
+        for job in self._present.values():
+            if job.spot is not None and not paced.isdisjoint(job.spot.nodes):
+                self._world.touched.add(job.name)
+        if len(paced) < len(happens):
             nodes = tuple(each for each in self._cluster.nodes if not self._down.get(each.node_id))
             self._world.send(NodesChanged(cluster=dataclasses.replace(self._cluster, nodes=nodes)), now_s)
-        else:
-            self._world.touched.update(
-                job.name for job in self._present.values() if job.spot is not None and node in job.spot.nodes
-            )
 
     # Consequences
     # ------------------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class LiveDriver:
     def _slow_down(self, job: SimulatedJob) -> None:
         """The slowest node sets the pace, and links are shared."""
         nodes = () if job.spot is None else tuple(job.spot.nodes)
-        job.slowdown = self._disturbances.slow_factor if any(self._slow.get(node) for node in nodes) else 1.0
+        job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
         if self._disturbances.interference and len(nodes) > 1:
             others = [each.spot.nodes for each in self._present.values() if each is not job and each.spot is not None]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):

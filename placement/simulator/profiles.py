@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Mapping
@@ -55,6 +56,24 @@ class Application:
         self.step_times: Mapping[str, StepTimes] = {gpu: StepTimes(folder, gpu) for gpu in gpus}
         self._noise: dict[tuple[float, int], NoiseScale] = {}
         self._gain: dict[tuple[int, int], float] = {}
+        self._stretched: dict[int, Application] = {self.epochs: self}
+
+    def stretched(self, epochs: int) -> Application:
+        """The same training in another number of epochs: as long each, going through the same phases."""
+        if epochs not in self._stretched:
+            twin = copy.copy(self)
+            twin.epochs, factor = epochs, epochs / self.epochs
+            ends = np.arange(epochs + 1) / factor
+            phases = np.minimum((np.arange(epochs) + 0.5) / factor, self.epochs - 1).astype(int)
+            before = np.arange(self.epochs + 1)
+            twin._progress = factor * np.interp(ends, before, self._progress)
+            twin._iterations = np.array(
+                [factor * np.interp(ends[1:], before, np.concatenate([[0.0], row])) for row in self._iterations]
+            )
+            twin._sqr, twin._var = self._sqr[:, phases], self._var[:, phases]
+            twin._noise, twin._gain = {}, {}
+            self._stretched[epochs] = twin
+        return self._stretched[epochs]
 
     @property
     def init_batch_size(self) -> int:

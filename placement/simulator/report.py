@@ -63,8 +63,9 @@ class Report:
         rules: their name.
         cluster: the cluster string.
         seed: of everything random.
+        settings: what else was asked for: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``.
         gpus: GPUs of the cluster.
-        prices: USD per GPU and hour, by GPU type.
+        prices: USD per GPU and hour that were paid, by GPU type.
         jobs: in the order of submission.
         placed: every change of a job's place.
         log: the core's decision log.
@@ -76,6 +77,7 @@ class Report:
     rules: str
     cluster: str
     seed: int
+    settings: Mapping[str, Any]
     gpus: int
     prices: Mapping[str, float]
     jobs: tuple[JobReport, ...]
@@ -106,7 +108,7 @@ class Report:
     @property
     def cost(self) -> float:
         """USD for the GPU-hours held."""
-        return sum(hours * self.prices.get(gpu, 0.0) for job in self.jobs for gpu, hours in job.gpu_hours.items())
+        return sum(hours * self.prices[gpu] for job in self.jobs for gpu, hours in job.gpu_hours.items())
 
     @property
     def unfair(self) -> float:
@@ -124,6 +126,8 @@ class Report:
             "rules": self.rules,
             "cluster": self.cluster,
             "seed": self.seed,
+            "settings": dict(self.settings),
+            "prices_usd": dict(self.prices),
             "jobs": len(self.jobs),
             "avg_jct_s": self.avg_jct_s,
             "median_jct_s": float(np.median(jct_s)),

@@ -63,10 +63,7 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
             jobs = [_job(row, f"{path}, line {reader.line_num}") for row in reader]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"trace {path} cannot be read: {error}") from error
-    if not jobs:
-        raise InputError(f"trace {path} must hold one job or more, but is empty")
-    _check(jobs, applications, str(path))
-    return tuple(sorted(jobs, key=lambda job: job.time_s))
+    return in_order(jobs, applications, str(path))
 
 
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
@@ -82,7 +79,14 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
         raise InputError(f"{where}: {error}") from error
 
 
-def _check(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> None:
+def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
+    """The jobs in the order of their submission.
+
+    Raises:
+        InputError: a name occurs twice, or an application has no profile.
+    """
+    if not jobs:
+        raise InputError(f"trace {where} must hold one job or more, but is empty")
     seen: set[str] = set()
     for job in jobs:
         if job.name in seen:
@@ -93,3 +97,4 @@ def _check(jobs: Sequence[TraceJob], applications: Collection[str], where: str) 
             raise InputError(
                 f"{where}: application of job {job.name!r} must have a profile ({known}), but got {job.application!r}"
             )
+    return tuple(sorted(jobs, key=lambda job: job.time_s))

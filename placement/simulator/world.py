@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig, AllocatorCore
@@ -76,13 +76,13 @@ class World:
         for instruction in instructions:
             self._carry_out(instruction, now_s)
 
-    def lose_node(self, node_id: str, now_s: float) -> None:
-        """The node's workers are dead; what is left of their jobs trains on."""
+    def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
+        """The workers of these nodes are dead; what is left of their jobs trains on."""
         for job in self.jobs.values():
-            if job.spot is None or node_id not in job.spot.nodes or job.finished_s is not None:
+            if job.spot is None or job.finished_s is not None or not any(node in lost for node in job.spot.nodes):
                 continue
             job.advance(now_s - job.now_s)
-            left = {node: workers for node, workers in job.spot.nodes.items() if node != node_id}
+            left = {node: workers for node, workers in job.spot.nodes.items() if node not in lost}
             self.touched.add(job.name)
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes=left))
             if left:

@@ -92,6 +92,15 @@ def test_a_job_that_is_not_where_it_should_be_is_told_again() -> None:
     assert again == dataclasses.replace(first, repeated=True)
 
 
+def test_nobody_is_told_again_to_be_on_a_node_that_is_gone() -> None:
+    """Without any node nothing is decided, and the old place is no place."""
+    world = World(4)
+    world.arrive(view("a"))
+    world.send(NodesChanged(cluster=Cluster()))
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation={})
+    assert not [each for each in world.beat("a") if isinstance(each, Allocate)]
+
+
 def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
     world = World(8)
     world.arrive(view("a"))

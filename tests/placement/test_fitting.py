@@ -106,6 +106,15 @@ def test_two_replicas_do_not_tell_of_a_third() -> None:
     assert seen_within.beta_n == seen_within.beta_r == pytest.approx(0.3, rel=0.05)
 
 
+def test_one_size_on_several_nodes_is_slow_but_does_not_forbid_a_larger_one() -> None:
+    within = [c for c in GRID if c[0] == 1 and c[1] <= 4]
+    true = ThroughputModel(0.05, 0.002, 0.4, 0.01, 0.1, 0.01, 1.0)
+    model = fit([*observe(true, within), *observe(true, [(2, 8, 64, 0)])])
+    assert model.step_time(2, 8, 64, 0) == pytest.approx(true.step_time(2, 8, 64, 0), rel=0.03)
+    assert model.beta_n < 0.05 * model.alpha_n  # all of it growth would be 0.46 s for 6 more replicas, each time
+    assert model.step_time(4, 16, 64, 0) < 1.3 * true.step_time(2, 8, 64, 0)
+
+
 def test_an_unseen_node_is_taken_as_free() -> None:
     true = ThroughputModel(0.05, 0.002, 0.4, 0.03, 0.2, 0.03, 1.0)
     model = fit(observe(true, [c for c in GRID if c[1] == 1 or c[0] > 1]))

@@ -11,7 +11,7 @@ import pytest
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
-from placement.policies import POLICIES, FixedPolicy, Target
+from placement.policies import POLICIES, FixedPolicy, Target, ThroughputEfficiencyPolicy, UtilityCostPolicy
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.disturbances import Disturbances
@@ -104,6 +104,17 @@ def test_failures_and_slow_nodes_cost_time(folder: Path) -> None:
     loud = play(folder, rules="live", policy="goodput", disturbances=wrong)
     assert loud.makespan_s > quiet.makespan_s
     assert any(record.trigger == "nodes" for record in loud.log)
+
+
+@pytest.mark.parametrize("kind", [ThroughputEfficiencyPolicy, UtilityCostPolicy])
+def test_jobs_leave_a_slow_node_and_are_done_sooner(folder: Path, kind: type) -> None:
+    wrong = Disturbances(slow_every_h=0.1, slow_for_s=600.0, slow_factor=5.0)
+    alert, blind = (
+        play(folder, cluster="t4:4x4", rules="live", policy=kind(slow_factor=factor), seed=1, disturbances=wrong)
+        for factor in (1.5, 100.0)
+    )
+    assert any("slow nodes are left" in record.reason for record in alert.log)
+    assert alert.avg_jct_s < 0.9 * blind.avg_jct_s
 
 
 def test_disturbances_need_live_rules(folder: Path) -> None:

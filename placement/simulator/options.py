@@ -1,0 +1,80 @@
+"""Command-line options of what a policy may know and of what goes wrong, and the values they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from placement.simulator.disturbances import Disturbances
+from placement.simulator.errors import InputError
+from placement.simulator.lengths import Lengths
+from placement.simulator.spot import SpotTrace, read_spot
+
+_TYPED = re.compile(r"(?P<gpu>[A-Za-z][\w-]*)=(?P<file>.+)")
+
+_DISTURBANCES = {
+    "node_mtbf_h": ("--mtbf", "HOURS", "mean time between failures of one node"),
+    "repair_s": ("--repair", "SECONDS", "until a failed node is back"),
+    "slow_every_h": ("--slow-every", "HOURS", "mean time between slow spells of one node"),
+    "slow_for_s": ("--slow-for", "SECONDS", "length of a slow spell"),
+    "slow_factor": ("--slow-factor", "X", "how many times longer a step takes there"),
+    "interference": ("--interference", "PART", "of its speed lost by a job of several nodes that shares one, 0 to 1"),
+    "noise": ("--noise", "SIGMA", "of the logarithm of measured step times; with all rules"),
+    "spot_offset_h": ("--spot-offset", "HOURS", "where in the spot traces the simulation starts"),
+}
+"""Option, unit and meaning by field of ``Disturbances``; the defaults are the fields' own."""
+
+
+def add_facts(group: argparse._ArgumentGroup) -> None:
+    """What jobs tell; whatever the policy, it is its view that changes."""
+    group.add_argument(
+        "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
+    )
+    group.add_argument(
+        "--length-error", type=float, default=0.0, metavar="SIGMA", help="log-normal, of declared epochs"
+    )
+    group.add_argument("--random-lengths", type=float, default=0.0, metavar="SIGMA", help="log-normal, of true epochs")
+    group.add_argument(
+        "--shared-knowledge", action="store_true", help="jobs of one application share what they measure"
+    )
+
+
+def add_disturbances(group: argparse._ArgumentGroup) -> None:
+    """Failures, slow nodes, noise, and spot nodes."""
+    defaults = Disturbances()
+    for field, (option, unit, meaning) in _DISTURBANCES.items():
+        value = getattr(defaults, field)
+        group.add_argument(
+            option, dest=field, type=float, default=value, metavar=unit, help=f"{meaning}; {value:g} by default"
+        )
+    group.add_argument(
+        "--spot",
+        action="append",
+        default=[],
+        metavar="[TYPE=]FILE",
+        help="spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated",
+    )
+
+
+def lengths(options: argparse.Namespace) -> Lengths:
+    """What was asked for."""
+    return Lengths(declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths)
+
+
+def disturbances(options: argparse.Namespace) -> Disturbances:
+    """What was asked for; reads the spot traces."""
+    fields: dict[str, Any] = {field: getattr(options, field) for field in _DISTURBANCES}
+    return Disturbances(**fields, spot=_spot(options.spot))
+
+
+def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
+    traces: dict[str, SpotTrace] = {}
+    for value in values:
+        match = _TYPED.fullmatch(value)
+        gpu, file = (match["gpu"], match["file"]) if match else ("", value)
+        if gpu in traces:
+            raise InputError(f"spot must name every GPU type once, but got {gpu or 'all nodes'} twice")
+        traces[gpu] = read_spot(file)
+    return traces
