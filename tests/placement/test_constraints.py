@@ -95,7 +95,7 @@ rules = st.builds(
 
 
 @every
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(jobs=constrained_views(bundles=(1.0, 0.5, 2.0)), nodes=clusters, cluster_rules=rules, late=constrained_views())
 def test_plans_keep_all_rules_and_equal_input_changes_nothing(
     name: str, jobs: list[JobView], nodes: Cluster, cluster_rules: Constraints, late: list[JobView]
@@ -125,7 +125,7 @@ def test_plans_keep_all_rules_and_equal_input_changes_nothing(
 
 
 @every
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(jobs=constrained_views(resize_cost_s=0.0), nodes=clusters, cluster_rules=rules)
 def test_nothing_is_idle_that_a_job_could_use(
     name: str, jobs: list[JobView], nodes: Cluster, cluster_rules: Constraints
@@ -135,24 +135,27 @@ def test_nothing_is_idle_that_a_job_could_use(
     cluster_rules = dataclasses.replace(cluster_rules, one_multi_node_job_per_node=False)
     found = plan(name, jobs, nodes, cluster_rules)
     room = Room(nodes)
-    assert all(room.add(v, sum(found.allocation.get(v.job, {}).values())) for v in jobs)
-    quotas = {t.name: t.quota.get("CPU", 99.0) for t in cluster_rules.tenants}
-    used = {
-        t: sum(sum(found.allocation.get(v.job, {}).values()) for v in jobs if v.tenant == t) for t in ("", "a", "b")
-    }
     for v in jobs:
-        left = min(int(room.slots(v).sum()), int(quotas.get(v.tenant, 99.0)) - used[v.tenant])
-        has = sum(found.allocation.get(v.job, {}).values())
+        for node_id, workers in found.allocation.get(v.job, {}).items():
+            index = room.index(node_id)
+            assert index is not None
+            room.take(v, index, workers)
+    quotas = {t.name: t.quota.get("CPU", 99.0) for t in cluster_rules.tenants}
+    for v in jobs:
+        of_tenant = sum(sizes(found).get(other.job, 0) for other in jobs if other.tenant == v.tenant)
+        left = min(int(room.slots(v).sum()), int(quotas.get(v.tenant, 99.0)) - of_tenant)
+        has = sizes(found).get(v.job, 0)
         if has == 0:
             assert left < v.min_workers
-        elif name != "greedy":
-            speed = speeds(v, Room(nodes).slots(v).tolist())
-            gain = speed[has + 1] / speed[has] if has + 1 < len(speed) and left > 0 else 1.0
-            assert gain < 1.0 + 1e-5
+        elif name != "greedy" and left > 0:
+            # Neither as policies estimate it, on as few nodes as on an empty cluster, nor on the nodes at hand.
+            here = [n + found.allocation[v.job].get(i, 0) for i, n in zip(room.node_ids, room.slots(v), strict=True)]
+            curves = [speeds(v, Room(nodes).slots(v).tolist()), speeds(v, here)]
+            assert min(curve[has + 1] / curve[has] if has + 1 < len(curve) else 1.0 for curve in curves) < 1.0 + 1e-5
 
 
 @every
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(jobs=constrained_views(priority=1, tenant="x", preemptible=True, whole_nodes=False), nodes=clusters)
 def test_one_priority_of_one_tenant_is_decided_as_without_them(name: str, jobs: list[JobView], nodes: Cluster) -> None:
     plain = [dataclasses.replace(v, priority=0, tenant="") for v in jobs]
@@ -182,7 +185,7 @@ def test_a_lower_priority_is_stopped_for_a_higher_ones_minimum_but_not_for_its_g
 
 
 @every
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(jobs=constrained_views(tenant="", preemptible=True, whole_nodes=False), nodes=clusters)
 def test_minimums_are_admitted_strictly_by_priority(name: str, jobs: list[JobView], nodes: Cluster) -> None:
     """No job waits whose minimum would fit if all jobs of lower priority were stopped."""
@@ -299,15 +302,24 @@ def test_a_job_runs_on_the_gpu_types_that_it_accepts(name: str, condition: str, 
 
 @every
 def test_sizes_above_a_node_are_whole_nodes_if_another_job_takes_the_rest(name: str) -> None:
-    whole = view("whole", whole_nodes=True, min_workers=5, max_workers=6, submitted_s=0.0)
-    assert sizes(plan(name, [whole], cluster(4, 4))) == {
-        "whole": 6 if name not in FRUGAL else sizes(plan(name, [whole], cluster(4, 4)))["whole"]
+    whole = view("whole", whole_nodes=True, min_workers=4, max_workers=7)
+    other = view("other", max_workers=8, submitted_s=1.0)
+    found = sizes(plan(name, [whole, other], cluster(4, 4)))
+    if name != "greedy":  # the last one takes everything there
+        assert found["whole"] == 4
+        assert found["other"] == 4 or name in FRUGAL
+
+
+@pytest.mark.parametrize("name", ["fifo", "fixed"])
+def test_no_worker_is_idle_for_the_sake_of_whole_nodes(name: str) -> None:
+    whole = view("whole", whole_nodes=True, min_workers=4, max_workers=7)
+    assert sizes(plan(name, [whole], cluster(4, 4))) == {"whole": 7}
+    small = view("other", max_workers=2, submitted_s=1.0)
+    assert sizes(plan(name, [whole, small], cluster(4, 4))) == {"whole": 7, "other": 1}
+    assert sizes(plan(name, [whole, dataclasses.replace(small, max_workers=4)], cluster(4, 4))) == {
+        "whole": 4,
+        "other": 4,
     }
-    big = view("whole", whole_nodes=True, min_workers=4, max_workers=7)
-    other = view("other", min_workers=1, max_workers=8, submitted_s=1.0)
-    found = sizes(plan(name, [big, other], cluster(4, 4)))
-    assert found["whole"] == 4 or name in FRUGAL
-    assert sum(found.values()) == 8 or name in FRUGAL
 
 
 @every
