@@ -97,14 +97,14 @@ def _decide_once(
     refused: dict[str, str] = {}
     while True:
         raised, notes = promise(question.views, question.cluster, promised, now_s, refused)
-        raised = dataclasses.replace(raised, spanned=question.spanned)
+        raised = dataclasses.replace(raised, spanned=question.spanned, apart=question.apart)
         plan = by_tenant(raised, functools.partial(by_priority, ask=inner), tenants)
         failed = [job for job in sorted(raised.promised) if job not in plan.allocation]
         if not failed:
             break
         # Counted together they fit, but not in the policy's own shapes or within the tenant's share.
         refused.update(dict.fromkeys(failed, "what would meet it is not to be had now"))
-    apart = constraints.one_multi_node_job_per_node
+    apart = question.apart
     plan = on_nodes_of_their_own(raised, plan, apart=apart) if worth else plan
     if apart:
         check_apart(plan.allocation)

@@ -47,9 +47,9 @@ def make_plan(
     apart = constraints.one_multi_node_job_per_node
 
     def ask(question: Question) -> Plan:
-        return _ask(policy, question, now_s, apart=apart)
+        return _ask(policy, question, now_s)
 
-    question = Question(views=views, cluster=cluster)
+    question = Question(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
         return ask(question)
     plan = decide(question, ask, constraints, now_s, promised)
@@ -57,7 +57,7 @@ def make_plan(
     return plan
 
 
-def _ask(policy: Policy, question: Question, now_s: float, *, apart: bool) -> Plan:
+def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
     """Ask a policy, hold its answer to the rules, and place it.
 
     Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
@@ -74,11 +74,11 @@ def _ask(policy: Policy, question: Question, now_s: float, *, apart: bool) -> Pl
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
-        if apart:
+        if question.apart:
             packing = keep_apart(packing, order, cluster, question.spanned)
         if not packing.short:
             break
-        alone = " that no other job spans" if apart else ""
+        alone = " that no other job spans" if question.apart else ""
         for job, short in packing.short.items():
             fits = targets[job].workers - short
             reasons[job] = (

@@ -14,6 +14,7 @@ from placement.cluster import Allocation, Cluster, without
 from placement.jobs import JobView
 from placement.packing import pack
 from placement.room import Room
+from placement.spanning import keep_apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,14 @@ class Question:
         cluster: the room that is theirs.
         spanned: nodes that carry a job which spans several nodes and is not one of these.
         promised: those of the jobs whose minimum was raised to what their deadline needs.
+        apart: whether two jobs that span several nodes may share none of them.
     """
 
     views: Sequence[JobView]
     cluster: Cluster
     spanned: frozenset[str] = frozenset()
     promised: frozenset[str] = frozenset()
+    apart: bool = False
 
     def only(self, jobs: Iterable[str]) -> Question:
         """The same about some of the jobs."""
@@ -65,7 +68,8 @@ class Question:
         """The same in the room that other jobs leave: what is decided, and what is kept free for later ones."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
-        spanned = self.spanned.union(*(nodes for nodes in decided.values() if len(nodes) > 1))
+        places = [*decided.values(), *(reserved or {}).values()]
+        spanned = self.spanned.union(*(nodes for nodes in places if len(nodes) > 1))
         return dataclasses.replace(
             self, cluster=without(cluster, reserved, bundles) if reserved else cluster, spanned=spanned
         )
@@ -91,12 +95,14 @@ def by_precedence(question: Question) -> list[JobView]:
     )
 
 
-def minimums(order: Sequence[JobView], cluster: Cluster) -> Allocation:
-    """Places for as many jobs' minimums as fit together, served in this order; workers stay where they are."""
-    room = Room(cluster)
-    served = [view for view in order if room.add(view, view.min_workers)]
+def minimums(question: Question) -> Allocation:
+    """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
+    room = Room(question.cluster)
+    served = [view for view in by_precedence(question) if room.add(view, view.min_workers)]
     while True:
-        packing = pack({view.job: view.min_workers for view in served}, served, cluster)
+        packing = pack({view.job: view.min_workers for view in served}, served, question.cluster)
+        if question.apart:
+            packing = keep_apart(packing, served, question.cluster, question.spanned)
         if not packing.short:
             return packing.allocation
         served.pop()  # scattered room: the last one gives way
@@ -119,7 +125,7 @@ def guard(question: Question, ask: Ask) -> Plan:
     safe = [view for view in question.views if secured(view) or view.job in question.promised]
     if all(view.job in plan.allocation for view in safe):
         return plan
-    kept = minimums(by_precedence(question), question.cluster)
+    kept = minimums(question)
     why = "waits: its minimum does not fit beside jobs that may not be stopped"
     waits = Plan(allocation={}, reasons={view.job: why for view in question.views if view.job not in kept})
     plan = ask(question.only(kept))
@@ -140,7 +146,7 @@ def by_priority(question: Question, ask: Ask) -> Plan:
     levels = sorted({view.priority for view in question.views}, reverse=True)
     if len(levels) <= 1:
         return guard(question, ask)
-    kept = minimums(by_precedence(question), question.cluster)
+    kept = minimums(question)
     plan = Plan(allocation={}, reasons={})
     for level in levels:
         later = {view.job: kept[view.job] for view in question.views if view.priority < level and view.job in kept}

@@ -66,7 +66,7 @@ def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Pl
         quota = known[names[0]].quota
         return ask(_within(question, question.views, quota) if quota else question)
     ceilings, floors = share_out(question, known)
-    kept = minimums([view for view in by_precedence(question) if view.job in floors], question.cluster)
+    kept = minimums(question.only(floors))
     jobs = {name: [view for view in question.views if view.tenant == name] for name in names}
     room = Room(question.cluster)
     reach = {name: sum(int(room.slots(view).sum()) * room.share(view) for view in jobs[name]) for name in names}
