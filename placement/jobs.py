@@ -231,6 +231,7 @@ def _fitted_speeds(
     return speed
 
 
+@functools.lru_cache(maxsize=4096)
 def _fitted_goodputs(
     model: GoodputModel,
     nodes: tuple[int, ...],
@@ -245,4 +246,6 @@ def _fitted_goodputs(
         atomic_bsz_range=atomic_bsz_range,
         accumulation=accumulation,
     )
-    return np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    values.flags.writeable = False
+    return values
