@@ -95,10 +95,29 @@ def by_precedence(question: Question) -> list[JobView]:
     )
 
 
+def serve(view: JobView, room: Room) -> bool:
+    """Take room for the job's minimum, where its workers are as far as possible; all of it or nothing."""
+    taken: list[tuple[int, int]] = []
+    missing = view.min_workers
+    fits = room.slots(view) if view.allocation else None
+    for node_id, workers in sorted(view.allocation.items(), key=lambda item: (-item[1], item[0])):
+        index = room.index(node_id)
+        here = 0 if index is None or fits is None else min(workers, missing, int(fits[index]))
+        if index is not None and here:
+            room.take(view, index, here)
+            taken.append((index, here))
+            missing -= here
+    if missing == 0 or room.add(view, missing):
+        return True
+    for index, here in taken:
+        room.take(view, index, -here)
+    return False
+
+
 def minimums(question: Question) -> Allocation:
     """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
     room = Room(question.cluster)
-    served = [view for view in by_precedence(question) if room.add(view, view.min_workers)]
+    served = [view for view in by_precedence(question) if serve(view, room)]
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, question.cluster)
         if question.apart:

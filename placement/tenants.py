@@ -8,10 +8,11 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from placement.cluster import TOLERANCE, Allocation, Cluster, Resources, slots
+from placement.cluster import TOLERANCE, Allocation, Cluster, Resources
 from placement.jobs import JobView
-from placement.questions import Ask, Plan, Question, by_precedence, minimums, secured, usable
+from placement.questions import Ask, Plan, Question, by_precedence, minimums, secured, serve, usable
 from placement.room import Room
+from placement.slices import within
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,8 @@ def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Pl
     """
     names = sorted({view.tenant for view in question.views})
     known = {name: tenants.get(name, Tenant(name=name)) for name in names}
-    if len(names) == 1:
-        quota = known[names[0]].quota
-        return ask(_within(question, question.views, quota) if quota else question)
+    if len(names) <= 1 and not any(tenant.quota for tenant in known.values()):
+        return ask(question)
     ceilings, floors = share_out(question, known)
     kept = minimums(question.only(floors))
     jobs = {name: [view for view in question.views if view.tenant == name] for name in names}
@@ -76,7 +76,7 @@ def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Pl
         name = waiting.pop(0)
         later = {view.job: kept[view.job] for each in waiting for view in jobs[each] if view.job in kept}
         mine = question.beside(plan.allocation, later).only(view.job for view in jobs[name])
-        plan = plan.plus(ask(_within(mine, jobs[name], ceilings[name])))
+        plan = plan.plus(ask(within(mine, ceilings[name], kept)))
     return _lend(question, ask, known, jobs, plan)
 
 
@@ -94,7 +94,9 @@ def _lend(
     for name in sorted(tenants, key=lambda name: (has(name), name)):
         others = {view.job: plan.allocation.get(view.job, {}) for view in question.views if view.tenant != name}
         mine = question.beside({job: place for job, place in others.items() if place})
-        mine = _within(mine.only(view.job for view in jobs[name]), jobs[name], tenants[name].quota)
+        used = _used(jobs[name], plan.allocation)  # above the quota only by what may not be stopped
+        ceiling = {r: max(amount, used.get(r, 0.0)) for r, amount in tenants[name].quota.items()}
+        mine = within(mine.only(view.job for view in jobs[name]), ceiling, plan.allocation)
         if _could_use_more(mine, plan.allocation):
             part = ask(mine)
             plan = Plan(
@@ -213,10 +215,11 @@ class _Filling:
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
     def secure(self) -> None:
-        """Minimums of jobs that may not be stopped, whatever their tenant's share is."""
+        """Minimums of jobs that may not be stopped, whatever their tenant's share or quota is."""
         for view in self._order:
-            if secured(view):
-                self._start(view, None)
+            if secured(view) and serve(view, self._room):
+                self._count(view, view.min_workers)
+                self.floors[view.job] = view.min_workers
 
     def climb(self, limits: Mapping[str, Resources] | None) -> None:
         """Everybody's minimums, then workers one by one, up to the limits (and never above a quota)."""
@@ -272,9 +275,13 @@ class _Filling:
             return False
         if not self._room.add(view, workers):
             return False
-        used.update(after)
-        self._counts[view.job] = self._counts.get(view.job, 0) + workers
+        self._count(view, workers)
         return True
+
+    def _count(self, view: JobView, workers: int) -> None:
+        used = self.used[view.tenant]
+        used.update({r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()})
+        self._counts[view.job] = self._counts.get(view.job, 0) + workers
 
 
 def _demand(question: Question, tenant: Tenant) -> dict[str, float]:
@@ -305,59 +312,3 @@ def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
     return used
-
-
-# Parts of the cluster
-# ------------------------------------------------------------------------------------------------------------------
-
-
-def _within(question: Question, views: Sequence[JobView], ceiling: Resources) -> Question:
-    """The same question with so much of the cluster at most; resources that are not named are not limited.
-
-    First what the tenant's workers hold already, on the nodes with most of them, then more on these nodes, then on
-    the roomiest others.
-    """
-    if not ceiling:
-        return question
-    here: dict[str, list[tuple[JobView, int]]] = {}
-    for view in views:
-        for node_id, workers in view.allocation.items():
-            here.setdefault(node_id, []).append((view, workers))
-    room = Room(question.cluster)
-    fits = dict.fromkeys(room.node_ids, 0)
-    for view in {(tuple(v.bundle.items()), tuple(v.label_selector.items())): v for v in views}.values():
-        for node_id, workers in zip(room.node_ids, room.slots(view).tolist(), strict=True):
-            fits[node_id] = max(fits[node_id], workers)
-    order = sorted(
-        (node for node in question.cluster.nodes if fits.get(node.node_id)),
-        key=lambda node: (-sum(n for _, n in here.get(node.node_id, ())), -fits[node.node_id], node.node_id),
-    )
-    left = dict(ceiling)
-    parts: dict[str, dict[str, float]] = {}
-    for node in order:
-        part = parts[node.node_id] = {r: 0.0 for r in ceiling if r in node.free}
-        for view, workers in here.get(node.node_id, ()):
-            for r in part:
-                _move(r, workers * view.bundle.get(r, 0.0), node.free, part, left)
-    bundle = views[0].bundle if len({tuple(sorted(view.bundle.items())) for view in views}) == 1 else None
-    for node in order:
-        part = parts[node.node_id]
-        room_here = {r: min(node.free[r] - part[r], left[r]) for r in part}
-        if bundle is not None:  # whole workers only: half a worker's room is better given on another node
-            whole = slots({r: part[r] + room_here[r] for r in part}, {r: bundle.get(r, 0.0) for r in part})
-            room_here = {r: min(max(whole * bundle.get(r, 0.0) - part[r], 0.0), room_here[r]) for r in part}
-        for r, amount in room_here.items():
-            _move(r, amount, node.free, part, left)
-    nodes = tuple(
-        dataclasses.replace(
-            node, free={**node.free, **parts.get(node.node_id, {r: 0.0 for r in ceiling if r in node.free})}
-        )
-        for node in question.cluster.nodes
-    )
-    return dataclasses.replace(question, cluster=Cluster(nodes=nodes))
-
-
-def _move(name: str, amount: float, free: Resources, part: dict[str, float], left: dict[str, float]) -> None:
-    more = max(min(amount, free[name] - part[name], left[name]), 0.0)
-    part[name] += more
-    left[name] -= more
