@@ -147,13 +147,15 @@ def guard(question: Question, ask: Ask) -> Plan:
     kept = minimums(question)
     why = "waits: its minimum does not fit beside jobs that may not be stopped"
     waits = Plan(allocation={}, reasons={view.job: why for view in question.views if view.job not in kept})
-    plan = ask(question.only(kept))
-    stay = {v.job: kept[v.job] for v in safe if secured(v) and v.job in kept and v.job not in plan.allocation}
-    if not stay:
-        return waits.plus(plan)
+    stay: dict[str, Mapping[str, int]] = {}
+    while True:
+        plan = ask(question.beside(stay).only(set(kept) - set(stay)))
+        lost = [v.job for v in safe if secured(v) and v.job in kept and v.job not in {*stay, *plan.allocation}]
+        if not lost:
+            break
+        stay.update({job: kept[job] for job in lost})
     held = Plan(allocation=stay, reasons=dict.fromkeys(stay, "keeps its minimum: it is not preemptible"))
-    rest = ask(question.beside(stay).only(set(kept) - set(stay)))
-    return waits.plus(rest).plus(held)
+    return waits.plus(plan).plus(held)
 
 
 def by_priority(question: Question, ask: Ask) -> Plan:

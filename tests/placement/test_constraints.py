@@ -215,6 +215,15 @@ def test_a_job_that_is_not_preemptible_is_stopped_for_nobody(name: str) -> None:
     assert sizes(more) == {"firm": 2, "high": 2}
 
 
+def test_jobs_that_a_policy_forgets_again_and_again_keep_their_minimum() -> None:
+    """Whoever came last takes all it can: of four firm jobs it forgets first one, then another."""
+    firm = [
+        view(f"f{i}", max_workers=2, preemptible=False, allocation={"n0": 1}, submitted_s=float(i)) for i in range(4)
+    ]
+    late = view("late", max_workers=1, submitted_s=9.0)
+    assert sizes(plan("greedy", [*firm, late], cluster(5))) == {"f0": 1, "f1": 1, "f2": 1, "f3": 1, "late": 1}
+
+
 @every
 def test_a_lost_node_may_stop_it_and_while_it_waits_it_has_no_right(name: str) -> None:
     firm = view("firm", min_workers=3, preemptible=False, allocation={"n0": 3})
