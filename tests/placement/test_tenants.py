@@ -134,6 +134,14 @@ def test_each_tenant_has_its_due_in_whole_workers(
     assert set(floors) <= {job.job for job in jobs}
 
 
+@every
+def test_a_minimum_above_its_tenants_share_does_not_take_anothers(name: str) -> None:
+    large = view("a", tenant="a", min_workers=6, max_workers=6)
+    small = [view(f"b{i}", tenant="b", max_workers=1, submitted_s=1.0 + i) for i in range(8)]
+    found = sizes(name, [large, *small], cluster(8))
+    assert sum(found.get(job.job, 0) for job in small) >= 4
+
+
 def test_a_running_job_is_not_stopped_for_its_equal_of_another_tenant() -> None:
     """Neither minimum is within its tenant's half: what is lent stays lent while nobody has more right to it."""
     runs = view("b", tenant="b", min_workers=4, allocation={"n0": 4})
