@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ray.accumulator import Accumulator
-    from elastic_ray.config import ElasticConfig
+    from elastic_ray.config import ElasticConfig, SchedulingConfig
     from elastic_ray.context import (
         current_epoch,
         get_checkpoint,
@@ -34,6 +34,7 @@ _HOMES = {
     "JobEvent": "elastic_ray.events",
     "JobHandle": "elastic_ray.handle",
     "JobStatus": "elastic_ray.events",
+    "SchedulingConfig": "elastic_ray.config",
     "current_epoch": "elastic_ray.context",
     "get_checkpoint": "elastic_ray.context",
     "get_context": "elastic_ray.context",
@@ -52,6 +53,7 @@ __all__ = [
     "JobEvent",
     "JobHandle",
     "JobStatus",
+    "SchedulingConfig",
     "current_epoch",
     "get_checkpoint",
     "get_context",

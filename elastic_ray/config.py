@@ -1,4 +1,4 @@
-"""What a user may set about a job's elasticity."""
+"""What a user may set about a job's elasticity, and about its place among others."""
 
 from __future__ import annotations
 
@@ -70,4 +70,43 @@ class ElasticConfig:
         elif name == "warm_worker_memory_bytes" and value <= 0:
             raise ValueError(
                 f"{name} must be above 0, but got {value}; set warm_workers_per_node=0 to keep no warm workers"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """How the allocator treats a job beside others; what Ray Train's ``ScalingConfig`` has no fields for.
+
+    Attributes:
+        priority: higher ones get their minimum of workers, and then their growth, before lower ones of their tenant.
+        tenant: whose job it is. Tenants share the cluster by their weights (``AllocatorConfig.tenants``); what one
+            does not use is lent to others until it asks for it.
+        preemptible: whether the job may be stopped, once it runs, for one that comes before it. If not, it keeps its
+            minimum of workers until it ends or its nodes are lost.
+        deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
+            is known, the allocator keeps as many workers for it as that takes, if it can.
+        whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    preemptible: bool = True
+    deadline_s: float | None = None
+    whole_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
+        if not isinstance(self.tenant, str):
+            raise TypeError(f"tenant must be text, but got {self.tenant!r}")
+        for name in ("preemptible", "whole_nodes"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
+        if self.deadline_s is None:
+            return
+        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):
+            raise TypeError(f"deadline_s must be a number of seconds or None, but got {self.deadline_s!r}")
+        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
+            raise ValueError(
+                f"deadline_s must be above 0 seconds (after submit()) and finite, but got {self.deadline_s}"
             )

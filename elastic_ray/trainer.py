@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
-from elastic_ray.config import ElasticConfig
+from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.handle import JobHandle, find_controller
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
@@ -51,6 +51,7 @@ class ElasticTrainer:
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         elastic_config: ElasticConfig | None = None,
+        scheduling_config: SchedulingConfig | None = None,
     ) -> None:
         """Check everything; nothing is started and Ray is not needed yet.
 
@@ -60,6 +61,7 @@ class ElasticTrainer:
             scaling_config: number of workers (an int, or ``(min, max)``) and what each of them needs.
             run_config: name, storage, failures, checkpoints.
             elastic_config: how the job changes size and how fast it notices trouble.
+            scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
 
         Raises:
             TypeError: if an argument is of the wrong type, or the function cannot be sent to workers.
@@ -67,10 +69,13 @@ class ElasticTrainer:
         """
         if elastic_config is not None and not isinstance(elastic_config, ElasticConfig):
             raise TypeError(f"elastic_config must be an ElasticConfig, but got {elastic_config!r}")
+        if scheduling_config is not None and not isinstance(scheduling_config, SchedulingConfig):
+            raise TypeError(f"scheduling_config must be a SchedulingConfig, but got {scheduling_config!r}")
         self._train_loop = pack(train_loop_per_worker, train_loop_config)
         self._scaling = read_scaling(scaling_config)
         self._run = read_run(run_config)
         self._elastic = elastic_config or ElasticConfig()
+        self._scheduling = scheduling_config or SchedulingConfig()
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
 
@@ -136,6 +141,7 @@ class ElasticTrainer:
             checkpoint_score_order=self._run.checkpoint_score_order,
             runtime_env=self._run.runtime_env,
             elastic=self._elastic,
+            scheduling=self._scheduling,
             log_level=self._run.log_level,
         )
 

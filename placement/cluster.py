@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from placement.labels import matches
+
 Resources: TypeAlias = Mapping[str, float]
 """Amounts by resource name, in Ray's units (``CPU`` and ``GPU`` in devices, ``memory`` in bytes)."""
 
@@ -52,8 +54,8 @@ class Node:
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
-        """Whether every label of the selector has the wanted value on this node."""
-        return all(self.labels.get(label) == value for label, value in label_selector.items())
+        """Whether this node satisfies every condition of the selector (``placement.labels``)."""
+        return matches(self.labels, label_selector)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ class AllocationError(ValueError):
 
     Attributes:
         rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
-            ``minimum``, ``maximum``, ``nodes`` or ``capacity``.
+            ``minimum``, ``maximum``, ``nodes``, ``capacity``, ``quota`` or ``one multi-node job per node``.
     """
 
     def __init__(self, rule: str, message: str) -> None:
@@ -128,6 +130,33 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
             free = nodes[node_id].free.get(name, 0.0)
             if amount > free + TOLERANCE * max(1.0, free):
                 raise AllocationError("capacity", f"node {node_id!r} has {free:g} {name} to share, not {amount:g}")
+
+
+def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
+    """Amounts by node id that these workers take."""
+    used: dict[str, dict[str, float]] = {}
+    for job, placed in allocation.items():
+        for node_id, workers in placed.items():
+            amounts = used.setdefault(node_id, {})
+            for name, need in bundles[job].items():
+                amounts[name] = amounts.get(name, 0.0) + workers * need
+    return used
+
+
+def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
+    """The cluster less what these workers take."""
+    used = used_on_nodes(allocation, bundles)
+    return Cluster(
+        nodes=tuple(
+            dataclasses.replace(
+                node,
+                free={name: max(amount - used[node.node_id].get(name, 0.0), 0.0) for name, amount in node.free.items()},
+            )
+            if node.node_id in used
+            else node
+            for node in cluster.nodes
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 
 from placement.cluster import Allocation, AllocationError, Cluster, check, diff
+from placement.constraints import Constraints
 from placement.events import (
     Allocate,
     CoreSnapshot,
@@ -23,8 +25,10 @@ from placement.events import (
 from placement.explaining import Explanation, explain
 from placement.jobs import JobView
 from placement.knowledge import Knowledge
-from placement.planning import Plan, is_news, make_plan, unsatisfiable
+from placement.planning import is_news, make_plan, unsatisfiable
 from placement.policies.base import Policy
+from placement.questions import Plan
+from placement.tenants import Tenant, check_tenants
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class AllocatorConfig:
         model_change: relative change of any speed that counts as a changed model.
         log_length: decision records kept.
         rounds: decide at every ``Tick`` and never in between, as the published schedulers do.
+        tenants: weights and quotas of tenants (``Constraints``).
+        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
     """
 
     min_interval_s: float = 2.0
@@ -51,14 +57,22 @@ class AllocatorConfig:
     model_change: float = 0.1
     log_length: int = 10_000
     rounds: bool = False
+    tenants: tuple[Tenant, ...] = ()
+    one_multi_node_job_per_node: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not value >= 0:
+            if field.name != "tenants" and not value >= 0:
                 raise ValueError(f"{field.name} must be 0 or more, but got {value}")
         if self.log_length < 1:
             raise ValueError(f"log_length must be 1 or more, but got {self.log_length}")
+        check_tenants(self.tenants)
+
+    @property
+    def constraints(self) -> Constraints:
+        """The cluster's rules."""
+        return Constraints(tenants=self.tenants, one_multi_node_job_per_node=self.one_multi_node_job_per_node)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -100,6 +114,8 @@ class AllocatorCore:
         self._policy = policy
         self._knowledge = knowledge
         self._config = config or AllocatorConfig()
+        self._constraints = self._config.constraints
+        self._promised: frozenset[str] = frozenset()
         self._cluster = Cluster()
         self._jobs: dict[str, _Job] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
@@ -147,7 +163,8 @@ class AllocatorCore:
         views = {view.job: view for view in self._views(now_s)}
         known = self._jobs[job]
         view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
-        return explain(view, known.reason, list(views.values()), self._policy, self._cluster, now_s)
+        plan = functools.partial(self._plan, now_s=now_s)
+        return explain(view, known.reason, list(views.values()), plan, self._cluster)
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """Take in one event and answer with what is to be done, shrinking jobs first.
@@ -269,7 +286,7 @@ class AllocatorCore:
         for job in self._jobs.values():
             job.decided_on = job.view
         try:
-            plan = make_plan(self._policy, views, self._cluster, now_s)
+            plan = self._plan(views, self._cluster, now_s)
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
@@ -278,7 +295,11 @@ class AllocatorCore:
             for job in self._jobs.values():
                 job.target = self._surviving(job.target)
             return []
+        self._promised = plan.promised
         return self._carry_out(plan, trigger, now_s)
+
+    def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
+        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._promised)
 
     def _views(self, now_s: float) -> list[JobView]:
         """What the policy sees: every job that could run, where it is to be, with what others know of its model."""

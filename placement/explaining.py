@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from placement.cluster import Cluster, Node
 from placement.jobs import JobView, speeds
-from placement.planning import make_plan
-from placement.policies.base import Policy, describe
+from placement.labels import satisfying
+from placement.policies.base import describe
+from placement.questions import Plan
 from placement.room import Room
 
 EXTRA = "one-more-worker"
@@ -56,23 +57,26 @@ class Explanation:
 
 
 def explain(
-    view: JobView, reason: str, views: Sequence[JobView], policy: Policy, cluster: Cluster, now_s: float
+    view: JobView,
+    reason: str,
+    views: Sequence[JobView],
+    decide: Callable[[Sequence[JobView], Cluster], Plan],
+    cluster: Cluster,
 ) -> Explanation:
-    """Ask the policy once more, with an imagined node that holds one worker of this job.
+    """Decide once more, with an imagined node that holds one worker of this job.
 
     Args:
         view: the job, with the workers that it is to have as ``allocation``.
         reason: of the last decision.
         views: all jobs that take part in decisions, likewise.
-        policy: decides.
+        decide: what the core would do with these jobs on a cluster.
         cluster: the nodes as they are.
-        now_s: present time [s since the epoch].
     """
     workers = view.workers
     slots = Room(cluster).slots(view).tolist()
     curve = speeds(view, [*slots, 1])
     larger = Cluster(nodes=(*cluster.nodes, _extra(view, cluster)))
-    plan = make_plan(policy, views, larger, now_s)
+    plan = decide(views, larger)
     gains = {other.job: sum(plan.allocation.get(other.job, {}).values()) - other.workers for other in views}
     taker = max(sorted(gains), key=lambda job: (gains[job], job == view.job), default=None)
     return Explanation(
@@ -91,5 +95,5 @@ def _extra(view: JobView, cluster: Cluster) -> Node:
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
     like = next(iter(own or [node for node in cluster.nodes if node.matches(view.label_selector)]), None)
-    labels = {**(like.labels if like is not None else {}), **view.label_selector}
+    labels = like.labels if like is not None else satisfying(view.label_selector)
     return Node(node_id=EXTRA, total=dict(view.bundle), free=dict(view.bundle), labels=labels)

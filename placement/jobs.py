@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import Resources
 from placement.facts import Oracle, Progress
+from placement.labels import check_selector
 
 if TYPE_CHECKING:
     from placement.fitting import Observation
@@ -45,7 +47,8 @@ class JobView:
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
         stop_cost_s: what it costs to be stopped and started again later [s]; None if that would lose work, so that
             only limits, room and the user may stop it.
-        label_selector: node labels that a worker's node must have.
+        label_selector: conditions on the labels of a worker's node (``placement.labels``); the types of GPU that it
+            accepts are ``{"ray.io/accelerator-type": "in(T4,A100)"}``.
         requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
         growth_limit: the most workers that exploration allows now, for policies that only know what the job has
             run itself; None where nothing limits it.
@@ -59,6 +62,11 @@ class JobView:
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
         oracle: what only a simulator can know.
+        priority: higher ones get their minimum, and then their growth, before lower ones.
+        tenant: whose job it is; tenants share the cluster by their weights.
+        preemptible: whether it may be stopped, once it runs, for a job that comes before it.
+        deadline_s: when it should be done [s since the epoch]; None if it does not matter.
+        whole_nodes: it prefers whole nodes, and nodes of its own.
     """
 
     job: str
@@ -88,6 +96,11 @@ class JobView:
     observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     oracle: Oracle | None = None
+    priority: int = 0
+    tenant: str = ""
+    preemptible: bool = True
+    deadline_s: float | None = None
+    whole_nodes: bool = False
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -115,6 +128,12 @@ class JobView:
             raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
         if not self.resize_cost_s >= 0:
             raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
+        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+            raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
+        if self.label_selector:
+            check_selector(self.label_selector, f"label_selector {where}")
         self._check_batch(where)
         self._check_history(where)
 
@@ -184,12 +203,44 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.arange(n + 1, dtype=np.float64)
-    nodes = tuple((np.searchsorted(np.cumsum(sorted(slots, reverse=True)), np.arange(1, n + 1)) + 1).tolist())
-    return _fitted_speeds(view.goodput, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation)
+    return _fitted_speeds(
+        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
+    )
+
+
+def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
+    """A job's goodput [samples/s] on 1..n workers, as ``speeds`` counts them; empty without a model."""
+    n = min(view.useful_workers, int(sum(slots)))
+    if view.goodput is None or n == 0:
+        return np.zeros(0)
+    return _fitted_goodputs(
+        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
+    )
+
+
+def _fewest_nodes(slots: Sequence[int], most: int) -> tuple[int, ...]:
+    """How many nodes 1..most workers need at least."""
+    roomy = np.cumsum(sorted(slots, reverse=True))
+    return tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
 
 
 @functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
 def _fitted_speeds(
+    model: GoodputModel,
+    nodes: tuple[int, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+) -> NDArray[np.float64]:
+    values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
+    positive = values[values > 0]
+    speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
+    speed.flags.writeable = False
+    return speed
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitted_goodputs(
     model: GoodputModel,
     nodes: tuple[int, ...],
     max_batch_size: int | None,
@@ -204,7 +255,5 @@ def _fitted_speeds(
         accumulation=accumulation,
     )
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
-    positive = values[values > 0]
-    speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
-    speed.flags.writeable = False
-    return speed
+    values.flags.writeable = False
+    return values

@@ -3,39 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import TOLERANCE, Allocation, AllocationError, Cluster, check, slots
+from placement.cluster import TOLERANCE, AllocationError, Cluster, check, slots, without
+from placement.constraints import Constraints, decide
 from placement.jobs import JobView, speeds
 from placement.packing import Packing, pack
 from placement.policies.base import Policy, Target, describe
+from placement.questions import Plan, Question
 from placement.room import Room
+from placement.spanning import keep_apart
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Who is to have which workers where, and a reason per job."""
-
-    allocation: Allocation
-    reasons: Mapping[str, str]
+NO_CONSTRAINTS = Constraints()
 
 
-def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-    """Decide the counts, check them, and place them.
+def make_plan(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints = NO_CONSTRAINTS,
+    promised: Collection[str] = (),
+) -> Plan:
+    """Decide the counts, check them, and place them, under all constraints.
 
-    Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
-    sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
-    may use it.
+    Args:
+        policy: decides.
+        views: the jobs.
+        cluster: the nodes.
+        now_s: present time [s since the epoch].
+        constraints: the cluster's rules.
+        promised: ``Plan.promised`` of the last decision.
 
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
-    asked = {view.job: view for view in views}
+    apart = constraints.one_multi_node_job_per_node
+
+    def ask(question: Question) -> Plan:
+        return _ask(policy, question, now_s)
+
+    question = Question(views=views, cluster=cluster, apart=apart)
+    if not apart and not constraints.concern(views):
+        return ask(question)
+    plan = decide(question, ask, constraints, now_s, promised)
+    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    return plan
+
+
+def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
+    """Ask a policy, hold its answer to the rules, and place it.
+
+    Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
+    sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
+    may use it.
+    """
+    cluster = question.cluster
+    asked = {view.job: view for view in question.views}
     reasons: dict[str, str] = {}
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
@@ -44,16 +74,21 @@ def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s:
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
+        if question.apart:
+            packing = keep_apart(packing, order, cluster, question.spanned)
         if not packing.short:
             break
+        alone = " that no other job spans" if question.apart else ""
         for job, short in packing.short.items():
             fits = targets[job].workers - short
-            reasons[job] = f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle"
+            reasons[job] = (
+                f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle{alone}"
+            )
             view = asked.pop(job)
             if fits >= view.min_workers:
                 held = None if view.held_at is None else min(view.held_at, fits)
                 asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
-    check(packing.allocation, {view.job: view.bundle for view in views}, cluster)
+    check(packing.allocation, {view.job: view.bundle for view in question.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
 
@@ -67,23 +102,7 @@ def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Clu
     left = [view for view in views if view.job not in named and targets[view.job].workers]
     if not left:
         return Packing(allocation={job: dict(nodes) for job, nodes in named.items()}, short={})
-    taken: dict[str, dict[str, float]] = {}
-    for job, nodes in named.items():
-        for node_id, workers in nodes.items():
-            amounts = taken.setdefault(node_id, {})
-            for name, need in bundles[job].items():
-                amounts[name] = amounts.get(name, 0.0) + workers * need
-    rest = [
-        dataclasses.replace(
-            node,
-            free={
-                name: max(amount - taken.get(node.node_id, {}).get(name, 0.0), 0.0)
-                for name, amount in node.free.items()
-            },
-        )
-        for node in cluster.nodes
-    ]
-    packing = pack({view.job: targets[view.job].workers for view in left}, left, Cluster(nodes=tuple(rest)))
+    packing = pack({view.job: targets[view.job].workers for view in left}, left, without(cluster, named, bundles))
     return Packing(allocation={**packing.allocation, **named}, short=packing.short)
 
 
@@ -151,6 +170,12 @@ def _fits(view: JobView, room: Room) -> str:
     return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
 
 
+_LIMITS = (
+    *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
+    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes"),
+)
+
+
 def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
     """Whether a heartbeat says something that a decision depends on: ``limits``, ``model`` or None.
 
@@ -159,9 +184,8 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
     """
     if before is after:
         return None
-    for field in ("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"):
-        if getattr(before, field) != getattr(after, field):
-            return "limits"
+    if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
+        return "limits"
     if before.goodput is None and after.goodput is None:
         return "model" if _sizes(before) != _sizes(after) else None
     if before.goodput is None or after.goodput is None:

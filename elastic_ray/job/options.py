@@ -12,6 +12,8 @@ from typing import Any
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
+from placement.labels import check_selector
+
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _ACCELERATOR = "accelerator_type:"
@@ -155,15 +157,7 @@ def _label_selector(selector: Any) -> dict[str, str]:
         selector = selector[0] if selector else {}
     if not isinstance(selector, Mapping):
         raise TypeError(f"ScalingConfig(label_selector) must be a dict of labels, but got {selector!r}")
-    for label, value in selector.items():
-        if not isinstance(label, str) or not isinstance(value, str):
-            raise TypeError(f"ScalingConfig(label_selector) must map text to text, but got {selector!r}")
-        if value.startswith(("!", "in(")):
-            raise ValueError(
-                f"ScalingConfig(label_selector) must name exact values, but got {value!r} for {label!r}: "
-                "the operators '!', 'in(...)' and '!in(...)' are not supported; give the wanted nodes one "
-                "common label"
-            )
+    check_selector(selector, "ScalingConfig(label_selector)")
     return dict(selector)
 
 

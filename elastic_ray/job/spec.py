@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.config import ElasticConfig
+from elastic_ray.config import ElasticConfig, SchedulingConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class JobSpec:
         max_workers: most workers it may use.
         bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
         use_gpu: train on CUDA where a node has it.
-        label_selector: Ray node labels a worker's node must have, each with exactly this value.
+        label_selector: conditions on the Ray labels of a worker's node (``placement.labels``).
         storage_path: directory of the run (its name included), on ``storage_filesystem``.
         storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
         max_failures: restarts from the last checkpoint after machine failures that cost all members;
@@ -31,6 +31,7 @@ class JobSpec:
         checkpoint_score_order: "max" or "min".
         runtime_env: Ray runtime environment of the workers.
         elastic: how the job changes size.
+        scheduling: how the allocator treats the job beside others.
         log_level: level of the ``elastic_ray`` loggers of controller and workers.
     """
 
@@ -49,6 +50,7 @@ class JobSpec:
     checkpoint_score_order: str
     runtime_env: Mapping[str, Any]
     elastic: ElasticConfig
+    scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:

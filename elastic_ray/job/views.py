@@ -65,6 +65,11 @@ def allocator_view(
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, resize_cost_s),
         label_selector=spec.label_selector,
+        priority=spec.scheduling.priority,
+        tenant=spec.scheduling.tenant,
+        preemptible=spec.scheduling.preemptible,
+        deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
+        whole_nodes=spec.scheduling.whole_nodes,
     )
 
 

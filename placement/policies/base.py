@@ -38,6 +38,9 @@ class Policy(Protocol):
     the order of the jobs does not matter; its own decision, once carried out, is not changed by the same
     input; nothing idle that a job could use. A policy reads no clock and rolls no dice.
 
+    Priorities, tenants, deadlines and the like are none of its business (``placement.constraints``): where they
+    matter it is asked several times for one decision, each time about some of the jobs on a part of the cluster.
+
     A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
     user asked for, and a simulation then runs them so.
     """

@@ -88,7 +88,8 @@ class GoodputPolicy:
         before, waiting = seats, dict[int, str]()
         for _ in range(_ROUNDS):
             better, waiting = improve(case, stakes, seats, valid)
-            if better is None:
+            if better is None:  # staying is best; where that is not possible, on nodes that have less room now, nobody
+                seats = [seat if ok else Seat() for seat, ok in zip(seats, valid, strict=True)]
                 break
             seats, valid = better, [True] * len(better)
         speed = case.speed_at(seats)

@@ -24,6 +24,8 @@ def start(
     name: str | None = None,
     bundle: dict[str, float] | None = None,
     elastic: dict[str, Any] | None = None,
+    labels: dict[str, str] | None = None,
+    scheduling: er.SchedulingConfig | None = None,
     **config: Any,
 ) -> er.JobHandle:
     """Submit a traced job; its trace lies in ``folder / "trace"``."""
@@ -32,13 +34,19 @@ def start(
     return er.ElasticTrainer(
         traced.train,
         train_loop_config={"trace": str(trace), **config},
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker=bundle or {"CPU": 1}),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=workers,
+            use_gpu="GPU" in (bundle or {}),
+            resources_per_worker=bundle or {"CPU": 1},
+            label_selector=labels,
+        ),
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=str(folder / "runs"),
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
         ),
         elastic_config=er.ElasticConfig(faults=faults, **(elastic or {})),
+        scheduling_config=scheduling,
     ).submit()
 
 

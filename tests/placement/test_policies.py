@@ -147,6 +147,15 @@ def test_draining_nodes_offer_nothing(name: str) -> None:
     assert make_policy(name).decide([running], nodes, 0.0)["a"].workers == 2
 
 
+@contract
+@pytest.mark.parametrize("has", [(1, 1), (2, 1), (1, 2)])
+def test_jobs_that_hold_more_than_is_left_to_them_get_what_is_left(name: str, has: tuple[int, int]) -> None:
+    """Another user of the node took two of its three CPUs."""
+    views = [view(f"j{i}", max_workers=n, allocation={"n0": n}, resize_cost_s=0.0) for i, n in enumerate(has)]
+    nodes = Cluster(nodes=(node("n0", 3, free=1),))
+    assert sum(sum(v.allocation.values()) for v in carried_out(make_policy(name), views, nodes)) == 1
+
+
 def test_goodput_shares_equally_between_equals() -> None:
     views = [view(job, submitted_s=float(i)) for i, job in enumerate("abcd")]
     targets = GoodputPolicy().decide(views, cluster(4, 4), 0.0)

@@ -10,7 +10,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import LoggingConfig
 
-from elastic_ray.config import ElasticConfig
+from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.job.options import read_run, read_scaling
 
 
@@ -89,8 +89,8 @@ def test_one_label_selector_is_honoured(selector: Any) -> None:
             ScalingConfig(num_workers=2, label_selector=[{"a": "1"}, {"a": "2"}]),
             "must be the same for all workers.*pass one dict",
         ),
-        (ScalingConfig(label_selector={"a": "in(b,c)"}), r"exact values, but got 'in\(b,c\)' for 'a'"),
-        (ScalingConfig(label_selector={"a": "!b"}), r"exact values, but got '!b' for 'a'"),
+        (changed(ScalingConfig(), label_selector={"a": "in(b,"}), r"ScalingConfig\(label_selector\).*'in\(b,' for 'a'"),
+        (changed(ScalingConfig(), label_selector={"a": "!"}), r"must hold 'value', '!value'.*but got '!' for 'a'"),
     ],
 )
 def test_what_scaling_cannot_be_is_refused(config: Any, message: str) -> None:
@@ -203,6 +203,31 @@ def test_wrong_types_are_named() -> None:
 def test_elastic_config_ranges(values: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ElasticConfig(**values)
+
+
+@pytest.mark.parametrize("condition", ["b", "!b", "in(b,c)", "!in(b, c)"])
+def test_rays_label_operators_are_honoured(condition: str) -> None:
+    assert read_scaling(ScalingConfig(label_selector={"a": condition})).label_selector == {"a": condition}
+
+
+@pytest.mark.parametrize(
+    "values, error, message",
+    [
+        ({"priority": 1.5}, TypeError, "priority must be a whole number, but got 1.5"),
+        ({"tenant": None}, TypeError, "tenant must be text, but got None"),
+        ({"preemptible": 0}, TypeError, "preemptible must be True or False, but got 0"),
+        ({"whole_nodes": "yes"}, TypeError, "whole_nodes must be True or False, but got 'yes'"),
+        ({"deadline_s": "1h"}, TypeError, "deadline_s must be a number of seconds or None, but got '1h'"),
+        (
+            {"deadline_s": 0},
+            ValueError,
+            r"deadline_s must be above 0 seconds \(after submit\(\)\) and finite, but got 0",
+        ),
+    ],
+)
+def test_scheduling_config_is_checked(values: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SchedulingConfig(**values)
 
 
 @pytest.mark.parametrize("values", [{"lease_s": "10"}, {"fixed_batch": 1}, {"warm_workers_per_node": 1.5}])

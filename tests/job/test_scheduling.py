@@ -1,0 +1,64 @@
+"""Parts of GPUs, label operators and a job's place among others, with real jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import elastic_ray as er
+from placement.actor import get_or_create_allocator
+from tests.job.jobs import start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(180)]
+
+
+def nodes(handle: er.JobHandle) -> list[str]:
+    return sorted(worker.node for worker in handle.workers())
+
+
+def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_cluster: Any, tmp_path: Path) -> None:
+    """The GPUs are logical ones: the workers train on the CPU."""
+    ray_cluster.add_node(num_cpus=4, num_gpus=2, labels={"zone": "c"})
+    node = ray_cluster.add_node(num_cpus=4, num_gpus=2, labels={"zone": "b"}).node_id
+    accepted = {"zone": "in(a,b)"}
+    for name in ("half", "whole"):
+        (tmp_path / name).mkdir()
+    whole = start(
+        tmp_path / "whole", workers=1, bundle={"CPU": 1, "GPU": 1}, labels=accepted, name="whole", pause_s=0.2, epochs=9
+    )
+    half = start(
+        tmp_path / "half",
+        workers=2,
+        bundle={"CPU": 1, "GPU": 0.5},
+        labels={"zone": "!c"},
+        name="half",
+        pause_s=0.2,
+        epochs=9,
+    )
+    wait_until(lambda: len(nodes(whole)) == 1 and len(nodes(half)) == 2, half)
+    assert nodes(whole) + nodes(half) == [node] * 3
+    for handle in (whole, half):
+        handle.result(timeout=120)
+
+
+def test_what_a_user_asks_for_reaches_the_allocator_and_is_kept(ray_cluster: Any, tmp_path: Path) -> None:
+    for name in ("low", "high"):
+        (tmp_path / name).mkdir()
+    low = start(tmp_path / "low", workers=(1, 8), name="low", pause_s=0.2, epochs=60)
+    wait_until(lambda: len(nodes(low)) >= 2, low)
+    ask = er.SchedulingConfig(priority=3, preemptible=False, deadline_s=3600, whole_nodes=True)
+    high = start(tmp_path / "high", workers=1, bundle={"CPU": 7}, name="high", pause_s=0.2, epochs=4, scheduling=ask)
+    wait_until(lambda: len(nodes(high)) == 1, high)
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=10)
+    seen = state.jobs["high"].view
+    assert (seen.priority, seen.tenant, seen.preemptible, seen.whole_nodes) == (3, "", False, True)
+    assert seen.deadline_s == pytest.approx(seen.submitted_s + 3600)
+    assert "deadline: not known yet how long the job takes" in state.jobs["high"].reason
+    assert sum(state.jobs["low"].target.values()) == 1
+    assert "after those of higher priority" in state.jobs["low"].reason
+    high.result(timeout=120)
+    low.stop()
+    assert low.wait(30)

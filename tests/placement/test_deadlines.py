@@ -1,0 +1,121 @@
+"""Deadlines: shares worked out by hand, what is promised, and what is said where nothing can be."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from placement.core import AllocatorCore
+from placement.deadlines import satisfactory
+from placement.events import JobHeartbeat, NodesChanged
+from placement.facts import Progress
+from placement.goodput import GoodputModel, NoiseScale
+from placement.jobs import JobView
+from placement.planning import make_plan
+from placement.policies import POLICIES, make_policy
+from placement.throughput import ThroughputModel
+from tests.placement.views import cluster, view
+
+every = pytest.mark.parametrize("name", sorted(POLICIES))
+
+# A step of the whole fixed batch of 64 samples takes 64 / k x 1/64 s on k workers: 1 s alone, 0.25 s on four.
+EXACT = GoodputModel(
+    ThroughputModel(alpha_c=0.0, beta_c=1 / 64, alpha_n=0.0, beta_n=0.0, alpha_r=0.0, beta_r=0.0, gamma=1.0),
+    NoiseScale(sqr=1.0, var=1.0),
+    64,
+)
+HALFWAY = Progress(done=100.0, epoch_ends=(50.0, 100.0), epochs=4.0)  # 100 of 200 iterations are left: 100 s alone
+
+
+def dated(job: str, deadline_s: float | None, **kwargs: Any) -> JobView:
+    fields = {"goodput": EXACT, "max_batch_size": None, "atomic_bsz_range": None, "accumulation": False}
+    fields |= {"progress": HALFWAY, "resize_cost_s": 0.0, "most_workers": 8}
+    return view(job, deadline_s=deadline_s, **{**fields, **kwargs})
+
+
+def plan(name: str, *jobs: JobView, cpus: int = 8, **more: Any) -> Any:
+    return make_plan(make_policy(name), jobs, cluster(cpus), 1000.0, **more)
+
+
+def sizes(found: Any) -> dict[str, int]:
+    return {job: sum(place.values()) for job, place in found.allocation.items()}
+
+
+@pytest.mark.parametrize(("left_s", "workers"), [(101.0, 1), (100.0, 1), (99.0, 2), (50.0, 2), (26.0, 4), (13.0, 8)])
+def test_the_fewest_workers_that_meet_it(left_s: float, workers: int) -> None:
+    assert satisfactory(dated("a", 1000.0 + left_s), [8], 1000.0).workers == workers
+
+
+def test_a_change_takes_time_and_staying_takes_none() -> None:
+    job = dated("a", 1050.0, resize_cost_s=5.0, allocation={"n0": 2})
+    assert satisfactory(job, [8], 1000.0).workers == 2
+    assert (
+        satisfactory(dataclasses.replace(job, allocation={"n0": 1}), [8], 1000.0).workers == 3
+    )  # 38 s with the change
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (dated("a", 999.0), "has passed"),
+        (dated("a", 1012.0), "cannot be met, not with 8 workers either"),
+        (dated("a", 1100.0, goodput=None), "not known yet how long the job takes"),
+        (dated("a", 1100.0, progress=None), "not known yet how long the job takes"),
+        (dated("a", 1100.0, progress=Progress(done=9.0, epochs=4.0)), "not known yet how long the job takes"),
+        (dated("a", 1050.0, held_at=1), "its user holds it at a size"),
+    ],
+)
+def test_what_cannot_be_promised_runs_as_well_as_it_can_and_is_told_why(job: JobView, why: str) -> None:
+    found = plan("goodput", job)
+    assert found.promised == frozenset()
+    assert found.allocation
+    assert f"deadline: {why}; it runs as well as it can" in found.reasons["a"]
+
+
+@every
+def test_the_share_is_kept_beside_any_number_of_others(name: str) -> None:
+    others = [view(f"o{i}", min_workers=2, max_workers=8, submitted_s=float(i)) for i in range(4)]
+    urgent = dated("urgent", 1026.0, submitted_s=9.0)
+    found = plan(name, *others, urgent)
+    assert sizes(found)["urgent"] >= 4
+    assert found.promised == {"urgent"}
+    assert "deadline: 4 workers or more meet it" in found.reasons["urgent"]
+    again = [dataclasses.replace(v, allocation=found.allocation.get(v.job, {})) for v in (*others, urgent)]
+    assert plan(name, *again, promised=found.promised).allocation == found.allocation
+
+
+@every
+def test_a_newcomer_is_promised_only_what_is_left_and_the_first_keep_theirs(name: str) -> None:
+    first = dated("first", 1020.0, submitted_s=5.0, allocation={"n0": 5})
+    newcomer = dated("new", 1026.0, submitted_s=1.0)
+    found = plan(name, first, newcomer, promised={"first"})
+    assert sizes(found)["first"] >= 5
+    assert found.promised == {"first"}
+    assert "4 workers would meet it, but not beside what others are promised" in found.reasons["new"]
+    assert sizes(found)["new"] >= 1  # it is not dropped
+
+
+def test_a_higher_priority_comes_before_a_promise() -> None:
+    found = plan("fifo", dated("late", 1026.0), view("high", priority=1, min_workers=6, max_workers=6))
+    assert sizes(found) == {"high": 6, "late": 2}
+    assert found.promised == frozenset()
+
+
+def test_the_core_remembers_what_it_promised() -> None:
+    """A job whose length becomes known later does not take what another one was promised, though it came earlier."""
+    core = AllocatorCore(make_policy("goodput"))
+    core.handle(NodesChanged(cluster=cluster(8)), 1000.0)
+    early = dated("early", 1026.0, submitted_s=1.0, progress=None)
+    late = dated("late", 1020.0, submitted_s=2.0)
+    for job in (early, late):
+        core.handle(JobHeartbeat(view=job), 1000.0)
+    targets = {job: dict(state.target) for job, state in core.snapshot().jobs.items()}
+    assert sum(targets["late"].values()) >= 5
+    known = dataclasses.replace(early, progress=HALFWAY, allocation=targets["early"], submitted_s=0.5)
+    core.handle(JobHeartbeat(view=known), 1000.0)
+    state = core.snapshot().jobs
+    assert sum(state["late"].target.values()) >= 5
+    assert "not beside what others are promised" in state["early"].reason
+    assert "deadline: 6 workers or more meet it" in str(core.explain("late"))  # 64 samples are not five equal parts
