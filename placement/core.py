@@ -17,6 +17,7 @@ from placement.events import (
     JobHeartbeat,
     JobState,
     NodesChanged,
+    Recalled,
     Tick,
     Unsatisfiable,
 )
@@ -168,6 +169,10 @@ class AllocatorCore:
                     self._knowledge.ended(event.job)
         elif isinstance(event, NodesChanged):
             self._take_nodes(event.cluster)
+        elif isinstance(event, Recalled):
+            if self._knowledge is not None:
+                self._knowledge.recall(event.memory, now_s)
+                self._pending = self._pending or "model"
         elif isinstance(event, Tick):
             self._drop_silent(now_s)
         if self._settling:

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
+from placement.knowledge import Memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,14 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """What earlier jobs have measured was read from where it is kept."""
+
+    memory: Memory
+
+
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick | Recalled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from placement.cluster import TOLERANCE, Allocation, AllocationError, Cluster, check, slots
 from placement.jobs import JobView, speeds
 from placement.packing import Packing, pack
-from placement.policies.base import Policy, Target, describe
+from placement.policies.base import Policy, Target, as_targets, describe
 from placement.room import Room
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -40,7 +40,7 @@ def make_plan(policy: Policy, views: Sequence[JobView], cluster: Cluster, now_s:
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
         order = sorted(asked.values(), key=lambda view: view.arrival)
-        targets = policy.decide(order, cluster, now_s)
+        targets = as_targets(policy.name, policy.decide(order, cluster, now_s))
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
@@ -162,6 +162,8 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
     for field in ("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"):
         if getattr(before, field) != getattr(after, field):
             return "limits"
+    if before.fingerprint != after.fingerprint:  # others may know the model
+        return "model"
     if before.goodput is None and after.goodput is None:
         return "model" if _sizes(before) != _sizes(after) else None
     if before.goodput is None or after.goodput is None:
