@@ -177,10 +177,10 @@ class Allocator:
         self._handle(JobHeartbeat(view=view, cluster=cluster))
         return Answer(priors=self._knowledge.priors(view, time.time()), knows_root=self._keeper.knows(view.job))
 
-    async def ended(self, job: str) -> None:
-        """A job is over."""
+    async def ended(self, job: str, view: JobView | None = None) -> None:
+        """A job is over; the view is how it stood at last."""
         await self._start()
-        self._forget(job)
+        self._forget(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
         """What the allocator knows and has decided."""
@@ -252,11 +252,11 @@ class Allocator:
         assert self._core is not None, "the loop starts after the core"
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
 
-    def _forget(self, job: str) -> None:
+    def _forget(self, job: str, view: JobView | None = None) -> None:
         self._controllers.pop(job, None)
         self._heard_s.pop(job, None)
         self._ended_s[job] = time.time()
-        self._handle(JobEnded(job=job))
+        self._handle(JobEnded(job=job, view=view))
         self._keeper.ended(job)
         self._spawn(self._keeper.save())
 

@@ -166,6 +166,8 @@ class AllocatorCore:
             if self._jobs.pop(event.job, None) is not None:
                 self._urgent = "end"
                 if self._knowledge is not None:
+                    if event.view is not None:
+                        self._knowledge.learn(event.view, now_s)
                     self._knowledge.ended(event.job)
         elif isinstance(event, NodesChanged):
             self._take_nodes(event.cluster)

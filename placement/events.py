@@ -27,9 +27,15 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """A job is over and gives back everything."""
+    """A job is over and gives back everything.
+
+    Attributes:
+        job: its name.
+        view: how it stood at last, None where nobody can say.
+    """
 
     job: str
+    view: JobView | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import posixpath
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +51,8 @@ class AllocatorLink:
         self._root_is_known = False
         self._allocator: Any = None
         self._due_s = 0.0
+        self._attained_s = 0.0
+        self._seen_s = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
 
     def soon(self) -> None:
@@ -66,14 +70,20 @@ class AllocatorLink:
     def ended(self) -> None:
         """The job is over."""
         if self._allocator is not None:
-            self._allocator.ended.remote(self._spec.job)
+            self._allocator.ended.remote(self._spec.job, self._seen())
+
+    def _seen(self) -> JobView:
+        view, now_s = self._view(), time.monotonic()
+        self._attained_s += view.workers * (now_s - self._seen_s)
+        self._seen_s = now_s
+        return dataclasses.replace(view, attained_s=self._attained_s)
 
     async def _beat(self) -> None:
         try:
             if self._allocator is None:
                 self._allocator = await asyncio.to_thread(self._find)
             root = None if self._root_is_known else self._root
-            beat = self._allocator.heartbeat.remote(self._view(), self._controller, root)
+            beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
             answer = await asyncio.wait_for(beat, _TIMEOUT_S)
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
             logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)

@@ -129,6 +129,7 @@ class JobController:
         self._failures = 0
         self._most_workers = 0
         self._resize_cost_s = 0.2
+        self._resizes = 0
         self._settled_s = time.monotonic()
         self._stopping_since: float | None = None
         self._allocator = AllocatorLink(spec, self._handle, self._view, self._advised)
@@ -363,6 +364,7 @@ class JobController:
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
         if note.kind is EventKind.RESIZE:
+            self._resizes += 1
             self._resize_cost_s += 0.3 * (note.pause_s - self._resize_cost_s)
         self._allocator.soon()
 
@@ -499,6 +501,7 @@ class JobController:
             allocation=self._crew.reserved(),
             most_workers=self._most_workers,
             resize_cost_s=self._resize_cost_s,
+            resizes=self._resizes,
         )
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -511,6 +514,7 @@ class JobController:
         self._event(EventKind.FINISHED, workers, 0, reason)
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
         self._crew.disband()
+        self._desk.close()
         self._allocator.ended()
 
     def _status(self) -> JobStatus:

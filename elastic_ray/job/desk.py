@@ -175,9 +175,17 @@ class BatchDesk:
             return None
         gpu, snapshot = self._fitting
         self._tuners[gpu].set_model(model)
-        if gpu is not None:
-            self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
+        self._tell(gpu, snapshot)
         return self._reconsider() if gpu == self._gpu else None
+
+    def close(self) -> None:
+        """The job is over: what was measured since the last fit is told as well."""
+        for gpu, tuner in self._tuners.items():
+            self._tell(gpu, tuner.snapshot())
+
+    def _tell(self, gpu: str | None, snapshot: TunerSnapshot) -> None:
+        if gpu is not None and snapshot.observations:
+            self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
         tuner, report = self.tuner, self.latest

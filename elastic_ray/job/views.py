@@ -50,6 +50,7 @@ def allocator_view(
     allocation: Mapping[str, int],
     most_workers: int,
     resize_cost_s: float,
+    resizes: int,
 ) -> JobView:
     """The job as the allocator is told of it with every heartbeat.
 
@@ -73,6 +74,7 @@ def allocator_view(
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, resize_cost_s),
         label_selector=spec.label_selector,
+        restarts=resizes,
         fingerprint=fingerprint(spec, desk.loader),
         progress=_progress(desk, resume_point),
         models=desk.models,
