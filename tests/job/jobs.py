@@ -24,6 +24,8 @@ def start(
     name: str | None = None,
     bundle: dict[str, float] | None = None,
     elastic: dict[str, Any] | None = None,
+    model_fingerprint: str | None = None,
+    policy: Any = None,
     **config: Any,
 ) -> er.JobHandle:
     """Submit a traced job; its trace lies in ``folder / "trace"``."""
@@ -39,6 +41,8 @@ def start(
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
         ),
         elastic_config=er.ElasticConfig(faults=faults, **(elastic or {})),
+        model_fingerprint=model_fingerprint,
+        policy=policy,
     ).submit()
 
 
