@@ -20,6 +20,8 @@ def describe_model(module: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
 
 def describe_sample(dataset: Any) -> str:
     """A dataset's samples, as far as they can be told without loading one (it may be slow, or draw random numbers)."""
+    while isinstance(dataset, torch.utils.data.Subset):
+        dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())
     shapes = [f"{tuple(t.shape[1:])} {t.dtype}" for t in tensors if isinstance(t, torch.Tensor)]
     return " ".join([type(dataset).__qualname__, *shapes])
