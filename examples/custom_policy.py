@@ -54,17 +54,19 @@ def train(config: dict[str, Any]) -> None:
     model = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=64)
     for _epoch in er.remaining_epochs_until(config["epochs"]):
+        totals = er.Accumulator()
         for x, y in loader:
             optimizer.zero_grad()
             loss = torch.nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
-            time.sleep(0.005 * len(x) / 8)
-        er.report({"loss": loss.item()})
+            totals["loss"] += loss.item() * len(x)
+            time.sleep(0.00125 * len(x))
+        er.report({"loss": totals["loss"] / len(inputs)})
 
 
 def main() -> None:
-    """Submit a long job and, once it trains, a short one; print how their sizes move."""
+    """Submit a long job and, once it has all slots, a short one; print how their sizes move."""
     import ray
     import ray.train
 
@@ -83,11 +85,11 @@ def main() -> None:
         ).submit()
 
     begin_s, shown = time.monotonic(), ""
-    jobs = {"long": submit("long", epochs=60)}
+    jobs = {"long": submit("long", epochs=100)}
     while not all(job.done() for job in jobs.values()):
         statuses = {name: job.status() for name, job in jobs.items()}
-        if statuses["long"].epoch >= 2 and "short" not in jobs:
-            jobs["short"] = submit("short", epochs=8)
+        if statuses["long"].workers == 4 and "short" not in jobs:
+            jobs["short"] = submit("short", epochs=20)
         sizes = ", ".join(f"{name} {status.workers}" for name, status in statuses.items())
         if sizes != shown:
             print(f"{time.monotonic() - begin_s:5.1f} s  workers: {sizes}", flush=True)
