@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
@@ -112,11 +112,14 @@ def fit_now(desk: BatchDesk, now_s: float) -> Any:
 # -- progress ------------------------------------------------------------------------------------------------------
 
 
+@example([1.0, 2.5] * 300, 300)
 @given(st.lists(st.floats(0.0, 50.0), max_size=600), st.integers(0, 599))
 def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[float], cut: int) -> None:
     """A run that is cut off and goes on from its checkpoint ends as one that is not."""
     whole, resumed = RunProgress(epochs=600), RunProgress(epochs=600)
+    ends = [0.0]
     for number, gain in enumerate(gains):
+        ends.append(ends[-1] + gain)
         if number == cut:
             resumed = RunProgress.from_resume_point(json.loads(json.dumps(resumed.resume_point())))
         for run in (whole, resumed):
@@ -125,6 +128,7 @@ def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[flo
             told = run.told()
             assert len(told.epoch_ends) <= 128
             assert told.epochs is not None
+            assert list(told.epoch_ends) == ends[run.stride :: run.stride]
             assert run.epoch / 600 >= len(told.epoch_ends) / told.epochs > run.epoch / 600 - 1 / told.epochs
     assert whole.told() == resumed.told()
 

@@ -89,7 +89,7 @@ def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
     assert {o.observation.replicas for o in KnowledgeStore(root, "next").load().steps} == {1, 2}
 
 
-@pytest.mark.parametrize("harm", ["torn", "foreign", "text", "wrong value"])
+@pytest.mark.parametrize("harm", ["torn", "foreign", "no format", "text", "wrong value"])
 def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
     root = root_at(tmp_path)
     KnowledgeStore(root, "good").save(knowing(1, 2).memory(["resnet"]))
@@ -99,6 +99,8 @@ def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogC
         bad.write_bytes(good.read_bytes()[:-100])
     elif harm == "foreign":
         pq.write_table(pa.table({"a": [1]}), bad)
+    elif harm == "no format":
+        pq.write_table(pq.read_table(good).replace_schema_metadata(None), bad)
     elif harm == "text":
         bad.write_text("hello")
     else:

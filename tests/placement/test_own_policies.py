@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from placement.events import JobHeartbeat, NodesChanged
 from placement.jobs import JobView
 from placement.parcel import pack_policy
 from placement.policies import FairSharePolicy, Target, make_policy
+from placement.simulator.cli import main
+from tests.placement.simulator.worlds import profiles, trace
 from tests.placement.views import cluster, view
 
 
@@ -40,6 +43,13 @@ class Each:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Any]:
         return dict.fromkeys((job.job for job in jobs), self.workers)
+
+
+class Forgetful:
+    """Its method lacks an argument."""
+
+    def decide(self, jobs: Any) -> dict[str, int]:
+        return {}
 
 
 FILE = "def all_to_the_first(jobs, cluster, now_s):\n    return {j.job: 4 * (i == 0) for i, j in enumerate(jobs)}\n"
@@ -99,6 +109,7 @@ def test_a_name_that_is_wrong_is_answered_with_what_would_be_right(policy: str, 
     [
         (7, "must be a registered name, a function .* got 7"),
         (dict, "got the class dict without decide"),
+        (Forgetful, r"must be a function .*Forgetful.* takes \(jobs: 'Any'\).*: too many positional"),
         (Each, "class Each wants arguments; pass an object of it"),
         (lambda jobs: {}, r"takes \(jobs\): too many positional"),
     ],
@@ -152,3 +163,23 @@ def test_what_cannot_be_pickled_is_named() -> None:
 
     with pytest.raises(TypeError, match="policy 'holds' cannot be sent to the allocator"):
         pack_policy(holds)
+
+
+def test_the_simulator_takes_one_by_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The very file of the example, beside one that comes with it; a name that is wrong is answered in one line."""
+    trace(tmp_path / "t.csv", [("a", 0.0, "toy", 1, 32), ("b", 10.0, "toy", 2, 64)])
+    world = [
+        "--trace",
+        f"{tmp_path}/t.csv",
+        "--profiles",
+        str(profiles(tmp_path / "p")),
+        "--cluster",
+        "t4:2x4",
+        "--quiet",
+    ]
+    file = Path(__file__).resolve().parents[2] / "examples" / "custom_policy.py"
+    assert main([*world, "--processes", "1", "--policy", f"{file}:least_left_first,fair_share"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"least_left_first +\d", shown) and re.search(r"fair_share +\d", shown)
+    assert main([*world, "--policy", f"{file}:nothing"]) == 2
+    assert re.search(r"has no 'nothing'; it has .*least_left_first", capsys.readouterr().err)
