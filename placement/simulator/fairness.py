@@ -6,6 +6,7 @@ Source: Mahajan et al., "Themis: Fair and Efficient GPU Cluster Scheduling", NSD
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,15 +14,20 @@ import numpy as np
 from placement.cluster import Cluster
 from placement.simulator.job import SimulatedJob
 from placement.simulator.profiles import Application
+from placement.simulator.rules import Rules, Spot
+from placement.simulator.traces import TraceJob
+
+_EXPLORES_S = 60.0  # a job alone takes the next larger size after so long, as in the published rounds
 
 
 def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
-    """rho = (completion - submission) / T of every finished job, T = its time alone on G / N GPUs.
+    """rho = (completion - submission) / T of every finished job, T = the same for the job alone on G / N GPUs.
 
     G are the GPUs of the cluster, N the time average of the number of unfinished jobs over the job's life, itself
-    included. On k = floor(G / N) GPUs of one type (the mean rate over the types, weighted by their GPUs) the job
-    runs at the best batch and the best count up to k, knowing all tables and without any restart; below one GPU
-    per job it gets that part of one GPU's rate.
+    included. Alone it lives under the rules of the simulation as well: it waits for the next round, starts, grows as
+    far as exploration allows until it has the best count up to floor(G / N) GPUs of one type, and pays for every
+    change. The mean rate over the types counts, weighted by their GPUs; below one GPU per job, that part of one
+    GPU's rate.
     """
     ends = [(job.trace.time_s, job.finished_s or job.trace.time_s) for job in jobs]
     starts, stops = np.array(ends).T
@@ -36,19 +42,28 @@ def rho(jobs: Sequence[SimulatedJob], cluster: Cluster) -> dict[str, float]:
         share = gpus / max(float(overlap.sum()) / max(finish_s - arrival_s, 1e-9), 1.0)
         alone = max(int(share), 1)
         speed = sum(
-            count / gpus / isolated_s(job.app, gpu, per_node, min(alone, job.rules.most_workers))
+            count / gpus / isolated_s(job.app, job.rules, gpu, per_node, min(alone, job.rules.most_workers))
             for (gpu, per_node), count in weights.items()
         )
-        time_s = job.rules.divisor(job.app.name) / (speed * min(share, 1.0))
-        result[job.name] = (finish_s - arrival_s) / time_s
+        waits_s = -arrival_s % job.rules.round_s if job.rules.round_s else 0.0
+        result[job.name] = (finish_s - arrival_s) / (waits_s + 1.0 / (speed * min(share, 1.0)))
     return result
 
 
 @functools.lru_cache(maxsize=4096)
-def isolated_s(app: Application, gpu: str, per_node: int, most: int) -> float:
-    """Seconds to run the application alone on at most so many GPUs of a type, at the best batch of each epoch."""
+def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: int) -> float:
+    """Seconds from the first start to the end of the application alone on at most so many GPUs of a type."""
     sizes = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if k <= most} | {min(most, 64)})
-    return min(_alone_s(app, gpu, per_node, k) for k in sizes)
+    best = min(sizes, key=lambda k: _alone_s(app, gpu, per_node, k))
+    spec = TraceJob(name="alone", time_s=0.0, application=app.name, num_replicas=1, batch_size=app.init_batch_size)
+    job = SimulatedJob(spec, app, rules, requested=False, gpus_per_node={gpu: per_node})
+    while job.finished_s is None:
+        count = min(best, job.view().growth_limit or best)
+        if job.spot is None or job.spot.workers < count:
+            nodes = {f"{gpu}-{i}": min(per_node, count - i * per_node) for i in range(-(-count // per_node))}
+            job.place(Spot(nodes=nodes, gpu=gpu))
+        job.advance(_EXPLORES_S if count < best else math.inf)
+    return job.finished_s
 
 
 @functools.lru_cache(maxsize=4096)
