@@ -48,6 +48,7 @@ _POLL_S = 0.5
 _CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
 _HISTORY = 3  # snapshots of the nodes that are compared
 _ATTEMPTS = 5  # to replace an allocator that has no jobs
+_HEARINGS = 10
 _ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
 _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
@@ -202,6 +203,10 @@ class Allocator:
         core = await self._start()
         if identity == self._parcel.identity:
             return None
+        for _ in range(_HEARINGS):
+            if core.snapshot().settled:
+                break
+            await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
         if not core.jobs:
             await self._keeper.save(now=True)
         return Rule(policy=self._parcel.name, running=core.jobs)

@@ -15,6 +15,9 @@ from placement.goodput import GoodputModel, NoiseScale
 from placement.jobs import JobView
 from placement.throughput import ThroughputModel
 
+_CHANGED = 0.2
+"""Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
+
 _Shape = tuple[int, int, int, int]
 """Nodes, replicas, accumulation steps, and the power of two next to the atomic batch."""
 
@@ -115,8 +118,7 @@ class _Family:
 
     seen: dict[_Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
     told: tuple[Observation, ...] | None = None
-    model: ThroughputModel | None = None
-    fitted_to: int = 0
+    fits: dict[bool, tuple[ThroughputModel, int]] = dataclasses.field(default_factory=dict)
     most: int = 0
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
@@ -126,6 +128,8 @@ class _Family:
         known = self.seen.get(shape)
         if known is not None and (known[0] == observation or known[1] > seen_s):
             return False
+        if known is not None and _corrects(observation, known[0]):
+            self.fits.clear()
         self.seen[shape] = observation, seen_s
         self.told = None
         self.most = max(self.most, observation.replicas)
@@ -144,7 +148,7 @@ class Knowledge:
 
     def __init__(self, config: KnowledgeConfig | None = None) -> None:
         self._config = config or KnowledgeConfig()
-        self._families: dict[tuple[str, str], _Family] = {}
+        self._families: dict[str, dict[str, _Family]] = {}
         self._read: dict[tuple[str, str], tuple[Observation, ...]] = {}
         self._machines: dict[str, frozenset[str]] = {}
         self.version = 0
@@ -166,8 +170,8 @@ class Knowledge:
 
     def forget(self, gpu: str) -> None:
         """Forget everything about a GPU type."""
-        for key in [key for key in self._families if key[1] == gpu]:
-            del self._families[key]
+        for families in self._families.values():
+            families.pop(gpu, None)
         for key in [key for key in self._read if key[1] == gpu]:
             del self._read[key]
 
@@ -180,7 +184,7 @@ class Knowledge:
             if read is observations or (read is not None and read == observations):
                 continue
             self._read[view.job, gpu] = observations
-            family = self._families.setdefault((view.fingerprint, gpu), _Family())
+            family = self._family(view.fingerprint, gpu)
             for each in observations:
                 self.version += family.take(each, now_s)
             model = view.models.get(gpu)
@@ -212,16 +216,16 @@ class Knowledge:
         """
         if view.fingerprint is None:
             return view
-        families = [(gpu, family) for (name, gpu), family in self._families.items() if name == view.fingerprint]
+        families = self._families.get(view.fingerprint, {})
         if view.init_batch_size is None:
-            view = _with_batches(view, [family for _, family in families])
+            view = _with_batches(view, families.values())
         observations, models = dict(view.observations), dict(view.models)
         most = 0
-        for gpu, family in families:
+        for gpu, family in families.items():
             if not family.seen:
                 continue
             told = self._told(family, now_s)
-            model = self._model(family, told)
+            model = self._model(family, told, fixed_batch=view.max_batch_size is None)
             own = models.get(gpu, view.goodput)
             noise = own.noise if own is not None else _noise(family, view)
             if model is None or noise is None or view.init_batch_size is None:
@@ -244,6 +248,8 @@ class Knowledge:
 
     def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
         """What to tell a job, by GPU type: models of the types that it has none of its own for."""
+        if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
+            return {}
         known = self.complete(view, now_s)
         return {
             gpu: Prior(model=model, largest_batch=_largest_batch(known.observations[gpu]))
@@ -259,12 +265,14 @@ class Knowledge:
             family.told = tuple(observation for _, (observation, _) in sorted(family.seen.items()))
         return family.told
 
-    def _model(self, family: _Family, told: tuple[Observation, ...]) -> ThroughputModel | None:
+    def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
         if not told:
             return None
-        if family.model is None or len(told) >= self._config.refit * family.fitted_to:
-            family.model, family.fitted_to = fit(told), len(told)
-        return family.model
+        model, fitted_to = family.fits.get(fixed_batch, (None, 0))
+        if model is None or len(told) >= self._config.refit * fitted_to:
+            model = fit(told, fixed_batch=fixed_batch)
+            family.fits[fixed_batch] = model, len(told)
+        return model
 
     # What is kept
     # ------------------------------------------------------------------------------------------------------------
@@ -273,10 +281,9 @@ class Knowledge:
         """All that is known of these models, for keeping."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
-        for (name, gpu), family in sorted(self._families.items()):
-            if name not in fingerprints:
-                continue
-            about = self._machines.get(gpu, frozenset())
+        known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
+        for name, gpu in known:
+            family, about = self._families[name][gpu], self._machines.get(gpu, frozenset())
             steps += [
                 KnownStep(fingerprint=name, gpu_type=gpu, machines=about, observation=observation, seen_s=seen_s)
                 for _, (observation, seen_s) in sorted(family.seen.items())
@@ -302,7 +309,7 @@ class Knowledge:
                 family.noise[noise.epoch] = noise.noise, noise.batches, noise.seen_s
 
     def _family(self, fingerprint: str, gpu: str) -> _Family:
-        return self._families.setdefault((fingerprint, gpu), _Family())
+        return self._families.setdefault(fingerprint, {}).setdefault(gpu, _Family())
 
     def _is_old(self, seen_s: float, now_s: float) -> bool:
         return now_s - seen_s > self._config.forget_s
@@ -373,6 +380,12 @@ def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
         return view
     _, batches = max(known, key=lambda entry: entry[0])
     return dataclasses.replace(view, **{f.name: getattr(batches, f.name) for f in dataclasses.fields(batches)})
+
+
+def _corrects(observation: Observation, known: Observation) -> bool:
+    """Whether the same was measured before, with quite another result."""
+    same = observation.atomic_bsz == known.atomic_bsz
+    return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
 
 
 def _largest_batch(observations: Iterable[Observation]) -> int:
