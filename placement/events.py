@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
-from placement.knowledge import Memory
+from placement.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 
 from placement.jobs import JobView
-from placement.knowledge import Knowledge, Memory
+from placement.knowledge import Knowledge
 from placement.knowledge_store import KnowledgeStore, StorageRoot
+from placement.memory import Memory
 
 logger = logging.getLogger("placement.allocator")
 

@@ -6,20 +6,17 @@ Pure: the clock is passed in, and nothing is read or written; ``placement.knowle
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterable, Mapping
 
 from placement.cluster import Cluster, Node
 from placement.fitting import Observation, fit
 from placement.goodput import GoodputModel, NoiseScale
 from placement.jobs import JobView
+from placement.memory import Batches, KnownNoise, KnownStep, Memory, Shape, shape_of
 from placement.throughput import ThroughputModel
 
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
-
-_Shape = tuple[int, int, int, int]
-"""Nodes, replicas, accumulation steps, and the power of two next to the atomic batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,64 +39,6 @@ class KnowledgeConfig:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """What a job may do with its batch; fields as in ``JobView``."""
-
-    init_batch_size: int
-    max_batch_size: int | None = None
-    atomic_bsz_range: tuple[int, int] | None = None
-    accumulation: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KnownStep:
-    """One measurement, for keeping.
-
-    Attributes:
-        fingerprint: of the job's model.
-        gpu_type: of the nodes it ran on, empty without GPUs or label.
-        machines: descriptions of the nodes of that type when it was kept (see ``machine_of``).
-        observation: what was measured.
-        seen_s: when [s since the epoch].
-    """
-
-    fingerprint: str
-    gpu_type: str
-    machines: frozenset[str]
-    observation: Observation
-    seen_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class KnownNoise:
-    """The gradient noise of a job after so many epochs, and what it allowed for its batch, for keeping.
-
-    Attributes:
-        fingerprint: of the job's model.
-        gpu_type: of the nodes it ran on.
-        epoch: epochs it had finished.
-        noise: at the initial batch size of ``batches``.
-        batches: limits of its batch.
-        seen_s: when [s since the epoch].
-    """
-
-    fingerprint: str
-    gpu_type: str
-    epoch: int
-    noise: NoiseScale
-    batches: Batches
-    seen_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What is kept between two lives of an allocator."""
-
-    steps: tuple[KnownStep, ...] = ()
-    noises: tuple[KnownNoise, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
     """What a job that has measured nothing yet on a GPU type is told of it.
 
@@ -116,7 +55,7 @@ class Prior:
 class _Family:
     """What is known of one fingerprint on one GPU type."""
 
-    seen: dict[_Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
+    seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
     told: tuple[Observation, ...] | None = None
     fits: dict[bool, tuple[ThroughputModel, int]] = dataclasses.field(default_factory=dict)
     most: int = 0
@@ -124,7 +63,7 @@ class _Family:
 
     def take(self, observation: Observation, seen_s: float) -> bool:
         """Add one measurement; whether it was news."""
-        shape = _shape(observation)
+        shape = shape_of(observation)
         known = self.seen.get(shape)
         if known is not None and (known[0] == observation or known[1] > seen_s):
             return False
@@ -324,37 +263,6 @@ def machine_of(node: Node) -> str:
     return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
 
 
-def merged(memories: Iterable[Memory]) -> Memory:
-    """Several memories as one; of the same shape, or epoch, the newest."""
-    steps: dict[tuple[object, ...], KnownStep] = {}
-    noises: dict[tuple[object, ...], KnownNoise] = {}
-    for memory in memories:
-        for step in memory.steps:
-            key = step.fingerprint, step.gpu_type, step.machines, _shape(step.observation)
-            if key not in steps or steps[key].seen_s < step.seen_s:
-                steps[key] = step
-        for noise in memory.noises:
-            about = noise.fingerprint, noise.gpu_type, noise.epoch
-            if about not in noises or noises[about].seen_s < noise.seen_s:
-                noises[about] = noise
-    return Memory(steps=tuple(steps.values()), noises=tuple(noises.values()))
-
-
-def covers(memory: Memory, other: Memory, since_s: float) -> bool:
-    """Whether all that the other says, older than which nothing counts, is known here, and as recently."""
-    steps = {(step.fingerprint, step.gpu_type, _shape(step.observation)): step for step in memory.steps}
-    noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in memory.noises}
-    for step in other.steps:
-        mine = steps.get((step.fingerprint, step.gpu_type, _shape(step.observation)))
-        if step.seen_s > since_s and (mine is None or mine.seen_s < step.seen_s or not mine.machines & step.machines):
-            return False
-    for noise in other.noises:
-        own = noises.get((noise.fingerprint, noise.gpu_type, noise.epoch))
-        if noise.seen_s > since_s and (own is None or own.seen_s < noise.seen_s):
-            return False
-    return True
-
-
 def _epoch(view: JobView) -> int:
     """Finished epochs: gradient noise depends on how far training is."""
     return 0 if view.progress is None else len(view.progress.epoch_ends)
@@ -390,11 +298,6 @@ def _corrects(observation: Observation, known: Observation) -> bool:
 
 def _largest_batch(observations: Iterable[Observation]) -> int:
     return int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in observations))
-
-
-def _shape(observation: Observation) -> _Shape:
-    batch = round(math.log2(max(observation.atomic_bsz, 1.0)))
-    return observation.nodes, observation.replicas, observation.accum_steps, batch
 
 
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:

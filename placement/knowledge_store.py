@@ -55,7 +55,8 @@ import pyarrow.parquet as pq
 
 from placement.fitting import Observation
 from placement.goodput import NoiseScale
-from placement.knowledge import Batches, KnowledgeConfig, KnownNoise, KnownStep, Memory, covers, merged
+from placement.knowledge import KnowledgeConfig
+from placement.memory import Batches, KnownNoise, KnownStep, Memory, covers, merged
 
 logger = logging.getLogger("placement.allocator")
 

@@ -16,8 +16,9 @@ import pytest
 
 from placement.cluster import GPU_TYPE_LABEL, Cluster
 from placement.fitting import Observation
-from placement.knowledge import Knowledge, Memory
+from placement.knowledge import Knowledge
 from placement.knowledge_store import FOLDER, KnowledgeStore, StorageRoot
+from placement.memory import Memory
 from tests.placement.test_knowledge import fresh, measured
 from tests.placement.views import node
 
