@@ -11,11 +11,15 @@ import ray
 from elastic_ray.events import EventKind
 from elastic_ray.handle import JobHandle
 from placement.actor import PolicyConflictError, get_or_create_allocator
+from placement.cluster import GPU_TYPE_LABEL
 from placement.jobs import JobView
 from tests.job import traced
 from tests.job.jobs import start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=3, _system_config={}), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4"}, _system_config={}),
+    pytest.mark.timeout(240),
+]
 
 ADAPT = {"max_batch_size": 96, "local_bsz_bounds": (6, 96)}
 NET = {
@@ -63,6 +67,7 @@ def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_die
     assert len(told[0].epoch_ends) < len(told[-1].epoch_ends) <= 30
     assert told[-1].done >= len(told[-1].epoch_ends) * 960 / 96, "the least that so many samples can be worth"
     assert {view.fingerprint for view in views} == {"little-net on 1 CPU"}
+    assert {gpu for view in views for gpu in view.observations} == {"T4"} == set(views[-1].models)
 
     (file,) = (tmp_path / "runs" / ".elastic_ray" / "knowledge").glob("*.parquet")
     assert file.stat().st_size > 0
