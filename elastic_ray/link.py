@@ -16,7 +16,7 @@ class ModelInfo:
 
     Attributes:
         kind: name of its class.
-        details: what decides how long its steps take, as text.
+        details: digest of what decides how long its steps take.
     """
 
     kind: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ def describe_model(module: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
     lines += [
         f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}" for name, param in module.named_parameters()
     ]
-    return ModelInfo(kind=type(module).__name__, details="\n".join(lines))
+    return ModelInfo(kind=type(module).__name__, details=hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
 
 def describe_sample(dataset: Any) -> str:
