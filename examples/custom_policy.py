@@ -1,6 +1,6 @@
 """A policy of one's own: two small jobs on a local cluster of four slots, shared out by the function below.
 
-    python examples/custom_policy.py        (about half a minute)
+    python examples/custom_policy.py        (about three quarters of a minute on two cores)
 
 The same function replays a trace in the simulator, beside the policies that come with it:
 
@@ -66,7 +66,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Submit a long job and, once it has all slots, a short one; print how their sizes move."""
+    """Submit a long job and, once it has all slots, a short one; print how their sizes move until it has them again."""
     import ray
     import ray.train
 
@@ -85,11 +85,13 @@ def main() -> None:
         ).submit()
 
     begin_s, shown = time.monotonic(), ""
-    jobs = {"long": submit("long", epochs=100)}
+    jobs = {"long": submit("long", epochs=10_000)}
     while not all(job.done() for job in jobs.values()):
         statuses = {name: job.status() for name, job in jobs.items()}
         if statuses["long"].workers == 4 and "short" not in jobs:
-            jobs["short"] = submit("short", epochs=20)
+            jobs["short"] = submit("short", epochs=12)
+        if "short" in jobs and jobs["short"].done() and statuses["long"].workers == 4:
+            jobs["long"].stop()  # it has all slots again: enough has been seen
         sizes = ", ".join(f"{name} {status.workers}" for name, status in statuses.items())
         if sizes != shown:
             print(f"{time.monotonic() - begin_s:5.1f} s  workers: {sizes}", flush=True)

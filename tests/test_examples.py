@@ -53,5 +53,5 @@ def test_a_policy_of_ones_own_moves_the_sizes() -> None:
     sizes = re.findall(r"workers: (.*)", output)
     assert "long 4" in sizes, output
     assert any(re.fullmatch(r"long [12], short [23]", size) for size in sizes), "the shorter one comes first"
-    assert "after 100 epochs" in output and "after 20 epochs" in output
+    assert sizes.index("long 4, short 0") < len(sizes) - 1 and "after 12 epochs" in output, "all slots again"
     assert "decided by least_left_first" in output
