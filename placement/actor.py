@@ -98,6 +98,11 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
     raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r}; try again")
 
 
+def find_allocator(parcel: PolicyParcel | None) -> Any:
+    """The cluster's allocator whatever its policy; made with this one, or the default, if there is none. Never waits."""
+    return _named_actor(parcel or pack_policy("goodput"), None)
+
+
 def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
     head = head_node_id()
     options: dict[str, Any] = {

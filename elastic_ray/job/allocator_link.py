@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.storage import resolve
-from placement.actor import PolicyConflictError, get_or_create_allocator
+from placement.actor import find_allocator
 from placement.jobs import JobView
 from placement.knowledge import Prior
 from placement.knowledge_store import StorageRoot
@@ -94,8 +94,5 @@ class AllocatorLink:
             self._advise(answer.priors)
 
     def _find(self) -> Any:
-        try:
-            return get_or_create_allocator(self._spec.policy)
-        except PolicyConflictError as error:  # made anew by another job since this one was submitted
-            logger.warning("job %s: %s", self._spec.job, error)
-            return get_or_create_allocator()
+        # Whether the policy may rule was asked when the job was submitted; here it serves to make a lost allocator anew.
+        return find_allocator(self._spec.policy)
