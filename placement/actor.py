@@ -99,7 +99,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def find_allocator(parcel: PolicyParcel | None) -> Any:
-    """The cluster's allocator whatever its policy; made with this one, or the default, if there is none. Never waits."""
+    """The cluster's allocator whatever its policy; made with this one if there is none. Never waits."""
     return _named_actor(parcel or pack_policy("goodput"), None)
 
 

@@ -94,5 +94,5 @@ class AllocatorLink:
             self._advise(answer.priors)
 
     def _find(self) -> Any:
-        # Whether the policy may rule was asked when the job was submitted; here it serves to make a lost allocator anew.
+        # Whether the policy may rule was asked at submission; here it only makes a lost allocator anew.
         return find_allocator(self._spec.policy)
