@@ -14,8 +14,9 @@ from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.storage import RunStorage, make_result
-
-NAMESPACE = "elastic_ray"
+from placement.actor import NAME as ALLOCATOR
+from placement.actor import NAMESPACE
+from placement.explaining import Explanation
 
 
 def find_controller(job: str) -> Any | None:
@@ -150,6 +151,25 @@ class JobHandle:
         if ending is not None and ending.outcome is None:  # the controller was lost, its file is there
             events = self._storage().read_events()
         return events[since:]
+
+    def explain(self) -> Explanation | None:
+        """Why the job has the workers that it has, and what it would do with one more; ``str`` of it is for people.
+
+        Returns:
+            None if the job has ended, or the allocator has not heard of it yet.
+        """
+        if self._lease.ending is not None:
+            return None
+        try:
+            allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
+            answer: Explanation = ray.get(allocator.explain.remote(self.job), timeout=START_TIMEOUT_S)
+            return answer
+        except RayTaskError as error:
+            if isinstance(error.cause, KeyError):
+                return None
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except (RayActorError, ValueError):  # it is being made, or made again
+            return None
 
     # --- telling
     # ---------------------------------------------------------------------------------------------

@@ -7,19 +7,37 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from placement.facts import Progress
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a wrapped model tells the job.
+
+    Attributes:
+        kind: name of its class.
+        details: digest of what decides how long its steps take.
+    """
+
+    kind: str
+    details: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderInfo:
-    """What the training loader tells the job.
+    """What the training loader, and the models that it feeds, tell the job.
 
     Attributes:
         limits: what may be done with the batch.
         dataset_size: samples in an epoch, None where unknown.
+        sample: what a sample looks like, as text.
+        models: the wrapped models, in the loop's order.
     """
 
     limits: BatchLimits
     dataset_size: int | None = None
+    sample: str = ""
+    models: tuple[ModelInfo, ...] = ()
 
     @property
     def max_workers(self) -> int:
@@ -37,6 +55,7 @@ class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
     ``step_time`` and ``grad_time`` are medians over ``steps`` undisturbed steps of one shape; 0 where none was seen.
+    ``progress`` is that of the whole run, whatever groups and processes it had.
     """
 
     generation: int
@@ -51,6 +70,7 @@ class StepReport:
     epochs: int | None
     total_steps: int
     batch_size: int
+    progress: Progress | None = None
 
 
 class Link(Protocol):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any
+
+from placement.facts import Progress
 
 
 @dataclasses.dataclass(slots=True)
@@ -14,6 +17,10 @@ class LoopProgress:
 
     position: int = 0
     done: bool = False
+
+
+_MOST_ENDS = 128
+"""Ends of epochs that are remembered: they travel with every heartbeat, and a run may have a million epochs."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,6 +38,10 @@ class RunProgress:
         slot: optimizers stepped within the step in progress.
         sums: what accumulators hold, by accumulator and name.
         reports: calls of ``report`` that the run has made.
+        done: statistical progress of the committed steps, the sum of their gains: scale-invariant iterations, each
+            worth one step at the initial batch.
+        epoch_ends: ``done`` at the end of every ``stride``-th epoch.
+        stride: 1; doubled whenever there would be too many ends.
     """
 
     epoch: int = 0
@@ -43,19 +54,57 @@ class RunProgress:
     slot: int = 0
     sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
     reports: int = 0
+    done: float = 0.0
+    epoch_ends: list[float] = dataclasses.field(default_factory=list)
+    stride: int = 1
+
+    def end_epoch(self) -> None:
+        """The epoch in progress is over."""
+        self.epoch += 1
+        self.loops.clear()
+        if self.epoch % self.stride == 0:
+            self.epoch_ends.append(self.done)
+        if len(self.epoch_ends) > _MOST_ENDS:
+            self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
+
+    def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
+        """A copy that counts the step in progress as done.
+
+        Args:
+            ordinal: loader passes of the epoch that had begun when the step did.
+            count: samples of the step.
+            gain: its statistical progress.
+        """
+        done = copy.deepcopy(self)
+        done.loops = done.loops[:ordinal]
+        done.loops[-1].position += count
+        done.steps += 1
+        done.done += gain
+        return done
+
+    def told(self) -> Progress:
+        """What the allocator hears of it, with ``stride`` epochs counted as one."""
+        epochs = None if not self.epochs else self.epochs / self.stride
+        return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs)
 
     def resume_point(self) -> dict[str, Any]:
         """Epoch and loader positions as JSON values, to stand beside a checkpoint.
 
         A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
         """
-        finished = bool(self.loops) and all(loop.done for loop in self.loops)
-        loops = [] if finished else [[loop.position, loop.done] for loop in self.loops]
+        point = self
+        if self.loops and all(loop.done for loop in self.loops):
+            point = copy.deepcopy(self)
+            point.end_epoch()
         return {
-            "epoch": self.epoch + int(finished),
-            "loops": loops,
-            "steps": self.steps,
-            "reports": self.reports,
+            "epoch": point.epoch,
+            "epochs": point.epochs,
+            "loops": [[loop.position, loop.done] for loop in point.loops],
+            "steps": point.steps,
+            "reports": point.reports,
+            "done": point.done,
+            "epoch_ends": list(point.epoch_ends),
+            "stride": point.stride,
         }
 
     @classmethod
@@ -67,6 +116,10 @@ class RunProgress:
             loops=loops,
             steps=int(point.get("steps", 0)),
             reports=int(point.get("reports", 0)),
+            epochs=point.get("epochs"),
+            done=float(point.get("done", 0.0)),
+            epoch_ends=[float(end) for end in point.get("epoch_ends", ())],
+            stride=int(point.get("stride", 1)),
         )
 
 

@@ -7,13 +7,14 @@ code between them never sees membership, batch size or learning rate move.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from elastic_ray.agreement import Agreement
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.faults import FaultInjector
-from elastic_ray.link import Link, LoaderInfo, StepReport
+from elastic_ray.link import Link, LoaderInfo, ModelInfo, StepReport
 from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
@@ -23,6 +24,7 @@ from elastic_ray.run_progress import LoopProgress, RunProgress
 from elastic_ray.step import Step
 from elastic_ray.step_clock import StepClock
 from elastic_ray.step_sums import StepSums
+from elastic_ray.wrapped import Noise, WrappedModels
 
 
 class Session:
@@ -65,6 +67,7 @@ class Session:
         self.loader: LoaderInfo | None = None
         self.leading_loader: object = None
         self.clock = StepClock()
+        self.models = WrappedModels()
         self.step: Step | None = None
         self.shape_changes = 0
         self.on_shape_change: list[Callable[[], None]] = []
@@ -77,7 +80,6 @@ class Session:
         self._replay: tuple[int, dict[tuple[int, int], dict[str, float]], int] | None = None
         self.applying = False
         self._ordinals_run = False
-        self._noises: list[Callable[[], tuple[float, float] | None]] = []
         self._kept = kept
         self._join_timeout_s = join_timeout_s
         self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
@@ -144,22 +146,17 @@ class Session:
         step = self.outermost_step
         return self.progress.epoch + (step.loop.position / step.total if step is not None and step.total else 0.0)
 
-    def new_model(self, noise: Callable[[], tuple[float, float] | None]) -> int:
+    def new_model(self, told: ModelInfo, noise: Noise) -> int:
         """Number of a newly wrapped model, in the order in which the loop wraps them."""
         if self.synced:
             raise RuntimeError(
                 "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same"
             )
-        self._noises.append(noise)
-        return len(self._noises) - 1
+        return self.models.add(told, noise)
 
     def new_accumulator(self) -> tuple[int, int]:
         """Key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
         return self.sums.new_key(self.progress.epoch if self._ordinals_run else -1)
-
-    def noise(self) -> tuple[float, float] | None:
-        """(sqr, var) of the first model, which stands for the job's statistical efficiency."""
-        return self._noises[0]() if self._noises else None
 
     @property
     def failed(self) -> bool:
@@ -187,7 +184,8 @@ class Session:
             self.shared.install(self._kept)
             self.shared.complete = True
             self._kept = None
-        self.link.ready(self.loader, has_state=self.shared.complete)
+        told = dataclasses.replace(self.loader, models=self.models.told) if self.loader is not None else None
+        self.link.ready(told, has_state=self.shared.complete)
         self.moment("joining")
         self._passage.join(lambda: self.shared.complete, timeout_s=self._join_timeout_s)
         self.synced = True
@@ -239,8 +237,7 @@ class Session:
         # This epoch's sums stay for code after the loop to read; until the next ones are there.
         kept = (-1, self.progress.epoch)
         self.progress.sums = {key: sums for key, sums in self.progress.sums.items() if key[0] in kept}
-        self.progress.epoch += 1
-        self.progress.loops.clear()
+        self.progress.end_epoch()
 
     def begin_step(self, step: Step) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -354,7 +351,9 @@ class Session:
             self._ordinal = step.ordinal
             self.shared.forget_snapshot()
             trained = self._slot_seen > 0 or self._trains
-            self.progress.steps += int(trained)
+            if trained:
+                self.progress.steps += 1
+                self.progress.done += self.models.gain(step.scale)
             self.progress.slot = 0
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
 
@@ -471,10 +470,7 @@ class Session:
         if step is None or self.failed or self.progress.slot == 0:
             left = step.total - step.loop.position if step is not None else 0
             return self.progress.resume_point() | {"left": left}
-        done = copy.deepcopy(self.progress)
-        done.loops = done.loops[: step.ordinal]
-        done.loops[-1].position += step.count
-        done.steps += 1
+        done = self.progress.after(step.ordinal, step.count, self.models.gain(step.scale))
         return done.resume_point() | {"left": step.total - done.loops[-1].position}
 
     # -- for the controller -----------------------------------------------------------------------------------
@@ -500,11 +496,12 @@ class Session:
             steps=steps,
             step_time=step_time,
             grad_time=grad_time,
-            noise=self.noise(),
+            noise=self.models.noise(),
             epoch=progress.epoch,
             epochs=progress.epochs,
             total_steps=progress.steps,
             batch_size=self.clock.batch_size,
+            progress=progress.told(),
         )
 
     # -- the end -----------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.train_loop import pack
 from elastic_ray.progress import Progress
 from elastic_ray.storage import RunStorage, resolve
+from placement.actor import get_or_create_allocator
+from placement.parcel import pack_policy
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
         elastic_config: ElasticConfig | None = None,
         scheduling_config: SchedulingConfig | None = None,
+        model_fingerprint: str | None = None,
+        policy: Any = None,
     ) -> None:
         """Check everything; nothing is started and Ray is not needed yet.
 
@@ -62,6 +66,12 @@ class ElasticTrainer:
             run_config: name, storage, failures, checkpoints.
             elastic_config: how the job changes size and how fast it notices trouble.
             scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
+            model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
+                whose workers have the same resources, share how long their steps take, also beyond their end. By
+                default it is derived from the model, see ``elastic_ray.job.fingerprint``.
+            policy: how the cluster is shared out among all its jobs: a registered name (``"goodput"``, the default,
+                ``"fair_share"``...), ``module:name`` or ``file.py:name``, or a function ``(jobs, cluster, now_s) ->
+                {job: workers or Target}``, class or object of your own. None takes the one that there is.
 
         Raises:
             TypeError: if an argument is of the wrong type, or the function cannot be sent to workers.
@@ -76,6 +86,8 @@ class ElasticTrainer:
         self._run = read_run(run_config)
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = scheduling_config or SchedulingConfig()
+        self._fingerprint = _check_fingerprint(model_fingerprint)
+        self._policy = None if policy is None else pack_policy(policy)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
 
@@ -83,6 +95,7 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
             missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
             cannot be written.
@@ -94,6 +107,8 @@ class ElasticTrainer:
         spec = self._spec()
         self._check_resources()
         _check_name(spec)
+        if self._policy is not None:
+            get_or_create_allocator(self._policy)
         RunStorage(spec.storage_path, spec.storage_filesystem).create()
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:
@@ -143,6 +158,8 @@ class ElasticTrainer:
             elastic=self._elastic,
             scheduling=self._scheduling,
             log_level=self._run.log_level,
+            model_fingerprint=self._fingerprint,
+            policy=self._policy,
         )
 
     def _check_resources(self) -> None:
@@ -154,6 +171,14 @@ class ElasticTrainer:
             logger.warning("%s; waiting, for an autoscaler may bring it", reason)
             return
         raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
+
+
+def _check_fingerprint(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"model_fingerprint must be a name for the model, or None, but got {name!r}")
+    if name is not None and not name.strip():
+        raise ValueError(f"model_fingerprint must be a non-empty name, such as 'resnet18-224', but got {name!r}")
+    return name
 
 
 def _fresh_name() -> str:

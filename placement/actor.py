@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.cluster import Cluster
@@ -29,10 +30,15 @@ from placement.events import (
     JobEnded,
     JobHeartbeat,
     NodesChanged,
+    Recalled,
     Tick,
 )
+from placement.explaining import Explanation
 from placement.jobs import JobView
-from placement.policies import Policy, make_policy
+from placement.keeping import Keeper
+from placement.knowledge import Knowledge, Prior
+from placement.knowledge_store import StorageRoot
+from placement.parcel import PolicyParcel, pack_policy
 from placement.snapshot import RawNode, head_node_id, read_nodes, usable
 
 NAME = "allocator"
@@ -41,26 +47,63 @@ NAMESPACE = "elastic_ray"
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
 _HISTORY = 3  # snapshots of the nodes that are compared
+_ATTEMPTS = 5  # to replace an allocator that has no jobs
+_HEARINGS = 10
+_ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
 _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
 
 logger = logging.getLogger("placement.allocator")
 
 
-def get_or_create_allocator(
-    policy: str | Policy = "goodput", *, config: AllocatorConfig | None = None
-) -> ActorHandle[Any]:
+class PolicyConflictError(ValueError):
+    """The allocator shares the cluster out by another policy, and has jobs."""
+
+
+def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
     """The cluster's allocator, created on first use on the head node (if it is there).
 
+    A cluster has one policy at a time. One that is asked for here takes effect if there is no allocator yet, or one
+    without jobs, which is then replaced.
+
     Args:
-        policy: a registered name or a policy object; matters only to the call that creates the allocator.
-        config: times and thresholds, likewise.
+        policy: whatever ``make_policy`` accepts (a registered name, ``module:name``, a function, class or object);
+            None for the one that there is, or else ``"goodput"``.
+        config: times and thresholds; matters only to the call that creates the allocator.
 
     Raises:
+        PolicyConflictError: jobs are running under another policy.
         ValueError: unknown policy name.
         TypeError: an object that is no policy.
     """
-    make_policy(policy)  # a bad policy is the caller's error, not a crashing actor
+    parcel = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
+    for attempt in range(_ATTEMPTS):
+        handle: ActorHandle[Any] = _named_actor(parcel, config)
+        if policy is None:
+            return handle
+        try:
+            ask: Any = handle.rule_by
+            rule: Rule | None = ray.get(ask.remote(parcel.identity), timeout=_ANSWER_S)
+            if rule is None:
+                return handle
+            if rule.running:
+                raise PolicyConflictError(
+                    f"policy {parcel.name!r} cannot rule this cluster now: its allocator runs policy {rule.policy!r} "
+                    f"for {', '.join(rule.running)}, and all jobs of a cluster share one; leave policy out, give the "
+                    "same one with the same settings, or wait until these jobs have ended"
+                )
+            ray.kill(handle)
+        except RayActorError:  # it is on its way out
+            time.sleep(0.1 * (attempt + 1))
+    raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r}; try again")
+
+
+def find_allocator(parcel: PolicyParcel | None) -> Any:
+    """The cluster's allocator whatever its policy; made with this one if there is none. Never waits."""
+    return _named_actor(parcel or pack_policy("goodput"), None)
+
+
+def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
     head = head_node_id()
     options: dict[str, Any] = {
         "name": NAME,
@@ -73,17 +116,41 @@ def get_or_create_allocator(
         "scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=True) if head else "DEFAULT",
     }
     actor: Any = ray.remote(Allocator)
-    handle: ActorHandle[Any] = actor.options(**options).remote(policy, config)
-    return handle
+    return actor.options(**options).remote(parcel, config)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Who rules, over whom: the answer to one who wants another policy."""
+
+    policy: str
+    running: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a heartbeat.
+
+    Attributes:
+        priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
+        knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
+    """
+
+    priors: Mapping[str, Prior]
+    knows_root: bool
 
 
 class Allocator:
     """The actor's class; use ``get_or_create_allocator``."""
 
-    def __init__(self, policy: str | Policy, config: AllocatorConfig | None = None) -> None:
+    def __init__(self, parcel: PolicyParcel, config: AllocatorConfig | None = None) -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        self._policy = make_policy(policy)
+        self._parcel = parcel
+        self._policy = parcel.open()
         self._config = config
+        self._knowledge = Knowledge()
+        session = ray.get_runtime_context().get_session_name()
+        self._keeper = Keeper(self._knowledge, session, lambda memory: self._handle(Recalled(memory=memory)))
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
         self._controllers: dict[str, ActorHandle[Any]] = {}
@@ -96,24 +163,58 @@ class Allocator:
         self._sending: set[tuple[str, type[Instruction]]] = set()
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
-    async def heartbeat(self, view: JobView, controller: ActorHandle[Any]) -> None:
-        """A job's controller says how the job stands: every second, and at once when something changed."""
+    async def heartbeat(self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None) -> Answer:
+        """A job's controller says how the job stands: every second, and at once when something changed.
+
+        Args:
+            view: the job.
+            controller: its controller.
+            root: where its results are, until the allocator has answered that it knows.
+        """
         core = await self._start()
+        if root is not None and not self._keeper.knows(view.job):
+            await self._keeper.open(view.job, root)  # before anything is decided about it
+        self._keeper.heard(view)
         self._controllers[view.job] = controller
         self._heard_s[view.job] = time.time()
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
         cluster = None if view.job in core.jobs else self._usable(view.job)
         self._handle(JobHeartbeat(view=view, cluster=cluster))
+        return Answer(priors=self._knowledge.priors(view, time.time()), knows_root=self._keeper.knows(view.job))
 
-    async def ended(self, job: str) -> None:
-        """A job is over."""
+    async def ended(self, job: str, view: JobView | None = None) -> None:
+        """A job is over; the view is how it stood at last."""
         await self._start()
-        self._forget(job)
+        self._forget(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
         """What the allocator knows and has decided."""
         return (await self._start()).snapshot()
+
+    async def explain(self, job: str) -> Explanation:
+        """Why a job has what it has, and what it would do with one more worker.
+
+        Raises:
+            KeyError: no such job; names those that there are.
+        """
+        return (await self._start()).explain(job)
+
+    async def rule_by(self, identity: str) -> Rule | None:
+        """Somebody wants the policy with this identity: None if it rules already; else what is in the way.
+
+        Without jobs nothing is, and all that is known has been written, so that this actor may be replaced.
+        """
+        core = await self._start()
+        if identity == self._parcel.identity:
+            return None
+        for _ in range(_HEARINGS):
+            if core.snapshot().settled:
+                break
+            await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
+        if not core.jobs:
+            await self._keeper.save(now=True)
+        return Rule(policy=self._parcel.name, running=core.jobs)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -124,7 +225,7 @@ class Allocator:
                 while (nodes := await self._read()) is None:
                     await asyncio.sleep(_POLL_S)
                 running = any(node.reserved for node in nodes)
-                core = AllocatorCore(self._policy, self._config, settling=running)
+                core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
                 core.handle(NodesChanged(cluster=usable(self._history, ())), time.time())
                 self._core = core
             return self._core
@@ -139,6 +240,7 @@ class Allocator:
                     self._take_nodes()
                 self._handle(Tick())
                 self._ask_the_quiet()
+                self._spawn(self._keeper.save())
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -160,11 +262,13 @@ class Allocator:
         assert self._core is not None, "the loop starts after the core"
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
 
-    def _forget(self, job: str) -> None:
+    def _forget(self, job: str, view: JobView | None = None) -> None:
         self._controllers.pop(job, None)
         self._heard_s.pop(job, None)
         self._ended_s[job] = time.time()
-        self._handle(JobEnded(job=job))
+        self._handle(JobEnded(job=job, view=view))
+        self._keeper.ended(job)
+        self._spawn(self._keeper.save())
 
     def _handle(self, event: Event) -> None:
         assert self._core is not None, "events come after the start"

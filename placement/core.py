@@ -19,6 +19,7 @@ from placement.events import (
     JobHeartbeat,
     JobState,
     NodesChanged,
+    Recalled,
     Tick,
     Unsatisfiable,
 )
@@ -182,9 +183,15 @@ class AllocatorCore:
             if self._jobs.pop(event.job, None) is not None:
                 self._urgent = "end"
                 if self._knowledge is not None:
+                    if event.view is not None:
+                        self._knowledge.learn(event.view, now_s)
                     self._knowledge.ended(event.job)
         elif isinstance(event, NodesChanged):
             self._take_nodes(event.cluster)
+        elif isinstance(event, Recalled):
+            if self._knowledge is not None:
+                self._knowledge.recall(event.memory, now_s)
+                self._pending = self._pending or "model"
         elif isinstance(event, Tick):
             self._drop_silent(now_s)
         if self._settling:

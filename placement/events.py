@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from placement.cluster import Cluster
 from placement.jobs import JobView
+from placement.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +27,15 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """A job is over and gives back everything."""
+    """A job is over and gives back everything.
+
+    Attributes:
+        job: its name.
+        view: how it stood at last, None where nobody can say.
+    """
 
     job: str
+    view: JobView | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,14 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """What earlier jobs have measured was read from where it is kept."""
+
+    memory: Memory
+
+
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick | Recalled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from placement.cluster import TOLERANCE, AllocationError, Cluster, check, slots,
 from placement.constraints import Constraints, decide
 from placement.jobs import JobView, speeds
 from placement.packing import Packing, pack
-from placement.policies.base import Policy, Target, describe
+from placement.policies.base import Policy, Target, as_targets, describe
 from placement.questions import Plan, Question
 from placement.room import Room
 from placement.spanning import keep_apart
@@ -70,7 +70,7 @@ def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
         order = sorted(asked.values(), key=lambda view: view.arrival)
-        targets = policy.decide(order, cluster, now_s)
+        targets = as_targets(policy.name, policy.decide(order, cluster, now_s))
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
@@ -186,6 +186,8 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
         return None
     if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
         return "limits"
+    if before.fingerprint != after.fingerprint:  # others may know the model
+        return "model"
     if before.goodput is None and after.goodput is None:
         return "model" if _sizes(before) != _sizes(after) else None
     if before.goodput is None or after.goodput is None:

@@ -44,3 +44,14 @@ def test_the_loop_runs_alone_and_under_torchrun(launcher: list[str]) -> None:
     match = re.match(r"accuracy (0\.\d+) on the held-out digits", output)
     assert match is not None, output
     assert float(match[1]) >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_policy_of_ones_own_moves_the_sizes() -> None:
+    output = run(sys.executable, "examples/custom_policy.py", timeout_s=140)
+    sizes = re.findall(r"workers: (.*)", output)
+    assert "long 4" in sizes, output
+    assert any(re.fullmatch(r"long [12], short [23]", size) for size in sizes), "the shorter one comes first"
+    assert sizes.index("long 4, short 0") < len(sizes) - 1 and "after 12 epochs" in output, "all slots again"
+    assert "decided by least_left_first" in output

@@ -14,6 +14,7 @@ from collections import OrderedDict, deque
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from placement.goodput import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
+from placement.knowledge import Prior
 
 __all__ = [
     "BatchChoice",
@@ -118,6 +119,7 @@ class BatchTuner:
         self._upper = limits.upper
         self._batch_size = 0
         self._steps = 0
+        self._prior: Prior | None = None
 
     # --- what is known ---
 
@@ -134,10 +136,18 @@ class BatchTuner:
 
     @property
     def model(self) -> GoodputModel | None:
-        """The latest fit with the latest noise scale; None before there are both."""
-        if self._throughput is None or self._noise is None:
+        """The latest fit with the latest noise scale, each others' until there is one of its own; None before both."""
+        prior = self._prior
+        throughput = self._throughput or (prior.model.throughput_model if prior else None)
+        noise = self._noise or (prior.model.noise if prior else None)
+        if throughput is None or noise is None:
             return None
-        return GoodputModel(self._throughput, self._noise, self.limits.init_batch_size)
+        return GoodputModel(throughput, noise, self.limits.init_batch_size)
+
+    @property
+    def own_model(self) -> GoodputModel | None:
+        """The model that it has measured itself; None before there is one."""
+        return None if self._throughput is None else self.model
 
     def observe(
         self,
@@ -175,6 +185,19 @@ class BatchTuner:
         batch_size = replicas * atomic_bsz * (accum_steps + 1)
         self._steps = steps + (self._steps if batch_size == self._batch_size else 0)
         self._batch_size = batch_size
+
+    def set_prior(self, prior: Prior) -> bool:
+        """What others have measured of the same model; it serves until there is a fit of its own. Whether that is news.
+
+        var = tr(Sigma) / M0, and theirs may be another M0.
+        """
+        noise, batch_size = prior.model.noise, self.limits.init_batch_size
+        if prior.model.init_batch_size != batch_size:
+            noise = NoiseScale(sqr=noise.sqr, var=noise.var * prior.model.init_batch_size / batch_size)
+        model = GoodputModel(prior.model.throughput_model, noise, batch_size)
+        prior = dataclasses.replace(prior, model=model)
+        news, self._prior = self._throughput is None and prior != self._prior, prior
+        return news
 
     def set_noise(self, noise: NoiseScale | None) -> None:
         """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
@@ -333,6 +356,8 @@ class BatchTuner:
         start = max(now, limits.init_batch_size)
         measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
         limit = start * MAX_GROWTH if measured else start
+        if self._throughput is None and self._prior is not None:
+            limit = max(limit, self._prior.largest_batch)  # others have been there
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:

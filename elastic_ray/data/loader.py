@@ -12,6 +12,7 @@ from elastic_ray.context import current_session
 from elastic_ray.data.feed import Feed, MapFeed, StepCut, StreamFeed
 from elastic_ray.data.order import SamplerOrder, drops_last, order_for
 from elastic_ray.link import LoaderInfo
+from elastic_ray.parallel.signature import describe_sample
 from elastic_ray.run_progress import LoopProgress
 from elastic_ray.session import Session
 from elastic_ray.step import Step
@@ -143,7 +144,9 @@ class AdaptiveDataLoader:
     def _announce(self) -> None:
         if self._adaptive or self._session.loader is None:
             self._session.leading_loader = self
-            self._session.loader = LoaderInfo(limits=self._limits, dataset_size=self._samples)
+            self._session.loader = LoaderInfo(
+                limits=self._limits, dataset_size=self._samples, sample=describe_sample(self.dataset)
+            )
             self._session.warm_ups.append(self._feed.warm_up)
 
     # -- sizes -------------------------------------------------------------------------------------------------

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job import views
+from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.messages import (
@@ -65,14 +66,14 @@ from elastic_ray.membership.signals import (
     Withdraw,
 )
 from elastic_ray.storage import RunStorage
-from placement.actor import NAMESPACE, get_or_create_allocator
+from placement.actor import NAMESPACE
 from placement.jobs import JobView
+from placement.knowledge import Prior
 from placement.snapshot import head_node_id
 
 logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
-_HEARTBEAT_S = 1.0
 _STOP_GRACE_S = 10.0
 # Nobody waits for the only member of a group, so that a busy machine is no reason to give it up.
 _ALONE_TIMES_LONGER = 15
@@ -128,11 +129,10 @@ class JobController:
         self._failures = 0
         self._most_workers = 0
         self._resize_cost_s = 0.2
+        self._resizes = 0
         self._settled_s = time.monotonic()
         self._stopping_since: float | None = None
-        self._heartbeat_due_s = 0.0
-        self._beating: asyncio.Task[Any] | None = None
-        self._allocator: Any = None
+        self._allocator = AllocatorLink(spec, self._handle, self._view, self._advised)
         self._store: Any = None
         self._address: StoreAddress | None = None
         self._launches: list[Launch] = []
@@ -174,12 +174,12 @@ class JobController:
         """
         views.check_size(workers, self._spec, self._desk)
         self._held_at = workers
-        self._heartbeat_due_s = 0.0
+        self._allocator.soon()
 
     async def release(self) -> None:
         """Leave the job's size to the allocator again."""
         self._held_at = None
-        self._heartbeat_due_s = 0.0
+        self._allocator.soon()
 
     async def stop(self) -> None:
         """End the job after the step in progress."""
@@ -226,8 +226,10 @@ class JobController:
             return  # it was declared lost; whatever it says now, the job has gone on without it
         self._pulse.heard(worker)
         match message:
-            case Beat(ending=True):
+            case Beat(ending=True, report=report):
                 self._pulse.forget(worker)
+                if report is not None:
+                    self._observe(report)
             case Beat(report=report, at=at):
                 if at is not None and at > self._furthest:
                     # No step is committed without every member, however long one of them cannot beat.
@@ -311,9 +313,9 @@ class JobController:
                 if kill:
                     self._given_up.add(worker)
                 self._crew.release(worker, kill=kill)
-                self._heartbeat_due_s = 0.0
+                self._allocator.soon()
             case Announce(plan=plan, to=to):
-                self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan)))
+                self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan, self._crew.gpu_type(plan))))
             case Withdraw(generation=generation, to=to):
                 self._desk.withdraw()
                 self._crew.post(to, Cancel(generation=generation))
@@ -362,8 +364,9 @@ class JobController:
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
         if note.kind is EventKind.RESIZE:
+            self._resizes += 1
             self._resize_cost_s += 0.3 * (note.pause_s - self._resize_cost_s)
-        self._heartbeat_due_s = 0.0
+        self._allocator.soon()
 
     def _is_stuck(self) -> bool:
         """Whether group after group fails without progress (ranks that run different code, a cut network)."""
@@ -383,7 +386,7 @@ class JobController:
         self._record.phase = JobPhase.STARTING
         for instruction in self._machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
-        self._heartbeat_due_s = 0.0
+        self._allocator.soon()
 
     def _event(
         self,
@@ -465,10 +468,7 @@ class JobController:
             self._side(self._fit(snapshot))
         if now_s - self._settled_s > _WARM_UP_AFTER_S and self._machine.current is not None:
             self._crew.keep_warm({m.node for m in self._machine.current.members})
-        if now_s >= self._heartbeat_due_s:
-            self._heartbeat_due_s = now_s + _HEARTBEAT_S
-            if self._beating is None or self._beating.done():
-                self._beating = self._side(self._heartbeat())
+        self._allocator.tick(now_s)
 
     async def _look_at(self, worker: str) -> None:
         """One that is silent may be stopped or starved: its node knows."""
@@ -479,31 +479,29 @@ class JobController:
             self._take(Lost(worker=worker, cause="its process is stopped or gone"))
 
     async def _fit(self, snapshot: Any) -> None:
-        model = await asyncio.to_thread(fit_snapshot, snapshot)
-        change = self._desk.fitted(model)
+        self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+
+    def _advised(self, priors: Mapping[str, Prior]) -> None:
+        """What others have measured of this job's model."""
+        self._change_batch(self._desk.advise(priors))
+
+    def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
         plan = self._machine.current
         if change is not None and plan is not None and self._machine.in_flight is None:
             choice, self._record.batch_reason = change
             self._crew.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
 
-    async def _heartbeat(self) -> None:
-        try:
-            if self._allocator is None:
-                self._allocator = await asyncio.to_thread(get_or_create_allocator)
-            await asyncio.wait_for(self._allocator.heartbeat.remote(self._view(), self._handle), 5.0)
-        except (RayError, asyncio.TimeoutError, ValueError) as error:  # it may be restarting
-            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)
-            self._allocator = None
-
     def _view(self) -> JobView:
         return views.allocator_view(
             self._spec,
             self._desk,
+            resume_point=self._record.restart_point[1],
             submitted_s=self._submitted_s,
             held_at=self._held_at,
             allocation=self._crew.reserved(),
             most_workers=self._most_workers,
             resize_cost_s=self._resize_cost_s,
+            resizes=self._resizes,
         )
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -516,8 +514,8 @@ class JobController:
         self._event(EventKind.FINISHED, workers, 0, reason)
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
         self._crew.disband()
-        if self._allocator is not None:
-            self._allocator.ended.remote(self._spec.job)
+        self._desk.close()
+        self._allocator.ended()
 
     def _status(self) -> JobStatus:
         return views.job_status(self._spec, self._desk, self._record, self._machine)

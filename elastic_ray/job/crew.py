@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import (
 from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult, WorkerSetup
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.worker import Worker
-from elastic_ray.membership.plan import Message
+from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from placement import groups
 from placement.snapshot import group_name
@@ -95,6 +95,11 @@ class Crew:
         for worker in self._fulfilled & self._groups.keys():
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
         return counts
+
+    def gpu_type(self, plan: Plan) -> str | None:
+        """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
+        types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}
+        return next(iter(types), "") if len(types) <= 1 else None
 
     # -- processes ---------------------------------------------------------------------------------------------
 

@@ -48,10 +48,11 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """A worker process, ready to be used."""
+    """A worker process, ready to be used, on a node with GPUs of this type (empty where the node does not say)."""
 
     pid: int
     cuda: bool
+    gpu_type: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,8 @@ class JobSpec:
         elastic: how the job changes size.
         scheduling: how the allocator treats the job beside others.
         log_level: level of the ``elastic_ray`` loggers of controller and workers.
+        model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
+        policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
     """
 
     job: str
@@ -52,6 +54,8 @@ class JobSpec:
     elastic: ElasticConfig
     scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)
     log_level: str = "INFO"
+    model_fingerprint: str | None = None
+    policy: Any = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.messages import ProcessFacts
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership
+from elastic_ray.run_progress import RunProgress
+from placement.facts import Progress
 from placement.jobs import JobView
 
 
@@ -40,13 +44,18 @@ def allocator_view(
     spec: JobSpec,
     desk: BatchDesk,
     *,
+    resume_point: Mapping[str, Any] | None,
     submitted_s: float,
     held_at: int | None,
     allocation: Mapping[str, int],
     most_workers: int,
     resize_cost_s: float,
+    resizes: int,
 ) -> JobView:
-    """The job as the allocator is told of it with every heartbeat."""
+    """The job as the allocator is told of it with every heartbeat.
+
+    ``resume_point`` tells how far a job is that goes on from a checkpoint, before its workers can.
+    """
     limits = desk.loader.limits if desk.loader is not None else None
     bounds = desk.tuner.atomic_bsz_range if desk.tuner is not None else None
     return JobView(
@@ -58,7 +67,7 @@ def allocator_view(
         held_at=held_at,
         allocation=allocation,
         most_workers=most_workers,
-        goodput=desk.model,
+        goodput=desk.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
@@ -70,7 +79,19 @@ def allocator_view(
         preemptible=spec.scheduling.preemptible,
         deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
         whole_nodes=spec.scheduling.whole_nodes,
+        restarts=resizes,
+        fingerprint=fingerprint(spec, desk.loader),
+        progress=_progress(desk, resume_point),
+        models=desk.models,
+        observations=desk.observations,
+        atomic_bsz_ranges=desk.atomic_bsz_ranges,
     )
+
+
+def _progress(desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
+    if desk.latest is not None:
+        return desk.latest.progress
+    return RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
 
 
 def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:

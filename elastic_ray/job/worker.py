@@ -40,6 +40,7 @@ from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session
 from elastic_ray.storage import RunStorage
+from placement.cluster import GPU_TYPE_LABEL
 
 logger = logging.getLogger(__name__)
 
@@ -110,20 +111,24 @@ class Heart:
         while not self._stop.wait(self._interval_s):
             count += 1
             session = self._session
-            due = session.rank == 0 and session.synced and count % self._every == 0
-            report = None
-            if due:
-                try:
-                    report = session.step_report()
-                except Exception:  # the heart must beat on whatever a measurement runs into
-                    logger.exception("the step report failed")
+            report = self._report() if count % self._every == 0 else None
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
             self._link.push(Beat(report=report, at=at))
 
+    def _report(self) -> StepReport | None:
+        session = self._session
+        if session.rank != 0 or not session.synced:
+            return None
+        try:
+            return session.step_report()
+        except Exception:  # the heart must beat on whatever a measurement runs into
+            logger.exception("the step report failed")
+            return None
+
     def stop(self) -> None:
-        """Stop and join."""
-        self._link.push(Beat(ending=True))
+        """Stop and join; the last report shows how far the run has come."""
+        self._link.push(Beat(ending=True, report=self._report()))
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -152,7 +157,8 @@ class Worker:
         (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
         torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
-        return ProcessFacts(pid=os.getpid(), cuda=cuda)
+        labels = ray.get_runtime_context().get_node_labels()
+        return ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
 
     def sees_running(self, pid: int) -> bool:
         """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""

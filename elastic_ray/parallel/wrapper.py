@@ -15,6 +15,7 @@ from elastic_ray.context import current_session
 from elastic_ray.parallel.buffers import BufferSync
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
+from elastic_ray.parallel.signature import describe_model
 from elastic_ray.parallel.state import DictState, ModuleState, OptimizerState
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
@@ -71,7 +72,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._tracker = NoiseTracker(optimizer, len(groups))
         self._reducer = GradientReducer(groups, session, self._tracker, self._grad_scale)
-        self._index = session.new_model(self._tracker_noise)
+        told = describe_model(module, optimizer, amp=grad_scaler is not None)
+        self._index = session.new_model(told, self._tracker_noise)
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
         session.on_shape_change.append(self._tracker.invalidate)

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from placement.cluster import Cluster
+from placement.cluster import AllocationError, Cluster
 from placement.jobs import JobView, speeds
 from placement.room import Room
 
@@ -27,6 +27,20 @@ class Target:
     workers: int
     reason: str
     nodes: Mapping[str, int] | None = None
+
+
+def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
+    """A policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
+
+    Raises:
+        AllocationError: it is no mapping (rule ``mapping``).
+    """
+    if not isinstance(answer, Mapping):
+        raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")
+    return {
+        job: told if isinstance(told, Target) else Target(workers=told, reason=f"decided by {policy}")
+        for job, told in answer.items()
+    }
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from placement.policies.fifo import FifoPolicy
 from placement.policies.fixed import FixedPolicy
 from placement.policies.goodput import GoodputPolicy
 from placement.policies.optimus import OptimusPolicy
+from placement.policies.own import load, own_policy
 from placement.policies.pollux import PolluxPolicy
 from placement.policies.sia import SiaPolicy
 from placement.policies.throughput_efficiency import ThroughputEfficiencyPolicy
@@ -34,17 +35,27 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 """Registered policies; the contract tests run over all of them."""
 
 
-def make_policy(policy: str | Policy) -> Policy:
-    """The policy of that name, or the policy itself.
+def make_policy(policy: object) -> Policy:
+    """A policy of whatever may stand for one.
+
+    Args:
+        policy: a registered name; ``module:name`` or ``path/to/file.py:name`` of one's own; a policy object or class;
+            or a plain function ``(jobs, cluster, now_s) -> {job: workers or Target}``.
 
     Raises:
-        ValueError: if no policy has that name.
-        TypeError: if the object is not a policy.
+        ValueError: no policy has that name.
+        TypeError: the object can be none.
     """
-    if isinstance(policy, str):
-        if policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(sorted(POLICIES))}, or a Policy, but got {policy!r}")
+    if not isinstance(policy, str):
+        return own_policy(policy)
+    if policy in POLICIES:
         return POLICIES[policy]()
-    if not isinstance(policy, Policy):
-        raise TypeError(f"policy must have a name and decide(jobs, cluster, now_s), but got {policy!r}")
-    return policy
+    if ":" in policy:
+        try:
+            return own_policy(load(policy))
+        except TypeError as error:  # the name is right, what it names is not
+            raise ValueError(f"policy {policy!r}: {error}") from error
+    raise ValueError(
+        f"policy must be one of {', '.join(sorted(POLICIES))}, or a policy of your own as module:name or "
+        f"path/to/file.py:name, but got {policy!r}"
+    )

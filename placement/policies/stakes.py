@@ -63,12 +63,10 @@ def worth_of(
         present: where jobs are now.
         seats: where they would be.
         valid: per job, whether ``seats`` is something it may have; else it counts as not running.
+        may_wait: per job, whether having nothing is an option like the others, with speed 0.
     """
     runs = np.array(
-        [
-            bool(seat.place) and ok or (waits and not seat.place)
-            for seat, ok, waits in zip(seats, valid, may_wait, strict=True)
-        ],
+        [ok if seat.place else waits for seat, ok, waits in zip(seats, valid, may_wait, strict=True)],
         dtype=np.bool_,
     )
     same = np.array([now == then or not now.place for now, then in zip(present, seats, strict=True)], dtype=np.bool_)

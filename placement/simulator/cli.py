@@ -15,6 +15,8 @@ from placement.simulator.options import add_disturbances, add_facts, disturbance
 from placement.simulator.price_table import PriceTable, read_prices
 from placement.simulator.rules import RULES
 
+_POLICY_HELP = f"comma-separated, of {', '.join(sorted(POLICIES))}; or your own, module:name or path/to/file.py:name"
+
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of ``python -m placement.simulator``."""
@@ -23,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--profiles", required=True, metavar="DIR", help="folder with one folder per application")
     made.add_argument("--cluster", required=True, help="such as aws:16x4 or aws:6x4,rtx:3x8,dgx-ext:2x8")
     made.add_argument("--rules", default="pollux", choices=sorted(RULES), help="whose rules of time and cost")
-    made.add_argument("--policy", default="goodput", help=f"comma-separated, of {', '.join(sorted(POLICIES))}")
+    made.add_argument("--policy", default="goodput", help=_POLICY_HELP)
     made.add_argument("--seed", type=int, default=0, help="of everything random")
     made.add_argument("--json", metavar="OUT", help="write one record per trace and policy")
     made.add_argument("--plot", metavar="OUT.png", help="draw the allocation over time of every trace and policy")

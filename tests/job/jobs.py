@@ -26,6 +26,8 @@ def start(
     elastic: dict[str, Any] | None = None,
     labels: dict[str, str] | None = None,
     scheduling: er.SchedulingConfig | None = None,
+    model_fingerprint: str | None = None,
+    policy: Any = None,
     **config: Any,
 ) -> er.JobHandle:
     """Submit a traced job; its trace lies in ``folder / "trace"``."""
@@ -47,6 +49,8 @@ def start(
         ),
         elastic_config=er.ElasticConfig(faults=faults, **(elastic or {})),
         scheduling_config=scheduling,
+        model_fingerprint=model_fingerprint,
+        policy=policy,
     ).submit()
 
 

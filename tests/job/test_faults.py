@@ -30,6 +30,7 @@ def test_kill_at_every_moment_of_a_step(ray_cluster: Any, tmp_path: Path) -> Non
     assert len(failures) == 5, kinds(handle)
     assert {event.from_workers - event.to_workers for event in failures} == {1}
     assert len(account.epochs) == 6 and len(account.final) == 1
+    assert account.progress == {(48.0, (8.0, 16.0, 24.0, 32.0, 40.0, 48.0))}  # no lost step counts
     assert all(event.pause_s < 5 for event in failures), [event.pause_s for event in failures]
 
 

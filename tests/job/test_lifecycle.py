@@ -48,6 +48,8 @@ def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp
     after = min(line["step"] for line in steps if line["generation"] == max(s["generation"] for s in steps))
     assert after == 8, "the second epoch begins anew"
     assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == [0, 1, 2]
+    finals = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "final"]
+    assert {(line["done"], *line["epoch_ends"]) for line in finals} == {(24.0, 8.0, 16.0, 24.0)}  # none counts twice
 
 
 def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def train(config: dict[str, Any]) -> str:
     import torch
 
     import elastic_ray as er
+    from elastic_ray.context import current_session
 
     if "starve" in config and not _first_in(Path(config["starve"])):
         raise MemoryError("no room for the model")
@@ -75,7 +76,8 @@ def train(config: dict[str, Any]) -> str:
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
         er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
     final = state_hash(model, optimizer, scheduler)
-    trace.write("final", hash=final)
+    told = current_session().progress.told()
+    trace.write("final", hash=final, done=told.done, epoch_ends=told.epoch_ends)
     return final
 
 
@@ -156,6 +158,7 @@ class Account:
         longest_gap_s: longest time between the beginnings of two successive committed steps.
         pids: processes that took part.
         final: digests at the end.
+        progress: what all ranks say of it at the end: ``(done, ends of epochs)``, in steps at the initial batch.
     """
 
     epochs: dict[int, list[int]]
@@ -163,6 +166,7 @@ class Account:
     longest_gap_s: float
     pids: set[int]
     final: set[str]
+    progress: set[tuple[float, tuple[float, ...]]]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -206,6 +210,7 @@ def account(folder: Path, *, samples: int = 192) -> Account:
         longest_gap_s=float(np.max(np.diff(begins))),
         pids={int(line["pid"]) for line in lines},
         final={str(line["hash"]) for line in lines if line["kind"] == "final"},
+        progress={(line["done"], tuple(line["epoch_ends"])) for line in lines if line["kind"] == "final"},
     )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from placement.actor import NAMESPACE, get_or_create_allocator
+from placement.actor import NAMESPACE, PolicyConflictError, get_or_create_allocator
+from placement.cluster import Cluster
 from placement.events import CoreSnapshot
 from placement.groups import ready, release, reserve
 from placement.jobs import JobView
@@ -239,3 +240,56 @@ def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_
     wait_until(lambda: jobs.held() == {"a": 10}, "the new node is used")
     ray_nodes.remove_node(third, allow_graceful=False)
     wait_until(lambda: sum(snapshot().jobs["a"].target.values()) == 8, "the lost node is noticed")
+
+
+def one_each(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
+    """A user's policy; with three jobs it makes a mistake."""
+    return {job.job: 1 if len(jobs) < 3 else 99 for job in jobs}
+
+
+@pytest.fixture
+def ruled_by_one_each() -> Iterator[None]:
+    get_or_create_allocator(one_each)
+    yield
+    get_or_create_allocator("goodput")
+
+
+@pytest.mark.usefixtures("ruled_by_one_each")
+def test_a_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) -> None:
+    for job in "ab":
+        jobs.start(job)
+    wait_until(lambda: jobs.held() == {"a": 1, "b": 1}, "the function decides")
+    assert jobs.told("a")[-1][2] == "decided by one_each"
+    jobs.start("c")
+    wait_until(lambda: any(record.trigger == "refused" for record in snapshot().log), "its answer is refused")
+    refused = next(record for record in snapshot().log if record.trigger == "refused")
+    assert "policy 'one_each' broke rule 'maximum', the last allocation stays: " in refused.reason
+    assert jobs.held() == {"a": 1, "b": 1, "c": 0}
+    jobs.stop("c")
+
+
+def test_one_policy_at_a_time(jobs: Jobs, ruled_by_one_each: None) -> None:
+    """With jobs another one is refused; without, it takes over, and survives a restart of the allocator."""
+    jobs.start("a")
+    wait_until(lambda: jobs.held() == {"a": 1}, "the function decides")
+    with pytest.raises(PolicyConflictError, match=r"'fair_share' cannot rule .* runs policy 'one_each' for a, .* wait"):
+        get_or_create_allocator("fair_share")
+    for same in (one_each, f"{__name__}:one_each", None):
+        get_or_create_allocator(same)
+    assert snapshot().policy == "one_each"
+    jobs.stop("a")
+    get_or_create_allocator("fair_share")
+    assert snapshot().policy == "fair_share"
+    ray.kill(get_or_create_allocator(), no_restart=False)
+    assert snapshot().policy == "fair_share"
+
+
+def test_it_explains_itself(jobs: Jobs) -> None:
+    jobs.start("a")
+    wait_until(lambda: jobs.held() == {"a": 8}, "the job has everything")
+    allocator: Any = get_or_create_allocator()
+    explanation = ray.get(allocator.explain.remote("a"), timeout=10)
+    assert sum(explanation.nodes.values()) == 8
+    assert str(explanation).startswith("job a has 8 workers (4 on ")
+    with pytest.raises(KeyError, match=r"job must be one of \['a'\], but got 'b'"):
+        ray.get(allocator.explain.remote("b"), timeout=10)

@@ -89,3 +89,27 @@ def test_the_core_lets_a_newcomer_start_where_others_have_been() -> None:
 
     assert first_size(None) == 1
     assert first_size(Knowledge()) > 1
+
+
+def test_a_fixed_batch_is_fitted_as_one() -> None:
+    """What was never tried scales perfectly, as in the job's own fit: smaller shares take that much less."""
+    knowledge = Knowledge()
+    one = dataclasses.replace(measured("old", (2,)), max_batch_size=None)
+    knowledge.learn(one, 0.0)
+    for batch, ratio in ((None, 0.5), (4096, 0.75)):
+        told = knowledge.complete(dataclasses.replace(one, max_batch_size=batch), 0.0).goodput
+        assert told is not None
+        halved = told.throughput_model.grad_time(32) / told.throughput_model.grad_time(64)
+        assert halved == pytest.approx(ratio, rel=0.02)
+
+
+def test_a_measurement_that_is_corrected_corrects_the_model() -> None:
+    """The first steps of a job are slow, and it may never run in another shape."""
+    knowledge = Knowledge()
+    first = measured("old", (2,))
+    slow = dataclasses.replace(first.observations["T4"][0], step_time=5.0)
+    for seen, expected in ((slow, 5.0), (first.observations["T4"][0], first.observations["T4"][0].step_time)):
+        knowledge.learn(dataclasses.replace(first, observations={"T4": (seen,)}), 0.0)
+        told = knowledge.complete(first, 0.0).goodput
+        assert told is not None
+        assert told.step_time(1, 2, 64, 0) == pytest.approx(expected, rel=0.02)

@@ -12,6 +12,7 @@ from ray.train.v2.api.config import LoggingConfig
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.job.options import read_run, read_scaling
+from elastic_ray.trainer import ElasticTrainer
 
 
 def changed(config: Any, **fields: Any) -> Any:
@@ -234,3 +235,19 @@ def test_scheduling_config_is_checked(values: Any, error: type[Exception], messa
 def test_elastic_config_types(values: Any) -> None:
     with pytest.raises(TypeError, match=r"must be .*but got"):
         ElasticConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"policy": "godput"}, ValueError, "policy must be one of fair_share, .* got 'godput'"),
+        ({"policy": 3}, TypeError, "policy must be a registered name, a function .* got 3"),
+        ({"model_fingerprint": 3}, TypeError, "model_fingerprint must be a name for the model, or None, but got 3"),
+        ({"model_fingerprint": " "}, ValueError, "model_fingerprint must be a non-empty name, such as 'resnet18-224'"),
+    ],
+)
+def test_a_policy_or_a_fingerprint_that_is_none_is_refused_at_once(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        ElasticTrainer(lambda: None, **arguments)

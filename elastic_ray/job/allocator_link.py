@@ -1,0 +1,98 @@
+"""SHELL: a job controller's way to the cluster's allocator: heartbeats out, what others have measured back."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import posixpath
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.exceptions import RayError
+
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.storage import resolve
+from placement.actor import find_allocator
+from placement.jobs import JobView
+from placement.knowledge import Prior
+from placement.knowledge_store import StorageRoot
+
+logger = logging.getLogger("elastic_ray.job")
+
+_HEARTBEAT_S = 1.0
+_TIMEOUT_S = 5.0
+
+
+class AllocatorLink:
+    """Sends a heartbeat every second, or sooner on demand, one at a time; finds the allocator, and makes it if need be.
+
+    Args:
+        spec: the job.
+        controller: handle of its controller.
+        view: the job as the allocator is to see it now.
+        advise: takes what others have measured of the job's model.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        controller: Any,
+        view: Callable[[], JobView],
+        advise: Callable[[Mapping[str, Prior]], None],
+    ) -> None:
+        self._spec = spec
+        self._controller = controller
+        self._view = view
+        self._advise = advise
+        filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
+        self._root = StorageRoot(path=posixpath.dirname(path), filesystem=filesystem)
+        self._root_is_known = False
+        self._allocator: Any = None
+        self._due_s = 0.0
+        self._attained_s = 0.0
+        self._seen_s = time.monotonic()
+        self._beating: asyncio.Task[None] | None = None
+
+    def soon(self) -> None:
+        """Something has changed: do not wait for the next second."""
+        self._due_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        """Send a heartbeat if one is due [s, monotonic]."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _HEARTBEAT_S
+        if self._beating is None or self._beating.done():
+            self._beating = asyncio.get_running_loop().create_task(self._beat())
+
+    def ended(self) -> None:
+        """The job is over."""
+        if self._allocator is not None:
+            self._allocator.ended.remote(self._spec.job, self._seen())
+
+    def _seen(self) -> JobView:
+        view, now_s = self._view(), time.monotonic()
+        self._attained_s += view.workers * (now_s - self._seen_s)
+        self._seen_s = now_s
+        return dataclasses.replace(view, attained_s=self._attained_s)
+
+    async def _beat(self) -> None:
+        try:
+            if self._allocator is None:
+                self._allocator = await asyncio.to_thread(self._find)
+            root = None if self._root_is_known else self._root
+            beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
+            answer = await asyncio.wait_for(beat, _TIMEOUT_S)
+        except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
+            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)
+            self._allocator, self._root_is_known = None, False
+            return
+        self._root_is_known = answer.knows_root
+        if answer.priors:
+            self._advise(answer.priors)
+
+    def _find(self) -> Any:
+        # Whether the policy may rule was asked at submission; here it only makes a lost allocator anew.
+        return find_allocator(self._spec.policy)

@@ -1,0 +1,109 @@
+"""A policy of one's own: two small jobs on a local cluster of four slots, shared out by the function below.
+
+    python examples/custom_policy.py        (about three quarters of a minute on two cores)
+
+The same function replays a trace in the simulator, beside the policies that come with it:
+
+    python -m placement.simulator --policy examples/custom_policy.py:least_left_first,goodput \
+        --trace TRACE.csv --profiles DIR --cluster aws:16x4 --rules live
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in workers
+
+from placement.cluster import slots
+
+
+def least_left_first(jobs: Any, cluster: Any, now_s: float) -> dict[str, int]:
+    """Everybody's minimum; what is left goes to the job that has the fewest epochs to go, then to the next one.
+
+    Answers with a number of workers for every job, 0 to let it wait. What a job tells of itself is described in
+    ``placement.jobs.JobView``; a number that breaks a rule is refused, and jobs keep what they have.
+    """
+    room = sum(slots(node.free, jobs[0].bundle) for node in cluster.nodes if not node.draining)
+    sizes = {job.job: 0 for job in jobs}
+    for wanted in (lambda job: job.min_workers, lambda job: job.useful_workers):
+        for job in sorted(jobs, key=epochs_left):
+            more = min(wanted(job) - sizes[job.job], room)
+            if sizes[job.job] + more >= job.min_workers:
+                sizes[job.job] += more
+                room -= more
+    return sizes
+
+
+def epochs_left(job: Any) -> float:
+    """As declared with ``remaining_epochs_until``, less those finished; a job that has not begun comes first."""
+    return (job.progress.epochs or float("inf")) - len(job.progress.epoch_ends) if job.progress else 0.0
+
+
+def train(config: dict[str, Any]) -> None:
+    """A little regression, with a pause in each step that stands in for a larger net."""
+    import torch
+
+    import elastic_ray as er
+
+    inputs = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+    model: Any = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=64)
+    for _epoch in er.remaining_epochs_until(config["epochs"]):
+        totals = er.Accumulator()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            totals["loss"] += loss.item() * len(x)
+            time.sleep(0.00125 * len(x))
+        er.report({"loss": totals["loss"] / len(inputs)})
+
+
+def main() -> None:
+    """Submit a long job and, once it has all slots, a short one; print how their sizes move until it has them again."""
+    import ray
+    import ray.train
+
+    import elastic_ray as er
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    folder = tempfile.mkdtemp()
+
+    def submit(name: str, epochs: int) -> Any:
+        return er.ElasticTrainer(
+            train,
+            train_loop_config={"epochs": epochs},
+            scaling_config=ray.train.ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}),
+            run_config=ray.train.RunConfig(name=name, storage_path=folder),
+            policy=least_left_first,
+        ).submit()
+
+    begin_s, shown = time.monotonic(), ""
+    jobs = {"long": submit("long", epochs=10_000)}
+    while not all(job.done() for job in jobs.values()):
+        statuses = {name: job.status() for name, job in jobs.items()}
+        if statuses["long"].workers == 4 and "short" not in jobs:
+            jobs["short"] = submit("short", epochs=12)
+        if "short" in jobs and jobs["short"].done() and statuses["long"].workers == 4:
+            jobs["long"].stop()  # it has all slots again: enough has been seen
+        sizes = ", ".join(f"{name} {status.workers}" for name, status in statuses.items())
+        if sizes != shown:
+            print(f"{time.monotonic() - begin_s:5.1f} s  workers: {sizes}", flush=True)
+            shown = sizes
+        time.sleep(0.1)
+    for name, job in jobs.items():
+        print(f"{name}: loss {job.result().metrics['loss']:.2g} after {job.status().epoch} epochs")
+        for event in job.events():
+            if event.from_workers != event.to_workers:
+                print(f"    {event.from_workers} -> {event.to_workers} workers: {event.reason}")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""SHELL: keeps the allocator's knowledge in files, in threads beside its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from placement.jobs import JobView
+from placement.knowledge import Knowledge
+from placement.knowledge_store import KnowledgeStore, StorageRoot
+from placement.memory import Memory
+
+logger = logging.getLogger("placement.allocator")
+
+_EVERY_S = 10.0
+_LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Place:
+    """One storage root: what is kept there, and since when."""
+
+    store: KnowledgeStore
+    loading: asyncio.Task[None]
+    fingerprints: set[str]
+    version: int = 0
+    saved_s: float = 0.0
+    hurry: bool = False
+    saving: bool = False
+
+
+class Keeper:
+    """Reads what was kept under a storage root when its first job comes, and writes news there.
+
+    Under each root lies what is known of the models of jobs that used it, and of those that were found there.
+
+    Args:
+        knowledge: what is known; only read here.
+        writer: name of this allocator's files, unique among the clusters that share a storage.
+        recall: takes what was read.
+    """
+
+    def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Memory], None]) -> None:
+        self._knowledge = knowledge
+        self._writer = writer
+        self._recall = recall
+        self._places: dict[tuple[str, str], _Place] = {}
+        self._homes: dict[str, _Place] = {}
+
+    def knows(self, job: str) -> bool:
+        """Whether it is known where the job's results are."""
+        return job in self._homes
+
+    async def open(self, job: str, root: StorageRoot) -> None:
+        """A job's results are there; returns when what was kept there has been recalled, or that takes long."""
+        place = self._places.get(root.key)
+        if place is None:
+            store = KnowledgeStore(root, self._writer)
+            loading = asyncio.get_running_loop().create_task(self._load(root.key, store))
+            place = self._places[root.key] = _Place(store=store, loading=loading, fingerprints=set())
+        self._homes[job] = place
+        await asyncio.wait([place.loading], timeout=_LOAD_TIMEOUT_S)
+
+    async def _load(self, key: tuple[str, str], store: KnowledgeStore) -> None:
+        try:
+            memory = await asyncio.to_thread(store.load)
+        except Exception as error:  # a job trains without it all the same
+            logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
+            return
+        self._places[key].fingerprints |= {step.fingerprint for step in memory.steps}
+        self._recall(memory)
+
+    def heard(self, view: JobView) -> None:
+        """A job's heartbeat."""
+        if view.fingerprint is not None and view.job in self._homes:
+            self._homes[view.job].fingerprints.add(view.fingerprint)
+
+    def ended(self, job: str) -> None:
+        """A job is over: its cluster may be gone soon, so what it has measured is written at once."""
+        place = self._homes.pop(job, None)
+        if place is not None:
+            place.hurry = True
+
+    async def save(self, *, now: bool = False) -> None:
+        """Write what is new, where that is due (or everywhere)."""
+        for key, place in list(self._places.items()):
+            due = now or place.hurry or time.monotonic() - place.saved_s >= _EVERY_S
+            if due and place.version != self._knowledge.version and place.loading.done() and not place.saving:
+                await self._save(key, place)
+            elif place.version == self._knowledge.version:
+                place.hurry = False
+
+    async def _save(self, key: tuple[str, str], place: _Place) -> None:
+        version, memory = self._knowledge.version, self._knowledge.memory(place.fingerprints)
+        place.saving, place.hurry, place.saved_s = True, False, time.monotonic()
+        try:
+            if memory.steps:
+                await asyncio.to_thread(place.store.save, memory)
+            place.version = version
+        except Exception as error:  # the next round tries again
+            logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)
+        finally:
+            place.saving = False

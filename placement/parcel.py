@@ -1,0 +1,80 @@
+"""SHELL: a policy on its way to the allocator's process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import pickle
+import sys
+from typing import Any
+
+import ray.cloudpickle
+
+from placement.policies import Policy, make_policy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyParcel:
+    """A policy that any process of the cluster can unpack.
+
+    Attributes:
+        name: of the policy.
+        identity: equal for the same code with the same settings, whoever packed it.
+        pickled: the policy; modules of the user's own travel along.
+    """
+
+    name: str
+    identity: str
+    pickled: bytes
+
+    def open(self) -> Policy:
+        """The policy."""
+        policy: Policy = pickle.loads(self.pickled)
+        return policy
+
+
+def pack_policy(policy: object) -> PolicyParcel:
+    """Pack whatever ``make_policy`` makes a policy of.
+
+    Raises:
+        ValueError: a name that no policy has.
+        TypeError: an object that is no policy, or that cannot be pickled.
+    """
+    if isinstance(policy, PolicyParcel):
+        return policy
+    made = make_policy(policy)
+    source = _source(made)
+    module = sys.modules.get(getattr(source, "__module__", None) or "")
+    own = module is not None and module.__name__.partition(".")[0] not in ("placement", "__main__")
+    try:
+        if own:  # the allocator's process may not find it
+            ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
+        pickled = bytes(ray.cloudpickle.dumps(made))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(
+            f"policy {made.name!r} cannot be sent to the allocator ({error}); create what cannot be pickled inside it"
+        ) from error
+    finally:
+        if own:
+            ray.cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
+    return PolicyParcel(name=made.name, identity=_identity(made, source), pickled=pickled)
+
+
+def _source(policy: Policy) -> Any:
+    """The user's function, or the class."""
+    function = getattr(policy, "function", None)
+    if inspect.ismethod(function):
+        return type(function.__self__)
+    return function if callable(function) else type(policy)
+
+
+def _identity(policy: Policy, source: Any) -> str:
+    """Name, code and settings; a pickle would differ from process to process."""
+    try:
+        code = inspect.getsource(source)
+    except (OSError, TypeError):  # typed into an interpreter, or written in C
+        code = getattr(source, "__qualname__", "")
+    settings = repr(policy) if " at 0x" not in repr(policy) else ""
+    digest = hashlib.sha256(f"{code}\n{settings}".encode()).hexdigest()[:16]
+    return f"{policy.name}/{digest}"

@@ -1,0 +1,92 @@
+"""Jobs that tell how far they are and what they measured, and a later job that starts with it: trained for real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_ray.events import EventKind
+from elastic_ray.handle import JobHandle
+from placement.actor import PolicyConflictError, get_or_create_allocator
+from placement.cluster import GPU_TYPE_LABEL
+from placement.jobs import JobView
+from tests.job import traced
+from tests.job.jobs import start, wait_until
+
+pytestmark = [
+    pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4"}, _system_config={}),
+    pytest.mark.timeout(240),
+]
+
+ADAPT = {"max_batch_size": 96, "local_bsz_bounds": (6, 96)}
+NET = {
+    "model_fingerprint": "little-net",
+    "samples": 960,
+    "batch_size": 24,
+    "adapt": ADAPT,
+    "workers": (1, 3),
+    "elastic": {"warm_workers_per_node": 0},
+}
+
+
+def seen(job: str) -> JobView | None:
+    """The job as the allocator sees it."""
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=20).jobs.get(job)
+    return None if state is None else state.view
+
+
+def watch(handle: JobHandle, views: list[JobView]) -> bool:
+    """Look once; whether the job has measured something."""
+    view = seen(handle.job)
+    if view is not None:
+        views.append(view)
+    return view is not None and bool(view.observations)
+
+
+def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_died(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    first = start(tmp_path, name="first", epochs=20, **NET)
+    views: list[JobView] = []
+    first.resize(3)
+    wait_until(lambda: watch(first, views), first)
+    assert "held at 3" in str(first.explain())
+    first.resize(2)
+    wait_until(lambda: watch(first, views) and first.status().workers == 2, first)
+    first.release()
+    while not first.wait(0.2):
+        watch(first, views)
+    first.result(timeout=30)
+    assert first.status().epoch == 20 and first.explain() is None
+    told = [view.progress for view in views if view.progress is not None]
+    assert told == sorted(told, key=lambda progress: (progress.done, progress.epoch_ends))
+    assert {progress.epochs for progress in told} == {20.0}
+    assert len(told[0].epoch_ends) < len(told[-1].epoch_ends) <= 20
+    assert told[-1].done >= len(told[-1].epoch_ends) * 960 / 96, "the least that so many samples can be worth"
+    assert {view.fingerprint for view in views} == {"little-net on 1 CPU"}
+    assert {gpu for view in views for gpu in view.observations} == {"T4"} == set(views[-1].models)
+
+    (file,) = (tmp_path / "runs" / ".elastic_ray" / "knowledge").glob("*.parquet")
+    assert file.stat().st_size > 0
+    ray.kill(get_or_create_allocator(), no_restart=True)
+    second = start(tmp_path, name="second", epochs=2, **NET)
+    second.result(timeout=120)
+    started = next(event for event in second.events() if event.kind is EventKind.STARTED)
+    assert "no model yet" not in started.reason, "its very first size is by what the other one measured"
+    steps = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step" and line["step"] == 0]
+    latest = max(line["time"] for line in steps) - 5.0
+    assert sum(len(line["indices"]) for line in steps if line["time"] > latest) > 24, "and its very first batch"
+
+
+def test_a_job_brings_its_policy_and_another_one_is_refused(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=(1, 3), name="ruled", policy="fifo", epochs=10_000)
+    wait_until(lambda: seen("ruled") is not None, handle)
+    assert "fifo" in str(handle.explain())
+    with pytest.raises(PolicyConflictError, match=r"'goodput' cannot rule .* runs policy 'fifo' for ruled"):
+        start(tmp_path, workers=1, name="other", policy="goodput")
+    assert not (tmp_path / "runs" / "other").exists()
+    handle.stop()
+    handle.result(timeout=30)

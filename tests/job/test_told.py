@@ -1,0 +1,295 @@
+"""What a job tells the allocator of itself, and what it makes of what it is told: no Ray, no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.config import ElasticConfig
+from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.fingerprint import fingerprint
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.views import allocator_view
+from elastic_ray.link import LoaderInfo, ModelInfo, StepReport
+from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.run_progress import LoopProgress, RunProgress
+from placement.facts import Progress
+from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
+from placement.jobs import JobView
+from placement.knowledge import Prior
+from placement.planning import is_news
+
+TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
+NOISE = NoiseScale(sqr=1.0, var=20.0)
+LIMITS = BatchLimits(init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(16, 512))
+NET = ModelInfo(kind="Net", details="weight (2, 2) float32")
+LOADER = LoaderInfo(limits=LIMITS, dataset_size=10_000, sample="TensorDataset (3,)", models=(NET,))
+PRIOR = Prior(model=GoodputModel(TRUTH, NOISE, 64), largest_batch=1024)
+
+
+def spec(**fields: Any) -> JobSpec:
+    return JobSpec(
+        **{
+            "job": "j",
+            "train_loop": b"",
+            "min_workers": 1,
+            "max_workers": 8,
+            "bundle": {"CPU": 1.0},
+            "use_gpu": False,
+            "label_selector": {},
+            "storage_path": "/tmp/x",
+            "storage_filesystem": None,
+            "max_failures": 0,
+            "num_to_keep": None,
+            "checkpoint_score_attribute": None,
+            "checkpoint_score_order": "max",
+            "runtime_env": {},
+            "elastic": ElasticConfig(),
+            **fields,
+        }
+    )
+
+
+def plan(workers: int, generation: int) -> Plan:
+    return Plan(generation=generation, members=tuple(Member(worker=f"w{i}", node="n") for i in range(workers)))
+
+
+def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any) -> StepReport:
+    values = {
+        "generation": generation,
+        "nodes": 1,
+        "replicas": workers,
+        "shape": shape,
+        "steps": 20,
+        "step_time": float(TRUTH.step_time(1, workers, shape.atomic_bsz, shape.accum_steps)),
+        "grad_time": 0.0,
+        "noise": (1.0, 20.0),
+        "epoch": 0,
+        "epochs": 4,
+        "total_steps": 20,
+        "batch_size": shape.batch_size(workers),
+        "progress": Progress(done=20.0, epochs=4),
+    }
+    return StepReport(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def seen(desk: BatchDesk, resume_point: Any = None, **fields: Any) -> JobView:
+    return allocator_view(
+        spec(**fields),
+        desk,
+        resume_point=resume_point,
+        submitted_s=0.0,
+        held_at=None,
+        allocation={"n": 2},
+        most_workers=2,
+        resize_cost_s=0.2,
+        resizes=0,
+    )
+
+
+def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchDesk, BatchChoice]:
+    desk = BatchDesk(fixed=False)
+    desk.open(LOADER)
+    choice = desk.choose(plan(2, generation), gpu)
+    assert choice is not None
+    return desk, choice
+
+
+def fit_now(desk: BatchDesk, now_s: float) -> Any:
+    snapshot = desk.due(now_s)
+    assert snapshot is not None
+    return desk.fitted(fit_snapshot(snapshot))
+
+
+# -- progress ------------------------------------------------------------------------------------------------------
+
+
+@example([1.0, 2.5] * 300, 300)
+@given(st.lists(st.floats(0.0, 50.0), max_size=600), st.integers(0, 599))
+def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[float], cut: int) -> None:
+    """A run that is cut off and goes on from its checkpoint ends as one that is not."""
+    whole, resumed = RunProgress(epochs=600), RunProgress(epochs=600)
+    ends = [0.0]
+    for number, gain in enumerate(gains):
+        ends.append(ends[-1] + gain)
+        if number == cut:
+            resumed = RunProgress.from_resume_point(json.loads(json.dumps(resumed.resume_point())))
+        for run in (whole, resumed):
+            run.done += gain
+            run.end_epoch()
+            told = run.told()
+            assert len(told.epoch_ends) <= 128
+            assert told.epochs is not None
+            assert list(told.epoch_ends) == ends[run.stride :: run.stride]
+            assert run.epoch / 600 >= len(told.epoch_ends) / told.epochs > run.epoch / 600 - 1 / told.epochs
+    assert whole.told() == resumed.told()
+
+
+def test_a_checkpoint_at_the_end_of_an_epoch_counts_the_epoch() -> None:
+    run = RunProgress(epochs=4, loops=[LoopProgress(64, True)], done=8.0)
+    back = RunProgress.from_resume_point(run.resume_point())
+    assert back.told() == Progress(done=8.0, epoch_ends=(8.0,), epochs=4)
+    assert run.told() == Progress(done=8.0, epochs=4), "the run itself has not gone on"
+
+
+def test_a_step_whose_update_is_in_the_model_counts_in_the_checkpoint() -> None:
+    run = RunProgress(loops=[LoopProgress(64), LoopProgress(8)], done=8.0, steps=5)
+    after = run.after(1, 16, 1.5)
+    assert (after.done, after.steps, after.loops) == (9.5, 6, [LoopProgress(80)])
+    assert (run.done, run.steps, len(run.loops)) == (8.0, 5, 2)
+
+
+def test_progress_is_told_from_the_checkpoint_until_workers_can() -> None:
+    desk, choice = desk_on()
+    point = RunProgress(epoch=2, epochs=4, done=16.0, epoch_ends=[8.0, 16.0]).resume_point()
+    assert seen(desk).progress is None
+    assert seen(desk, point).progress == Progress(done=16.0, epoch_ends=(8.0, 16.0), epochs=4)
+    desk.observe(report(2, choice))
+    assert seen(desk, point).progress == Progress(done=20.0, epochs=4)
+
+
+def test_a_report_that_comes_late_takes_no_progress_back() -> None:
+    desk, choice = desk_on()
+    desk.observe(report(2, choice, total_steps=30, progress=Progress(done=30.0)))
+    desk.observe(report(2, choice, total_steps=20, progress=Progress(done=20.0)))
+    assert seen(desk).progress == Progress(done=30.0)
+    desk.observe(report(2, choice, generation=2, total_steps=8, progress=Progress(done=8.0)))
+    assert seen(desk).progress == Progress(done=8.0), "a restart from a checkpoint does"
+
+
+def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
+    desk, choice = desk_on()
+    before = seen(desk)
+    desk.observe(report(2, choice))
+    assert is_news(before, seen(desk), 0.1) is None
+    assert is_news(dataclasses.replace(before, fingerprint=None), before, 0.1) == "model"
+
+
+# -- fingerprint ---------------------------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_of_what_decides_the_speed_and_nothing_else() -> None:
+    one = fingerprint(spec(), LOADER)
+    assert one is not None and one.startswith("Net-") and one.endswith(" on 1 CPU")
+    other_limits = dataclasses.replace(LOADER, limits=BatchLimits(init_batch_size=8), dataset_size=9)
+    assert fingerprint(spec(job="k", max_workers=3), other_limits) == one
+    different = [
+        fingerprint(spec(bundle={"CPU": 2.0}), LOADER),
+        fingerprint(spec(), dataclasses.replace(LOADER, sample="TensorDataset (4,)")),
+        fingerprint(spec(), dataclasses.replace(LOADER, models=(NET, NET))),
+        fingerprint(spec(), dataclasses.replace(LOADER, models=(dataclasses.replace(NET, details="x"),))),
+    ]
+    assert len({one, *different}) == 5
+    assert fingerprint(spec(), None) is None
+    assert fingerprint(spec(), dataclasses.replace(LOADER, models=())) is None
+
+
+def test_a_name_of_the_users_holds_before_the_model_is_built() -> None:
+    assert fingerprint(spec(model_fingerprint="resnet18-224"), None) == "resnet18-224 on 1 CPU"
+    assert fingerprint(spec(model_fingerprint="resnet18-224"), LOADER) == "resnet18-224 on 1 CPU"
+
+
+# -- observations --------------------------------------------------------------------------------------------------
+
+
+def test_observations_are_told_by_type_and_change_rarely() -> None:
+    desk, choice = desk_on("T4")
+    desk.observe(report(2, choice))
+    fit_now(desk, 10.0)
+    first = seen(desk)
+    assert list(first.observations) == list(first.models) == ["T4"]
+    assert first.goodput == first.models["T4"]
+    (told,) = first.observations["T4"]
+    assert (told.replicas, told.atomic_bsz, told.count) == (2, choice.atomic_bsz, 10.0)
+    desk.observe(report(2, choice, total_steps=40, step_time=told.step_time * 1.05))
+    fit_now(desk, 20.0)
+    assert seen(desk).observations["T4"] is first.observations["T4"], "5 % is no news"
+    for number in range(40):
+        desk.observe(report(2, choice, total_steps=41 + number, step_time=told.step_time * 1.3))
+    fit_now(desk, 30.0)
+    assert seen(desk).observations["T4"][0].step_time == pytest.approx(told.step_time * 1.3)
+
+
+def test_types_are_measured_apart_and_a_mixed_group_tells_nothing() -> None:
+    desk, choice = desk_on("T4")
+    desk.observe(report(2, choice))
+    fit_now(desk, 10.0)
+    there = desk.choose(plan(4, 2), "A100")
+    assert there is not None
+    assert desk.own_model is None and desk.models, "nothing is known there yet, but here it is"
+    desk.observe(report(2, choice, total_steps=25))  # a late one of the old group
+    desk.observe(report(4, there, generation=2, total_steps=40, step_time=0.001))
+    fit_now(desk, 20.0)
+    view = seen(desk)
+    assert {gpu: {o.replicas for o in told} for gpu, told in view.observations.items()} == {"T4": {2}, "A100": {4}}
+    mixed = desk.choose(plan(4, 3), None)
+    assert mixed is not None
+    desk.observe(report(4, mixed, generation=3, total_steps=60, step_time=9.0))
+    fit_now(desk, 30.0)
+    assert seen(desk).observations == view.observations
+    assert desk.goodput() is not None, "it adapts its batch all the same"
+
+
+def test_a_heartbeat_is_small() -> None:
+    """Also of a job that has run in 64 configurations for 100 000 epochs."""
+    desk, _ = desk_on()
+    ends = Progress(done=1e6, epoch_ends=tuple(float(i) for i in range(128)), epochs=1000)
+    for workers in range(1, 9):
+        for atomic in range(16, 528, 64):
+            desk.observe(
+                report(workers, BatchChoice(atomic_bsz=atomic), total_steps=workers * 1000 + atomic, progress=ends)
+            )
+    fit_now(desk, 10.0)
+    size = len(pickle.dumps(seen(desk)))
+    assert len(seen(desk).observations["T4"]) == 64
+    assert size < 8192, size
+
+
+# -- priors --------------------------------------------------------------------------------------------------------
+
+
+def test_others_model_serves_until_there_is_one_of_its_own() -> None:
+    tuner = BatchTuner(LIMITS)
+    assert tuner.decide(1, 4, None).batch_size == 64
+    assert tuner.set_prior(PRIOR) and not tuner.set_prior(PRIOR)
+    first = tuner.decide(1, 4, None)
+    assert 128 < first.batch_size <= PRIOR.largest_batch, first.reason
+    assert tuner.own_model is None and tuner.model == PRIOR.model
+    tuner.set_model(GoodputModel(dataclasses.replace(TRUTH, alpha_c=0.5), NOISE, 64))
+    assert tuner.model == tuner.own_model != PRIOR.model
+    assert not tuner.set_prior(dataclasses.replace(PRIOR, largest_batch=2048)), "its own counts"
+
+
+def test_a_prior_of_another_initial_batch_is_read_in_ones_own() -> None:
+    """var = tr(Sigma) / M0: what was 20 at M0 = 128 is 40 at M0 = 64."""
+    tuner = BatchTuner(LIMITS)
+    tuner.set_prior(Prior(model=GoodputModel(TRUTH, NOISE, 128), largest_batch=1024))
+    assert tuner.model == GoodputModel(TRUTH, NoiseScale(sqr=1.0, var=40.0), 64)
+
+
+def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
+    tuner = BatchTuner(LIMITS)
+    tuner.set_prior(Prior(model=GoodputModel(TRUTH, NoiseScale(sqr=0.0, var=1.0), 64), largest_batch=256))
+    assert tuner.decide(1, 4, None).batch_size == 256
+
+
+def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
+    early = BatchDesk(fixed=False)
+    assert early.advise({"T4": PRIOR}) is None
+    early.open(LOADER)
+    choice = early.choose(plan(2, 1), "T4")
+    assert choice is not None and choice.batch_size(2) > 128
+    late, choice = desk_on("T4")
+    late.observe(report(2, choice, steps=0))
+    change = late.advise({"T4": PRIOR, "A100": PRIOR})
+    assert change is not None and change[0].batch_size(2) > 128
+    assert late.advise({"T4": PRIOR}) is None
+    assert seen(late).goodput is None, "the allocator is told only what the job has measured"

@@ -1,0 +1,143 @@
+"""What jobs have measured survives in files, whoever writes them, and nothing in them can harm an allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+
+from placement.cluster import GPU_TYPE_LABEL, Cluster
+from placement.fitting import Observation
+from placement.knowledge import Knowledge
+from placement.knowledge_store import FOLDER, KnowledgeStore, StorageRoot
+from placement.memory import Memory
+from tests.placement.test_knowledge import fresh, measured
+from tests.placement.views import node
+
+NOW_S = time.time()
+
+
+def knowing(*sizes: int, cpus: float = 8, at_s: float = NOW_S) -> Knowledge:
+    knowledge = Knowledge()
+    knowledge.machines(Cluster(nodes=(node("n0", cpus, labels={GPU_TYPE_LABEL: "T4"}),)))
+    if sizes:
+        knowledge.learn(measured("old", sizes), at_s)
+    return knowledge
+
+
+def known_sizes(knowledge: Knowledge) -> set[int]:
+    told = knowledge.complete(fresh(), NOW_S + 1.0)
+    return {o.replicas for o in told.observations.get("T4", ())}
+
+
+def root_at(path: Path, *, local: bool = True) -> StorageRoot:
+    if local:
+        return StorageRoot(path=str(path), filesystem=pyarrow.fs.LocalFileSystem())
+    return StorageRoot(path="runs", filesystem=pyarrow.fs.SubTreeFileSystem(str(path), pyarrow.fs.LocalFileSystem()))
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file() and FOLDER in str(p))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_what_is_written_comes_back_to_the_bit(tmp_path: Path, local: bool) -> None:
+    root = root_at(tmp_path, local=local)
+    assert KnowledgeStore(root, "first").load() == Memory()
+    memory = knowing(1, 2, 4).memory(["resnet"])
+    assert len(memory.steps) == 3 and len(memory.noises) == 1
+    KnowledgeStore(root, "first").save(memory)
+    assert [path.name for path in files(tmp_path)] == ["first.parquet"]
+    assert KnowledgeStore(root, "second").load() == memory
+    later = knowing()
+    later.recall(KnowledgeStore(root, "second").load(), NOW_S)
+    assert known_sizes(later) == {1, 2, 4}
+    assert later.complete(fresh(), NOW_S).goodput == knowing(1, 2, 4).complete(fresh(), NOW_S).goodput
+
+
+def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
+    root = root_at(tmp_path)
+    one, two = KnowledgeStore(root, "one"), KnowledgeStore(root, "two")
+    one.load(), two.load()
+    one.save(knowing(1, 2).memory(["resnet"]))
+    two.save(knowing(4).memory(["resnet"]))
+    one.save(knowing(1, 2, 8).memory(["resnet"]))
+    both = knowing()
+    both.recall(KnowledgeStore(root, "three").load(), NOW_S)
+    assert known_sizes(both) == {1, 2, 4, 8}
+
+
+def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
+    root = root_at(tmp_path)
+    KnowledgeStore(root, "dead").save(knowing(1, 2).memory(["resnet"]))
+    KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).memory(["resnet"]))
+    store, knowledge = KnowledgeStore(root, "living"), knowing()
+    knowledge.recall(store.load(), NOW_S)
+    store.save(knowledge.memory(["resnet"]))
+    assert len(files(tmp_path)) == 3, "a young file may have a living writer"
+    for path in files(tmp_path):
+        os.utime(path, (NOW_S - 7200, NOW_S - 7200))
+    store.save(knowledge.memory(["resnet"]))
+    assert [path.name for path in files(tmp_path)] == ["elsewhere.parquet", "living.parquet"], "other machines' stays"
+    assert {o.observation.replicas for o in KnowledgeStore(root, "next").load().steps} == {1, 2}
+
+
+@pytest.mark.parametrize("harm", ["torn", "foreign", "no format", "text", "wrong value"])
+def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
+    root = root_at(tmp_path)
+    KnowledgeStore(root, "good").save(knowing(1, 2).memory(["resnet"]))
+    good = files(tmp_path)[0]
+    bad = good.with_name("bad.parquet")
+    if harm == "torn":
+        bad.write_bytes(good.read_bytes()[:-100])
+    elif harm == "foreign":
+        pq.write_table(pa.table({"a": [1]}), bad)
+    elif harm == "no format":
+        pq.write_table(pq.read_table(good).replace_schema_metadata(None), bad)
+    elif harm == "text":
+        bad.write_text("hello")
+    else:
+        table = pq.read_table(good)
+        times = pa.array([-1.0] * table.num_rows)
+        pq.write_table(table.set_column(table.schema.get_field_index("step_time_s"), "step_time_s", times), bad)
+    with caplog.at_level(logging.WARNING):
+        memory = KnowledgeStore(root, "reader").load()
+    assert {o.observation.replicas for o in memory.steps} == {1, 2}
+    assert "bad.parquet, and is left out" in caplog.text and "good.parquet" not in caplog.text
+
+
+def test_another_machine_is_recognised_when_the_file_is_read(tmp_path: Path) -> None:
+    root = root_at(tmp_path)
+    KnowledgeStore(root, "old").save(knowing(1, 2).memory(["resnet"]))
+    memory = KnowledgeStore(root, "new").load()
+    here, there, unsure = knowing(cpus=8), knowing(cpus=64), Knowledge()
+    for knowledge in (here, there, unsure):
+        knowledge.recall(memory, NOW_S)
+    assert (known_sizes(here), known_sizes(there), known_sizes(unsure)) == ({1, 2}, set(), {1, 2})
+    unsure.machines(Cluster(nodes=(node("n9", 64, labels={GPU_TYPE_LABEL: "T4"}),)))
+    assert known_sizes(unsure) == set(), "the nodes came after the file"
+
+
+def test_the_newest_counts_and_the_too_old_does_not(tmp_path: Path) -> None:
+    knowledge = knowing(1, 2)
+    slow = dataclasses.replace(measured("slow", (2,)), observations={"T4": (Observation(1, 2, 64, 0, step_time=9.0),)})
+    older = knowing(at_s=NOW_S)
+    older.learn(slow, NOW_S - 60.0)
+    before = known(knowledge)
+    knowledge.recall(older.memory(["resnet"]), NOW_S)
+    assert known(knowledge) == before
+    ancient = knowing(4, at_s=NOW_S - 31 * 86400.0)
+    knowledge.recall(ancient.memory(["resnet"]), NOW_S)
+    assert known_sizes(knowledge) == {1, 2}
+
+
+def known(knowledge: Knowledge) -> Any:
+    return [step.observation for step in knowledge.memory(["resnet"]).steps]
