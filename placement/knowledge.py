@@ -177,7 +177,7 @@ class Knowledge:
             observations[gpu] = told
             models[gpu] = GoodputModel(model, noise, view.init_batch_size)
             most = max(most, family.most)
-        usual_epoch = self._epochs.get(view.fingerprint)
+        usual_epoch = self._epochs.get(view.fingerprint or "")
         if view.progress is not None and usual_epoch is not None:
             view = dataclasses.replace(view, progress=dataclasses.replace(view.progress, usual_epoch=usual_epoch))
         if not most:

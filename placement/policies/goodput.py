@@ -31,10 +31,13 @@ class GoodputPolicy:
       most ten times, so that nobody starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
-    * phi(s) = (s^p - 1) / p: p = ``power`` if the lengths of all jobs are known, else ``fair_power``. With p = 0,
-      log s, the sum is proportionally fair (Nash's bargaining solution).
+    * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
+      ``fair_power`` unless the lengths of all jobs are known. Then p = jobs / workers that fit, between ``power`` and 1:
+      the nearer each job is to one worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes
+      "shortest remaining time first", which is optimal where speed grows linearly.
 
-    Minimums come first (``admission``). Then every job takes argmax of value - price x workers, with one price per
+    Minimums come first (``admission``), except on a crowded cluster, with p above ``power``: there a job may wait, for
+    which weight x phi(0) is the price, and may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every job takes argmax of value - price x workers, with one price per
     GPU type (``prices``), among sizes that leave no scattered room; what is left is filled with any size. The
     outcome replaces the present allocation only if it is worth more after all costs of changing (``improving``), so
     that equal inputs change nothing. A job's workers are all of one GPU type.
@@ -48,7 +51,7 @@ class GoodputPolicy:
             minutes of loading a checkpoint, could never grow from one worker to two, which would last for days.
         hysteresis: relative gain that is worth taking a worker away from a running job for.
         exponent: a; 0 weighs all jobs alike.
-        power: p where all lengths are known.
+        power: least p where all lengths are known; above so many jobs for each worker, the longest may wait.
         fair_power: p where they are not.
         late: estimated finish-time fairness from which a job weighs more.
         lengths: whether to use declared lengths.
@@ -110,19 +113,16 @@ class GoodputPolicy:
             lateness = overdue(views, left_s, np.maximum(fair, 1.0), now_s)
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
+        crowd = len(views) / max(float(case.capacities.sum()), 1.0) if case.alike and known else 0.0
         return Stakes(
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
-            power=self._power(case) if known else self.fair_power,
+            power=float(np.clip(crowd, self.power, max(self.power, 1.0))) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, self.payback * cost_s),
             hysteresis=self.hysteresis,
+            crowded=crowd > self.power,
         )
-
-    def _power(self, case: Case) -> float:
-        """p for this many jobs: the nearer they are to one worker each, the less there is to share evenly."""
-        crowd = len(case.views) / max(float(case.capacities.sum()), 1.0) if case.alike else 0.0
-        return float(np.clip(crowd, self.power, max(self.power, 1.0)))
 
     def _target(
         self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float, waits: str | None

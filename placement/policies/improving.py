@@ -90,8 +90,8 @@ def improve(
 
 
 def _may_wait(case: Case, stakes: Stakes, present: Sequence[Seat]) -> list[bool]:
-    """Which jobs may get nothing although their minimum fits: where lengths are known, short jobs may go first."""
-    if not case.alike or stakes.power <= 0:
+    """Which jobs may get nothing although their minimum fits."""
+    if not stakes.crowded:
         return [False] * len(present)
     return [
         view.held_at is None and (not here.place or view.stop_cost_s is not None)

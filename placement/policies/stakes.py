@@ -24,6 +24,7 @@ class Stakes:
         power: exponent p of phi.
         horizon_s: time within which a change must pay back, per job [s].
         hysteresis: relative gain that is worth taking a worker away for.
+        crowded: whether long jobs may wait although their minimum fits, so that short ones run.
     """
 
     weight: Floats
@@ -32,6 +33,7 @@ class Stakes:
     power: float
     horizon_s: Floats
     hysteresis: float
+    crowded: bool
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
         """weight x phi(speed x discount), (J, C).
