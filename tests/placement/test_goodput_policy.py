@@ -16,6 +16,7 @@ from placement.fitting import Observation
 from placement.jobs import JobView, speeds
 from placement.planning import make_plan
 from placement.policies import GoodputPolicy
+from placement.policies.worth import remaining
 from placement.simulator.clusters import parse_cluster
 from tests.placement.views import model, view
 
@@ -166,3 +167,22 @@ def test_the_order_of_jobs_does_not_matter_with_lengths_and_types(views: list[Jo
 def test_wrong_settings_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         GoodputPolicy(**{field: value})  # type: ignore[arg-type]
+
+
+def test_on_a_crowded_cluster_the_longest_jobs_wait_and_only_those_that_can_be_stopped_are() -> None:
+    long = gpu_view("long", progress=length(3000), allocation={"aws-000": 1})
+    short = [gpu_view(f"short{i}", progress=length(3), submitted_s=float(i)) for i in range(4)]
+    nodes = parse_cluster("aws:1x4")
+    kept = sizes([long, *short], nodes)
+    assert kept["long"] == 1, "it would lose its work"
+    stopped = sizes([dataclasses.replace(long, stop_cost_s=30.0), *short], nodes)
+    assert stopped["long"] == 0 and sum(stopped.values()) == 4
+    roomy = sizes([dataclasses.replace(long, stop_cost_s=30.0), *short], parse_cluster("aws:8x4"))
+    assert roomy["long"] >= 1
+
+
+def test_the_length_of_an_epoch_is_known_from_other_jobs_of_the_model() -> None:
+    fresh = Progress(done=5.0, epochs=10.0, usual_epoch=100.0)
+    assert remaining(fresh) == 995.0
+    assert remaining(dataclasses.replace(fresh, done=150.0)) == 1350.0, "it has outgrown the usual"
+    assert remaining(dataclasses.replace(fresh, done=60.0, epoch_ends=(50.0,))) == 440.0, "its own counts"

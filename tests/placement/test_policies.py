@@ -178,11 +178,12 @@ def test_goodput_explores_by_doubling_before_there_is_a_model() -> None:
 
 
 def test_goodput_leaves_alone_what_does_not_pay_back() -> None:
-    # Twice the speed for the next 200 s (the horizon) is not worth 2000 s of standing still.
+    # Twice the speed for the next 300 s (the horizon) is not worth 2000 s of standing still.
     job = view("a", allocation={"n0": 4}, resize_cost_s=2000.0)
-    assert GoodputPolicy(payback=0.0).decide([job], cluster(8), 0.0)["a"].workers == 4
-    # The horizon is 7 times the cost at least, or expensive changes would never be made.
-    assert GoodputPolicy().decide([job], cluster(8), 0.0)["a"].workers == 8
+    assert GoodputPolicy().decide([job], cluster(8), 0.0)["a"].workers == 4
+    # A size that has lasted for hours will last for some more: now it is.
+    assert GoodputPolicy().decide([job], cluster(8), 20_000.0)["a"].workers == 8
+    assert GoodputPolicy().decide([dataclasses.replace(job, restarts=40)], cluster(8), 20_000.0)["a"].workers == 4
     cheap = dataclasses.replace(job, resize_cost_s=0.2)
     assert GoodputPolicy().decide([cheap], cluster(8), 0.0)["a"].workers == 8
 
