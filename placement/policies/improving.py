@@ -76,9 +76,8 @@ def improve(
     valid = [ok and obeys for ok, obeys in zip(valid, obeyed, strict=True)]
     question = _ask(case, stakes, present, valid, floors)
     candidates = [question.seated(picks) for picks in _anew(question)]
-    if all(may_wait[j] or (present[j].place and valid[j]) for j in floors) and not any(
-        here.place and not (valid[j] and j in floors) for j, here in enumerate(present)
-    ):
+    runs = {j for j, here in enumerate(present) if here.place}
+    if runs and all(valid[j] and j in floors for j in runs) and all(may_wait[j] for j in floors if j not in runs):
         stay = np.where([bool(present[j].place) for j in question.jobs], len(case.sizes) + 1, question.options.base)
         candidates.append(question.seated(fill(question.options, stay)))
     now = worth_of(case, stakes, present, present, valid, may_wait)
