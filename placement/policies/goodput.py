@@ -32,12 +32,12 @@ class GoodputPolicy:
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
-      ``fair_power`` unless the lengths of all jobs are known. Then p = jobs / workers that fit, from ``power`` to 1:
+      ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
+      ``crowd`` jobs for each worker that fits) in proportion to the crowd more, up to 1:
       the nearer each job is to one worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes
       "shortest remaining time first", which is optimal where speed grows linearly.
 
-    Minimums come first (``admission``), except on a crowded cluster, with more than ``crowd`` jobs for each worker that
-    fits: there a job may wait, for which weight x phi(0) is the price, and a running one may be stopped if it says what
+    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0) is the price, and a running one may be stopped if it says what
     that costs (``JobView.stop_cost_s``). Then every job takes argmax of value - price x workers, with one price per GPU
     type (``prices``), among sizes that leave no scattered room; what is left is filled with any size. The outcome
     replaces the present allocation only if it is worth more after all costs of changing (``improving``), so that equal
@@ -50,7 +50,7 @@ class GoodputPolicy:
         horizon_s: least H, time within which a change must pay back [s]; H is the mean time that a size of this job has
             lasted if that is longer. So a job whose changes cost minutes does not follow every short job that comes and
             goes, and does not stay at one worker for days either: the longer it stays, the more a change may cost.
-        crowd: jobs for each worker that fits above which the longest may wait.
+        crowd: jobs for each worker that fits from which a cluster is crowded.
         hysteresis: relative gain that is worth taking a worker away from a running job for.
         exponent: a; 0 weighs all jobs alike.
         power: least p where all lengths are known; see above.
@@ -71,7 +71,9 @@ class GoodputPolicy:
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:
             raise ValueError(f"horizon_s must be above 0 seconds, but got {self.horizon_s}")
-        for field in ("crowd", "hysteresis", "exponent"):
+        if not self.crowd > 0:
+            raise ValueError(f"crowd must be above 0 jobs for each worker, but got {self.crowd}")
+        for field in ("hysteresis", "exponent"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
         for field in ("power", "fair_power"):
@@ -121,7 +123,7 @@ class GoodputPolicy:
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
-            power=float(np.clip(crowd, self.power, max(self.power, 1.0))) if known else self.fair_power,
+            power=min(self.power * max(crowd / self.crowd, 1.0), 1.0) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, lasted_s),
             hysteresis=self.hysteresis,
             crowded=crowd > self.crowd,

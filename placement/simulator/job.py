@@ -319,7 +319,7 @@ class SimulatedJob:
             atomic_bsz_range=self.app.local_bsz_range(gpu),
             accumulation=True,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
-            stop_cost_s=self.rules.expected_restart_s(self.app.name) if self.rules.round_s else None,
+            stop_cost_s=self.rules.expected_stop_s(self.app.name),
             requested_workers=self.trace.num_replicas if self.requested else None,
             growth_limit=None if self.requested else max(1, 2 * self._most),
             attained_s=sum(self.held_s.values()),

@@ -88,6 +88,10 @@ class Rules(Protocol):
         """What a job says that a change costs it [s]."""
         ...
 
+    def expected_stop_s(self, application: str) -> float | None:
+        """What a job says that being stopped and started again costs it [s]; None if it must not be stopped."""
+        ...
+
     def divisor(self, application: str) -> float:
         """By what true progress is divided."""
         ...
@@ -113,6 +117,10 @@ class PolluxRules:
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""
         return self.restart
+
+    def expected_stop_s(self, application: str) -> float | None:
+        """See ``Rules``."""
+        return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
         """See ``Rules``."""
@@ -150,6 +158,10 @@ class SiaRules:
         """See ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
+    def expected_stop_s(self, application: str) -> float | None:
+        """See ``Rules``."""
+        return self.expected_restart_s(application)
+
     def divisor(self, application: str) -> float:
         """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
@@ -166,6 +178,8 @@ class LiveRules:
     Attributes:
         pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
         start: of a new worker, until it could take a step [s].
+        stop: cost of being stopped and started again, with its state kept [s]; None as long as live jobs keep their
+            state in their workers only, so that no policy may stop one by choice.
         slow_sia: divide progress as Sia's simulator does, to compare with it.
     """
 
@@ -174,6 +188,7 @@ class LiveRules:
     most_workers: int = 64
     pause: float = 0.6
     start: float = 15.0
+    stop: float | None = None
     slow_sia: bool = True
     whole_seconds: bool = False
     profiles_types: bool = True
@@ -182,6 +197,8 @@ class LiveRules:
         for field in ("pause", "start"):
             if not getattr(self, field) >= 0:
                 raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
+        if self.stop is not None and not self.stop >= 0:
+            raise InputError(f"stop must be 0 seconds or more, or None, but got {self.stop}")
 
     @property
     def join_s(self) -> float:
@@ -202,6 +219,10 @@ class LiveRules:
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""
         return self.pause
+
+    def expected_stop_s(self, application: str) -> float | None:
+        """See ``Rules``."""
+        return self.stop
 
     def divisor(self, application: str) -> float:
         """See ``Rules``."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,22 @@ from placement.simulator.clusters import parse_cluster
 from placement.simulator.threads import one_thread
 from placement.throughput import ThroughputModel
 
-CASES = ((160, 16, 0.02), (2000, 512, 0.3), (10_000, 2500, 3.0))
-"""Jobs, nodes of 4 GPUs, and the bar [s]."""
+CASES = (
+    (160, 16, 0.02),
+    (500, 125, None),
+    (1000, 256, None),
+    (2000, 512, 0.3),
+    (5000, 1250, None),
+    (10_000, 2500, 3.0),
+)
+"""Jobs, nodes of 4 GPUs, and the bar [s] where there is one."""
 
 
 def main() -> None:
     """Every case in turn; medians over the repetitions."""
     parser = side_parser(__doc__ or "", sides=False)
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each case")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the times; needs matplotlib")
     options = parser.parse_args()
     rows, bars = [], []
     with one_thread():
@@ -40,10 +49,12 @@ def main() -> None:
             row = measure(jobs, nodes, 1 if options.quick else options.repeats)
             rows.append(row)
             worst = max(row["first [s]"], row["changed [s]"])
-            bars.append(
-                bar(f"one decision, {jobs} jobs on {4 * nodes} GPUs [s]", value=worst, limit=limit, at_least=False)
-            )
+            if limit is not None:
+                claim = f"one decision, {jobs} jobs on {4 * nodes} GPUs [s]"
+                bars.append(bar(claim, value=worst, limit=limit, at_least=False))
             bars.append(bar(f"same inputs, {jobs} jobs: changes", value=row["changes"], limit=0, at_least=False))
+    if options.plot:
+        draw(rows, options.plot)
     finish("decision", rows=rows, bars=bars)
 
 
@@ -69,6 +80,23 @@ def measure(jobs: int, nodes: int, repeats: int) -> dict[str, Any]:
         "same [s]": median(same),
         "changes": changes,
     }
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Times over the number of jobs, both logarithmic, and a line of slope 1 through the last point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    jobs = [row["jobs"] for row in rows]
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for key in ("first [s]", "changed [s]", "same [s]"):
+        axes.loglog(jobs, [row[key] for row in rows], marker="o", label=key.removesuffix(" [s]"))
+    axes.loglog(jobs, [rows[-1]["first [s]"] * n / jobs[-1] for n in jobs], "k:", label="linear")
+    axes.set(xlabel="jobs (as many GPUs, at most)", ylabel="CPU time of a decision [s]")
+    axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def decide(views: Sequence[JobView], cluster: Cluster) -> tuple[list[JobView], float]:
