@@ -33,15 +33,16 @@ class GoodputPolicy:
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
       ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
-      ``crowd`` jobs for each worker that fits) in proportion to the crowd more, up to 1:
-      the nearer each job is to one worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes
-      "shortest remaining time first", which is optimal where speed grows linearly.
+      ``crowd`` jobs for each worker that fits) the larger the crowd, the more, up to 1: the nearer each job is to one
+      worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
+      first", which is optimal where speed grows linearly.
 
-    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0) is the price, and a running one may be stopped if it says what
-    that costs (``JobView.stop_cost_s``). Then every job takes argmax of value - price x workers, with one price per GPU
-    type (``prices``), among sizes that leave no scattered room; what is left is filled with any size. The outcome
-    replaces the present allocation only if it is worth more after all costs of changing (``improving``), so that equal
-    inputs change nothing. A job's workers are all of one GPU type.
+    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0) is
+    the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every job
+    takes argmax of value - price x workers, with one price per GPU type (``prices``), among sizes that leave no
+    scattered room; what is left is filled with any size. The outcome replaces the present allocation only if it is
+    worth more after all costs of changing (``improving``), so that equal inputs change nothing. A job's workers are all
+    of one GPU type.
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s) the
     average completion time of a trace moves by 1 to 4 %, down on some and up on others.
