@@ -96,9 +96,16 @@ class LocalCluster:
         assert accepted, message
 
     def remove_added_nodes(self) -> None:
-        """Back to the head alone."""
+        """Back to the head alone, once Ray has noticed: it may still start an actor on a node that just died."""
+        import time
+
+        import ray
+
         for node in tuple(self.added):
             self.remove_node(node)
+        deadline = time.monotonic() + 30.0
+        while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def leaks(self) -> list[str]:
         """What a job has left behind: our placement groups, and actors in our namespace but the allocator."""
