@@ -157,6 +157,9 @@ class JobHandle:
 
         Returns:
             None if the job has ended, or the allocator has not heard of it yet.
+
+        Raises:
+            TimeoutError: the allocator does not answer.
         """
         if self._lease.ending is not None:
             return None
@@ -164,6 +167,11 @@ class JobHandle:
             allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
             answer: Explanation = ray.get(allocator.explain.remote(self.job), timeout=START_TIMEOUT_S)
             return answer
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"the allocator has not answered explain() for job {self.job!r} within {START_TIMEOUT_S:g} s; "
+                "its node may be overloaded or gone; ask again"
+            ) from error
         except RayTaskError as error:
             if isinstance(error.cause, KeyError):
                 return None

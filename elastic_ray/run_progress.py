@@ -85,7 +85,7 @@ class RunProgress:
     def told(self) -> Progress:
         """What the allocator hears of it, with ``stride`` epochs counted as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
-        return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs)
+        return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self) -> dict[str, Any]:
         """Epoch and loader positions as JSON values, to stand beside a checkpoint.

@@ -16,12 +16,14 @@ class Progress:
         done: iterations so far, measured.
         epoch_ends: ``done`` at the end of each finished epoch.
         epochs: how many epochs the user declared; None if training has no declared end.
+        stride: how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended.
         usual_epoch: iterations that an epoch took other jobs of the same model, until the first one here has ended.
     """
 
     done: float
     epoch_ends: tuple[float, ...] = ()
     epochs: float | None = None
+    stride: int = 1
     usual_epoch: float | None = None
 
     def __post_init__(self) -> None:
@@ -31,6 +33,8 @@ class Progress:
             raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
         if self.epochs is not None and not self.epochs > 0:
             raise ValueError(f"epochs must be above 0, but got {self.epochs}")
+        if self.stride < 1:
+            raise ValueError(f"stride must be 1 epoch or more, but got {self.stride}")
         if self.usual_epoch is not None and not self.usual_epoch > 0:
             raise ValueError(f"usual_epoch must be above 0 iterations, but got {self.usual_epoch}")
 

@@ -138,7 +138,13 @@ class JobView:
         self._check_history(where)
 
     def _check_history(self, where: str) -> None:
-        for name, least in (("requested_workers", 1), ("growth_limit", 1), ("attained_s", 0), ("restarts", 0)):
+        for name, least in (
+            ("requested_workers", 1),
+            ("growth_limit", 1),
+            ("attained_s", 0),
+            ("restarts", 0),
+            ("stop_cost_s", 0),
+        ):
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {where} must be {least} or more, but got {value}")

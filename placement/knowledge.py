@@ -119,8 +119,8 @@ class Knowledge:
         """Take in what a job's heartbeat says; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
-        if view.progress is not None and view.progress.epoch_ends and view.progress.epoch_ends[-1] > 0:
-            self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / len(view.progress.epoch_ends)
+        if _epoch(view) and view.progress is not None and view.progress.epoch_ends[-1] > 0:
+            self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / _epoch(view)
         for gpu, observations in view.observations.items():
             read = self._read.get((view.job, gpu))
             if read is observations or (read is not None and read == observations):
@@ -273,7 +273,7 @@ def machine_of(node: Node) -> str:
 
 def _epoch(view: JobView) -> int:
     """Finished epochs: gradient noise depends on how far training is."""
-    return 0 if view.progress is None else len(view.progress.epoch_ends)
+    return 0 if view.progress is None else len(view.progress.epoch_ends) * view.progress.stride
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:

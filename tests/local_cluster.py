@@ -104,7 +104,8 @@ class LocalCluster:
         for node in tuple(self.added):
             self.remove_node(node)
         deadline = time.monotonic() + 30.0
-        while sum(node["Alive"] for node in ray.nodes()) > 1 and time.monotonic() < deadline:
+        while sum(node["Alive"] for node in ray.nodes()) > 1:
+            assert time.monotonic() < deadline, "30 s after their end, Ray still takes nodes for alive"
             time.sleep(0.1)
 
     def leaks(self) -> list[str]:

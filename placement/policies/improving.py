@@ -100,7 +100,9 @@ def _may_wait(case: Case, stakes: Stakes, present: Sequence[Seat]) -> list[bool]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """Options of the admitted jobs: those of the case, then each job's floor, then staying as it is."""
+    """Options of the admitted jobs: those of the case, then each job's floor (nothing, for one that may wait), then
+    staying as it is.
+    """
 
     case: Case
     present: Sequence[Seat]

@@ -82,7 +82,11 @@ def _module_of_file(path: Path) -> Any:
     assert spec is not None and spec.loader is not None, "the name ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module is no use to whoever asks next
+        raise
     return module
 
 

@@ -178,8 +178,6 @@ class LiveRules:
     Attributes:
         pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
         start: of a new worker, until it could take a step [s].
-        stop: cost of being stopped and started again, with its state kept [s]; None as long as live jobs keep their
-            state in their workers only, so that no policy may stop one by choice.
         slow_sia: divide progress as Sia's simulator does, to compare with it.
     """
 
@@ -188,7 +186,6 @@ class LiveRules:
     most_workers: int = 64
     pause: float = 0.6
     start: float = 15.0
-    stop: float | None = None
     slow_sia: bool = True
     whole_seconds: bool = False
     profiles_types: bool = True
@@ -197,8 +194,6 @@ class LiveRules:
         for field in ("pause", "start"):
             if not getattr(self, field) >= 0:
                 raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
-        if self.stop is not None and not self.stop >= 0:
-            raise InputError(f"stop must be 0 seconds or more, or None, but got {self.stop}")
 
     @property
     def join_s(self) -> float:
@@ -221,8 +216,8 @@ class LiveRules:
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
-        """See ``Rules``."""
-        return self.stop
+        """None: a live job keeps its state in its workers only, so that no policy may stop one by choice."""
+        return None
 
     def divisor(self, application: str) -> float:
         """See ``Rules``."""

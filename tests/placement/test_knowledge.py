@@ -9,10 +9,12 @@ import pytest
 from placement.cluster import GPU_TYPE_LABEL, Cluster
 from placement.core import AllocatorCore
 from placement.events import JobHeartbeat, NodesChanged
+from placement.facts import Progress
 from placement.fitting import Observation
 from placement.jobs import JobView
 from placement.knowledge import Knowledge, KnowledgeConfig
 from placement.policies import GoodputPolicy
+from placement.policies.worth import remaining
 from tests.placement.views import cluster, model, node, view
 
 MODEL = model()
@@ -113,3 +115,15 @@ def test_a_measurement_that_is_corrected_corrects_the_model() -> None:
         told = knowledge.complete(first, 0.0).goodput
         assert told is not None
         assert told.step_time(1, 2, 64, 0) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_newcomer_knows_how_long_an_epoch_is_also_from_a_run_that_counts_several_as_one() -> None:
+    knowledge = Knowledge()
+    long = Progress(done=900.0, epoch_ends=(400.0, 800.0), epochs=50.0, stride=4)
+    knowledge.learn(dataclasses.replace(measured("old", (1, 2)), progress=long), 0.0)
+    begun = dataclasses.replace(fresh(), progress=Progress(done=3.0, epochs=10.0))
+    told = knowledge.complete(begun, 1.0).progress
+    assert told is not None and told.usual_epoch == 100.0
+    assert remaining(told) == 997.0
+    other = dataclasses.replace(begun, fingerprint="another")
+    assert knowledge.complete(other, 1.0).progress == begun.progress
