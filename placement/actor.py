@@ -17,7 +17,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig, AllocatorCore
@@ -39,7 +38,7 @@ from placement.keeping import Keeper
 from placement.knowledge import Knowledge, Prior
 from placement.knowledge_store import StorageRoot
 from placement.parcel import PolicyParcel, pack_policy
-from placement.snapshot import RawNode, head_node_id, read_nodes, usable
+from placement.snapshot import RawNode, on_head, read_nodes, usable
 
 NAME = "allocator"
 NAMESPACE = "elastic_ray"
@@ -104,7 +103,6 @@ def find_allocator(parcel: PolicyParcel | None) -> Any:
 
 
 def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
-    head = head_node_id()
     options: dict[str, Any] = {
         "name": NAME,
         "namespace": NAMESPACE,
@@ -113,7 +111,7 @@ def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
         "num_cpus": 0,
         "max_restarts": -1,
         "max_concurrency": 1000,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(head, soft=True) if head else "DEFAULT",
+        **on_head(),
     }
     actor: Any = ray.remote(Allocator)
     return actor.options(**options).remote(parcel, config)

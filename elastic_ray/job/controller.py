@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
@@ -69,7 +68,7 @@ from elastic_ray.storage import RunStorage
 from placement.actor import NAMESPACE
 from placement.jobs import JobView
 from placement.knowledge import Prior
-from placement.snapshot import head_node_id
+from placement.snapshot import on_head
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -86,14 +85,13 @@ def start(spec: JobSpec) -> Any:
     """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
     actor: Any = ray.remote(JobController)
     # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
-    head = head_node_id()
     return actor.options(
         name=f"job:{spec.job}",
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else "DEFAULT",
+        **on_head(),
     ).remote(spec)
 
 

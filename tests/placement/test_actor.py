@@ -17,7 +17,7 @@ from placement.cluster import Cluster
 from placement.events import CoreSnapshot
 from placement.groups import ready, release, reserve
 from placement.jobs import JobView
-from placement.snapshot import group_name
+from placement.snapshot import group_name, on_head
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 
@@ -102,7 +102,7 @@ class Jobs:
         self.handles: dict[str, Any] = {}
 
     def start(self, job: str, **fields: Any) -> None:
-        options = {"num_cpus": 0, "namespace": NAMESPACE, "lifetime": "detached", "name": f"job:{job}"}
+        options = {"num_cpus": 0, "namespace": NAMESPACE, "lifetime": "detached", "name": f"job:{job}", **on_head()}
         self.handles[job] = ray.remote(Controller).options(**options).remote(job, fields)
 
     def stop(self, job: str) -> None:
@@ -240,6 +240,20 @@ def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_
     wait_until(lambda: jobs.held() == {"a": 10}, "the new node is used")
     ray_nodes.remove_node(third, allow_graceful=False)
     wait_until(lambda: sum(snapshot().jobs["a"].target.values()) == 8, "the lost node is noticed")
+
+
+def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:
+    class Somewhere:
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    joined = []
+    for _ in range(2):
+        joined.append(ray_nodes.add_node(num_cpus=0))
+        actors = [ray.remote(Somewhere).options(num_cpus=0, **on_head()).remote() for _ in range(3)]
+        assert set(ray.get([actor.node.remote() for actor in actors], timeout=60)) == {ray_nodes.head_node.node_id}
+    for node in joined:
+        ray_nodes.remove_node(node)
 
 
 def one_each(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
