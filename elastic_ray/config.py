@@ -86,6 +86,10 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
+        weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a matter
+            of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first all the same.
+        tenant_weight: weight of its tenant, where ``AllocatorConfig.tenants`` does not name it; None for 1. Of the jobs
+            of a tenant, the largest counts.
     """
 
     priority: int = 0
@@ -93,6 +97,8 @@ class SchedulingConfig:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
+    weight: float = 1.0
+    tenant_weight: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -102,6 +108,16 @@ class SchedulingConfig:
         for name in ("preemptible", "whole_nodes"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
+        for name, unset in (("weight", False), ("tenant_weight", True)):
+            value = getattr(self, name)
+            if value is None and unset:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, but got {value!r}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0 and finite, but got {value}")
+        if self.tenant_weight is not None and not self.tenant:
+            raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
         if self.deadline_s is None:
             return
         if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):

@@ -123,6 +123,23 @@ class JobStatus:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One call of ``elastic_ray.report``.
+
+    Attributes:
+        index: its number in the run, from 1; a run that goes on from a checkpoint counts on.
+        metrics: as rank 0 reported them.
+        checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
+        workers: size of the job then.
+    """
+
+    index: int
+    metrics: Mapping[str, Any]
+    checkpoint: str | None = None
+    workers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
     """One member of the present generation."""
 
@@ -142,6 +159,7 @@ class JobOutcome:
         error: the exception that ended the job, None when it finished or was stopped.
         metrics: rank 0's last reported metrics.
         history: every report of rank 0 in order: ``(metrics, checkpoint path or None)``.
+        first_report: ``Report.index`` of the first of these.
         checkpoints: path and metrics of the checkpoints still kept, oldest first.
         return_value: what rank 0's train function returned.
     """
@@ -150,5 +168,6 @@ class JobOutcome:
     error: BaseException | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[Mapping[str, Any], str | None], ...] = ()
+    first_report: int = 1
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     return_value: Any = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 import ray
@@ -10,13 +12,15 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
 from elastic_ray.errors import JobLostError, TrainFunctionError
-from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.storage import RunStorage, make_result
 from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation
+
+_LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
 def find_controller(job: str) -> Any | None:
@@ -135,6 +139,16 @@ class JobHandle:
         """Rank, node and process of every member of the present generation; none while there is none."""
         return tuple(self._ask("workers") or ())
 
+    @property
+    def last_status(self) -> JobStatus:
+        """The job as the last renewal of its lease found it; asks nobody."""
+        return self._lease.last
+
+    @property
+    def storage_path(self) -> str:
+        """Directory of the job's events and checkpoints."""
+        return self._spec.storage_path
+
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
         """What has happened to the job so far, oldest first.
 
@@ -204,9 +218,57 @@ class JobHandle:
         """Give the job's size back to the allocator after :meth:`resize`."""
         self._ask("release")
 
-    def stop(self) -> None:
-        """End the job after the step in progress; ``result()`` then returns what there is, no error."""
-        self._ask("stop")
+    def weigh(self, weight: float) -> None:
+        """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.
+
+        Raises:
+            ValueError: if it is not above 0.
+        """
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise TypeError(f"weight must be a number, but got {weight!r}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be above 0 and finite, but got {weight}")
+        self._ask("weigh", float(weight))
+
+    def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:
+        """What the train function has reported next.
+
+        Args:
+            after: ``index`` of the report before it; None for the first of this run. A trial waits in ``report`` until
+                enough of its reports have been asked for in this way.
+            timeout: longest wait [s].
+
+        Returns:
+            None if there was none within ``timeout``, or there will be no more: see :meth:`done`.
+        """
+        deadline = time.monotonic() + timeout
+        while self._lease.ending is None:
+            left = max(0.0, min(_LONGEST_ASK_S, deadline - time.monotonic()))
+            report: Report | None = self._ask("next_report", after, left)
+            if report is not None or (self._lease.ending is None and time.monotonic() >= deadline):
+                return report
+            if self._lease.last.phase.ended:
+                self._lease.wait(max(0.0, deadline - time.monotonic()))
+        outcome = self._lease.ending.outcome
+        if outcome is None:
+            return None
+        index = outcome.first_report if after is None else after + 1
+        if not 0 <= index - outcome.first_report < len(outcome.history):
+            return None
+        metrics, checkpoint = outcome.history[index - outcome.first_report]
+        return Report(index=index, metrics=metrics, checkpoint=checkpoint)
+
+    def leave(self) -> None:
+        """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""
+        self._lease.leave()
+
+    def stop(self, *, now: bool = False) -> None:
+        """End the job; ``result()`` then returns what there is, no error.
+
+        Args:
+            now: in the middle of a step; its workers are gone at once. Else after the step in progress.
+        """
+        self._ask("stop", now=now)
         self._lease.look()
 
     # --- inside
@@ -215,13 +277,13 @@ class JobHandle:
     def _storage(self) -> RunStorage:
         return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call the controller; None if the job has ended, in which case ``self._lease.ending`` is set."""
         if self._lease.ending is not None:
             return None
         timeout_s = CALL_TIMEOUT_S if self._lease.answered else START_TIMEOUT_S
         try:
-            return ray.get(getattr(self._controller, method).remote(*arguments), timeout=timeout_s)
+            return ray.get(getattr(self._controller, method).remote(*arguments, **options), timeout=timeout_s)
         except GetTimeoutError as error:
             raise TimeoutError(
                 f"the controller of job {self.job!r} has not answered {method}() within "

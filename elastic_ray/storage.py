@@ -212,11 +212,10 @@ class RunStorage:
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.
         """
-        from ray.train import Checkpoint
-
         if isinstance(checkpoint, str):
-            checkpoint = Checkpoint(checkpoint, self.filesystem)
-        note = _read_note(checkpoint.filesystem, checkpoint.path)
+            note = _read_note(self.filesystem, checkpoint)
+        else:
+            note = _read_note(checkpoint.filesystem, checkpoint.path)
         return None if note is None else note["progress"]
 
     def stored_checkpoints(self) -> tuple[StoredCheckpoint, ...]:

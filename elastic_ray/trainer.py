@@ -104,8 +104,8 @@ class ElasticTrainer:
 
         if not ray.is_initialized():
             ray.init()
-        spec = self._spec()
-        self._check_resources()
+        spec = self.spec()
+        check_resources(spec)
         _check_name(spec)
         if self._policy is not None:
             get_or_create_allocator(self._policy)
@@ -138,7 +138,8 @@ class ElasticTrainer:
                 raise
         return handle.result()
 
-    def _spec(self) -> JobSpec:
+    def spec(self) -> JobSpec:
+        """The job as it would be submitted, with a fresh name if the user gave none."""
         job = self._run.name or _fresh_name()
         return JobSpec(
             job=job,
@@ -162,15 +163,20 @@ class ElasticTrainer:
             policy=self._policy,
         )
 
-    def _check_resources(self) -> None:
-        scaling = self._scaling
-        reason = impossible(scaling.bundle, scaling.min_workers, scaling.label_selector, living_nodes())
-        if reason is None:
-            return
-        if may_autoscale():
-            logger.warning("%s; waiting, for an autoscaler may bring it", reason)
-            return
-        raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
+
+def check_resources(spec: JobSpec) -> None:
+    """Refuse a job that the cluster could never run.
+
+    Raises:
+        ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    """
+    reason = impossible(spec.bundle, spec.min_workers, spec.label_selector, living_nodes())
+    if reason is None:
+        return
+    if may_autoscale():
+        logger.warning("%s; waiting, for an autoscaler may bring it", reason)
+        return
+    raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
 
 
 def _check_fingerprint(name: Any) -> str | None:

@@ -111,6 +111,7 @@ def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
         "num_cpus": 0,
         "max_restarts": -1,
         "max_concurrency": 1000,
+        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
         **on_head(),
     }
     actor: Any = ray.remote(Allocator)

@@ -67,6 +67,8 @@ class JobView:
         preemptible: whether it may be stopped, once it runs, for a job that comes before it.
         deadline_s: when it should be done [s since the epoch]; None if it does not matter.
         whole_nodes: it prefers whole nodes, and nodes of its own.
+        weight: what its speed counts beside that of the others that a policy is asked about with it.
+        tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
     """
 
     job: str
@@ -101,6 +103,8 @@ class JobView:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
+    weight: float = 1.0
+    tenant_weight: float | None = None
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -132,6 +136,10 @@ class JobView:
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
             raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
+        for name in ("weight", "tenant_weight"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} {where} must be above 0 and finite, but got {value}")
         if self.label_selector:
             check_selector(self.label_selector, f"label_selector {where}")
         self._check_batch(where)

@@ -172,12 +172,12 @@ def _fits(view: JobView, room: Room) -> str:
 
 _LIMITS = (
     *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
-    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes"),
+    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight"),
 )
 
 
 def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
-    """Whether a heartbeat says something that a decision depends on: ``limits``, ``model`` or None.
+    """Whether a heartbeat says something that a decision depends on: ``limits``, ``weight``, ``model`` or None.
 
     A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
     speeds all differ by less than ``model_change``, relatively.
@@ -186,6 +186,8 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
         return None
     if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
         return "limits"
+    if abs(after.weight - before.weight) > model_change * before.weight:
+        return "weight"
     if before.fingerprint != after.fingerprint:  # others may know the model
         return "model"
     if before.goodput is None and after.goodput is None:

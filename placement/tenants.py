@@ -62,7 +62,7 @@ def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Pl
     goes to the tenant that has least for its weight first.
     """
     names = sorted({view.tenant for view in question.views})
-    known = {name: tenants.get(name, Tenant(name=name)) for name in names}
+    known = {name: tenants.get(name) or _as_told(name, question.views) for name in names}
     if len(names) <= 1 and not any(tenant.quota for tenant in known.values()):
         return ask(question)
     ceilings, floors = share_out(question, known)
@@ -78,6 +78,12 @@ def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Pl
         mine = question.beside(plan.allocation, later).only(view.job for view in jobs[name])
         plan = plan.plus(ask(within(mine, ceilings[name], kept)))
     return _lend(question, ask, known, jobs, plan)
+
+
+def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
+    """A tenant that the cluster's configuration does not name: its jobs bring its weight."""
+    told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
+    return Tenant(name=name, weight=max(told, default=1.0))
 
 
 def _lend(

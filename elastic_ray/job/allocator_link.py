@@ -47,7 +47,8 @@ class AllocatorLink:
         self._view = view
         self._advise = advise
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
-        self._root = StorageRoot(path=posixpath.dirname(path), filesystem=filesystem)
+        root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
+        self._root = StorageRoot(path=root, filesystem=filesystem)
         self._root_is_known = False
         self._allocator: Any = None
         self._due_s = 0.0

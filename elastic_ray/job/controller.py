@@ -10,18 +10,19 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
-from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job import views
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.feed import ReportFeed
 from elastic_ray.job.messages import (
     Assignment,
     Beat,
@@ -42,6 +43,7 @@ from elastic_ray.link import StepReport
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
 from elastic_ray.membership.plan import Cancel, SetBatch, Stop
 from elastic_ray.membership.rendezvous import StoreAddress, open_store
+from elastic_ray.membership.roster import number
 from elastic_ray.membership.signals import (
     AllLost,
     Announce,
@@ -86,11 +88,12 @@ def start(spec: JobSpec) -> Any:
     actor: Any = ray.remote(JobController)
     # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
     return actor.options(
-        name=f"job:{spec.job}",
+        name=f"job:{spec.trial.controller if spec.trial is not None else spec.job}",
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
+        scheduling_strategy="DEFAULT",  # never the placement group that the caller may be in
         **on_head(),
     ).remote(spec)
 
@@ -100,10 +103,17 @@ class JobController:
 
     def __init__(self, spec: JobSpec) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        self._handle = ray.get_runtime_context().current_actor
+        self._name = spec.trial.controller if spec.trial is not None else spec.job
+        self._side_tasks: set[asyncio.Task[Any]] = set()
+        self._begin(spec)
+        self._main = asyncio.get_event_loop().create_task(self._run())
+
+    def _begin(self, spec: JobSpec, warm: Mapping[str, Sequence[Any]] | None = None, named: int = 0) -> None:
+        """Set up for a job; ``warm`` processes and the ``named`` workers are those of a trial before it."""
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         elastic = spec.elastic
         self._spec = spec
-        self._handle = ray.get_runtime_context().current_actor
         self._record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
         self._machine = JobMembership(
             MembershipConfig(
@@ -114,16 +124,21 @@ class JobController:
                 switch_timeout_s=elastic.collective_timeout_s,
             ),
             first_most=self._record.workers_at_most,
+            named=named,
         )
-        self._crew = Crew(spec, self._handle, self._take, self._on_result)
+        self._crew = Crew(spec, self._handle, self._take, self._on_result, warm)
         self._desk = BatchDesk(fixed=elastic.fixed_batch)
-        alone_s = elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
-        self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=alone_s)
+        self._feed = ReportFeed(
+            taken=int((self._record.restart_point[1] or {}).get("reports", 0)),
+            ahead=spec.trial.reports_ahead if spec.trial is not None else None,
+        )
+        self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
         self._furthest = (0, 0)
         self._submitted_s = time.time()
         self._lease = Pulse(elastic.lease_s)
         self._lease.heard(_DRIVER)
         self._held_at: int | None = None
+        self._weight = spec.scheduling.weight
         self._failures = 0
         self._most_workers = 0
         self._resize_cost_s = 0.2
@@ -135,11 +150,12 @@ class JobController:
         self._address: StoreAddress | None = None
         self._launches: list[Launch] = []
         self._given_up: set[str] = set()
+        self._before = named
         self._stuck: tuple[int, int] = (-1, 0)
         self._return_value: Any = None
+        self._vacated: asyncio.Task[dict[str, list[Any]]] | None = None
         self._closed = asyncio.Event()
-        self._side_tasks: set[asyncio.Task[Any]] = set()
-        self._main = asyncio.get_event_loop().create_task(self._run())
+        self._renewed = asyncio.Event()
 
     # -- for drivers -------------------------------------------------------------------------------------------
 
@@ -179,10 +195,22 @@ class JobController:
         self._held_at = None
         self._allocator.soon()
 
-    async def stop(self) -> None:
-        """End the job after the step in progress."""
+    async def weigh(self, weight: float) -> None:
+        """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
+        self._weight = weight
+        self._allocator.soon()
+
+    async def next_report(self, after: int | None, wait_s: float) -> Report | None:
+        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        return await self._feed.next(after, wait_s)
+
+    async def stop(self, *, now: bool = False) -> None:
+        """End the job: after the step in progress, or, ``now``, in the middle of it."""
+        if now:
+            self._finish(JobPhase.STOPPED)
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
+            self._feed.close()
             members = self._machine.members()
             self._crew.post([member.worker for member in members], Stop())
             if not members:
@@ -195,6 +223,21 @@ class JobController:
     async def close(self) -> None:
         """The driver has all it wants of an ended job."""
         self._closed.set()
+
+    async def renew(self, spec: JobSpec) -> str:
+        """Run another trial in the processes of the one that was closed.
+
+        Returns:
+            Name of this controller; empty if it waits for no other trial.
+
+        Everything but the train function, its config, and the places of results and checkpoints is to be the same.
+        """
+        if self._vacated is None or not self._closed.is_set() or self._renewed.is_set():
+            return ""
+        renewed = self._renewed
+        renewed.set()
+        self._begin(spec, await self._vacated, self._machine.named)
+        return self._name
 
     # -- for the allocator -------------------------------------------------------------------------------------
 
@@ -220,8 +263,8 @@ class JobController:
 
     async def push(self, worker: str, message: WorkerMessage) -> None:
         """A worker's message."""
-        if worker in self._given_up:
-            return  # it was declared lost; whatever it says now, the job has gone on without it
+        if worker in self._given_up or number(worker) <= self._before:
+            return  # it was declared lost, or served the trial before; the job goes on without it
         self._pulse.heard(worker)
         match message:
             case Beat(ending=True, report=report):
@@ -250,6 +293,15 @@ class JobController:
                 dropped = self._record.report(message)
                 if dropped:
                     self._in_thread(self._record.delete_checkpoints, dropped)
+                self._feed.put(
+                    Report(
+                        index=message.index,
+                        metrics=message.metrics,
+                        checkpoint=message.checkpoint,
+                        workers=self._machine.world_size,
+                    )
+                )
+                await self._feed.turn(message.index)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
         try:
@@ -335,6 +387,9 @@ class JobController:
             self._crew.launch(
                 Assignment(
                     worker=launch.worker,
+                    job=self._spec.job,
+                    train_loop=self._spec.train_loop,
+                    storage_path=self._spec.storage_path,
                     node=launch.node,
                     store=self._address,
                     checkpoint=path,
@@ -422,7 +477,16 @@ class JobController:
     # -- the clock ---------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """The controller's life: until the job has ended and its driver has fetched the outcome, or is gone."""
+        """The controller's life: one job, or one trial after the other while they come in time."""
+        await self._run_job()
+        while await self._is_renewed():
+            await self._run_job()
+        await asyncio.sleep(0.2)  # let the last answers out
+        # exit_actor() raises an exception that only a task of Ray's own understands
+        ray.kill(self._handle)
+
+    async def _run_job(self) -> None:
+        """Until the job has ended and its driver has fetched the outcome, or is gone."""
         try:
             await self._open_store()
             self._in_thread(self._record.delete_checkpoints, self._record.surplus)
@@ -438,9 +502,21 @@ class JobController:
         if not self._record.phase.ended:
             logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
             self._finish(JobPhase.STOPPED)
-        await asyncio.sleep(0.2)  # let the last answers out
-        # exit_actor() raises an exception that only a task of Ray's own understands
-        ray.kill(self._handle)
+
+    async def _is_renewed(self) -> bool:
+        """Wait for another trial, if this job is one whose processes are kept."""
+        if self._vacated is None or self._spec.trial is None or not self._closed.is_set():
+            return False
+        job, renewed = self._spec.job, self._renewed
+        try:
+            await asyncio.wait_for(renewed.wait(), self._spec.trial.keep_s)
+        except asyncio.TimeoutError:
+            renewed.set()  # whoever comes now is late
+            await self._vacated
+            return False
+        while self._spec.job == job and self._renewed is renewed:
+            await asyncio.sleep(0.01)  # until it is set up
+        return True
 
     def _over(self) -> bool:
         return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))
@@ -500,6 +576,7 @@ class JobController:
             most_workers=self._most_workers,
             resize_cost_s=self._resize_cost_s,
             resizes=self._resizes,
+            weight=self._weight,
         )
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -511,9 +588,19 @@ class JobController:
         reason = views.explain(error, phase)
         self._event(EventKind.FINISHED, workers, 0, reason)
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
-        self._crew.disband()
+        self._feed.close()
         self._desk.close()
+        if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
+            self._vacated = asyncio.get_running_loop().create_task(self._vacate())
+        else:
+            self._crew.disband()
+            self._allocator.ended()
+
+    async def _vacate(self) -> dict[str, list[Any]]:
+        self._crew.post([member.worker for member in self._machine.members()], Stop())
+        kept = await self._crew.vacate()
         self._allocator.ended()
+        return kept
 
     def _status(self) -> JobStatus:
         return views.job_status(self._spec, self._desk, self._record, self._machine)

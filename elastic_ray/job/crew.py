@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -21,12 +22,14 @@ from elastic_ray.job.worker import Worker
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from placement import groups
+from placement.jobs import FIRST_WORKERS
 from placement.snapshot import group_name
 
 logger = logging.getLogger(__name__)
 
 # ``run`` occupies a thread for the length of the training; messages need some beside it.
 _THREADS = 4
+_VACATE_S = 0.5
 
 
 class Crew:
@@ -41,6 +44,7 @@ class Crew:
         controller: handle of this controller, for the workers.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.
+        warm: processes to begin with by node, those that :meth:`vacate` has kept of a job just like this one.
     """
 
     def __init__(
@@ -49,27 +53,26 @@ class Crew:
         controller: Any,
         tell: Callable[[Stimulus], None],
         on_result: Callable[[str, RunResult], None],
+        warm: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self._spec = spec
         self._controller = controller
         self._tell = tell
         self._on_result = on_result
         self._setup = WorkerSetup(
-            job=spec.job,
-            train_loop=spec.train_loop,
             use_gpu=spec.use_gpu,
             cpus=spec.bundle.get("CPU", 1.0),
-            storage_path=spec.storage_path,
             storage_filesystem=spec.storage_filesystem,
             elastic=spec.elastic,
             log_level=spec.log_level,
+            paced=spec.trial is not None,
         )
         self._groups: dict[str, Any] = {}
         self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
-        self._warm: dict[str, list[Any]] = {}
+        self._warm: dict[str, list[Any]] = {node: list(actors) for node, actors in (warm or {}).items()}
         self._warming: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.facts: dict[str, ProcessFacts] = {}
@@ -163,8 +166,8 @@ class Crew:
         ).remote()
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
-    def release(self, worker: str, *, kill: bool) -> None:
-        """Give a worker's resources back; its process rests in the warm pool, or ends."""
+    def release(self, worker: str, *, kill: bool, most: int | None = None) -> None:
+        """Give a worker's resources back; its process rests in the warm pool (of ``most``), or ends."""
         actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
         result = self._results.pop(worker, None)
         self.facts.pop(worker, None)
@@ -178,7 +181,7 @@ class Crew:
                 and result.memory_bytes <= self._spec.elastic.warm_worker_memory_bytes
             )
             if fit:
-                self._park_or_kill(node, actor)
+                self._park_or_kill(node, actor, most)
             else:
                 ray.kill(actor)
         if group is not None:
@@ -208,9 +211,9 @@ class Crew:
 
     # -- the warm pool -----------------------------------------------------------------------------------------
 
-    def _park_or_kill(self, node: str, actor: Any) -> None:
+    def _park_or_kill(self, node: str, actor: Any, most: int | None = None) -> None:
         warm = self._warm.setdefault(node, [])
-        if len(warm) < self._spec.elastic.warm_workers_per_node:
+        if len(warm) < (self._spec.elastic.warm_workers_per_node if most is None else most):
             warm.append(actor)
         else:
             ray.kill(actor)
@@ -248,6 +251,24 @@ class Crew:
         self.keep_warm(())
         for task in self._tasks:
             task.cancel()
+
+    async def vacate(self) -> dict[str, list[Any]]:
+        """Give everything back but processes that could run another job; these, by node.
+
+        Those that are told to stop have half a second to come out of their train function.
+        """
+        deadline_s = time.monotonic() + _VACATE_S
+        while time.monotonic() < deadline_s and any(self._may_come_out(worker) for worker in self._actors):
+            await asyncio.sleep(0.01)
+        for worker in list(self._groups):
+            self.release(worker, kill=worker not in self._results, most=FIRST_WORKERS)
+        kept, self._warm = self._warm, {}
+        self.disband()
+        return kept
+
+    def _may_come_out(self, worker: str) -> bool:
+        facts = self.facts.get(worker)
+        return worker not in self._results and facts is not None and not facts.cuda
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

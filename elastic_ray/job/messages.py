@@ -13,24 +13,25 @@ from elastic_ray.membership.rendezvous import StoreAddress
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What every worker process of a job is created with."""
+    """What every worker process of a job is created with; ``paced`` jobs wait in ``report`` until they may go on."""
 
-    job: str
-    train_loop: bytes
     use_gpu: bool
     cpus: float
-    storage_path: str
     storage_filesystem: Any
     elastic: ElasticConfig
     log_level: str
+    paced: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One run of the train function in a worker process.
+    """One run of a train function in a worker process.
 
     Attributes:
         worker: id of the worker for this run.
+        job: name of the job.
+        train_loop: the pickled train function and its config.
+        storage_path: directory of the job's results.
         node: node id it runs on.
         store: the job's rendezvous store.
         checkpoint: path of the checkpoint to start from, None at the beginning.
@@ -39,6 +40,9 @@ class Assignment:
     """
 
     worker: str
+    job: str
+    train_loop: bytes
+    storage_path: str
     node: str
     store: StoreAddress
     checkpoint: str | None = None

@@ -38,15 +38,21 @@ class JobRecord:
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
         self.surplus: list[str] = []
+        self._start: str | None = None
+        if spec.trial is not None:
+            self._start = spec.trial.start_from
+            self._resume = storage.load_progress(self._start) if self._start is not None else None
+            return
         for stored in storage.stored_checkpoints():  # an earlier run of this name
             self.surplus += self._book.add(stored.path, stored.metrics)
             self._resume = stored.progress
 
     @property
     def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
-        """Latest checkpoint and where it stands; (None, None) before the first."""
+        """Latest checkpoint and where it stands, None where it does not say; (None, None) before the first."""
         latest = self._book.latest
-        return (latest[0], self._resume) if latest is not None else (None, None)
+        path = latest[0] if latest is not None else self._start
+        return (path, self._resume) if path is not None else (None, None)
 
     @property
     def workers_at_most(self) -> int:
@@ -99,6 +105,7 @@ class JobRecord:
             error=error,
             metrics=self.metrics,
             history=tuple((report.metrics, report.checkpoint) for _, report in sorted(self._reports.items())),
+            first_report=min(self._reports, default=1),
             checkpoints=self._book.kept,
             return_value=return_value,
         )

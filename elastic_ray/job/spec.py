@@ -10,6 +10,32 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSpec:
+    """What a job has beyond others that is a trial of a sweep. Its declared epochs are a bound, not its length.
+
+    Attributes:
+        controller: name of its controller's actor after ``job:``; a controller may run one trial after the other.
+        start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
+            run left in the job's directory does not count: the sweep decides where a trial goes on.
+        reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
+        knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
+        keep_s: how long the controller and its processes wait for another trial after this one's end [s].
+    """
+
+    controller: str
+    start_from: str | None = None
+    reports_ahead: int = 1
+    knowledge_path: str = ""
+    keep_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:
+            raise ValueError(f"reports_ahead must be a whole number from 0, but got {self.reports_ahead!r}")
+        if not self.keep_s >= 0:
+            raise ValueError(f"keep_s must be 0 seconds or more, but got {self.keep_s}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A job as its driver submitted it (validated by ``ElasticTrainer``).
 
@@ -35,6 +61,7 @@ class JobSpec:
         log_level: level of the ``elastic_ray`` loggers of controller and workers.
         model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
         policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
+        trial: of a trial of a sweep; None for any other job.
     """
 
     job: str
@@ -56,6 +83,7 @@ class JobSpec:
     log_level: str = "INFO"
     model_fingerprint: str | None = None
     policy: Any = None
+    trial: TrialSpec | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:

@@ -40,6 +40,29 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> by
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
 
 
+class _Packed:
+    """A train function that is unpickled where it is called, together with its config: nobody on the way imports it."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    def __call__(self, config: Mapping[str, Any]) -> Any:
+        train_loop, own = pickle.loads(self._packed)
+        return train_loop() if own is None else train_loop({**own, **config})
+
+
+def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
+    """What :func:`pack` made, to be called with these values in its config, over those of the same name.
+
+    Raises:
+        TypeError: a value cannot be pickled; the message names it.
+    """
+    try:
+        return bytes(ray.cloudpickle.dumps((_Packed(packed), dict(config))))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(_unpicklable(_Packed(packed), config, error)) from error
+
+
 def call(packed: bytes) -> Any:
     """Run what :func:`pack` made; for workers."""
     train_loop, config = pickle.loads(packed)

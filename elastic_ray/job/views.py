@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,7 @@ def allocator_view(
     most_workers: int,
     resize_cost_s: float,
     resizes: int,
+    weight: float,
 ) -> JobView:
     """The job as the allocator is told of it with every heartbeat.
 
@@ -79,19 +81,25 @@ def allocator_view(
         preemptible=spec.scheduling.preemptible,
         deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
         whole_nodes=spec.scheduling.whole_nodes,
+        weight=weight,
+        tenant_weight=spec.scheduling.tenant_weight,
         restarts=resizes,
         fingerprint=fingerprint(spec, desk.loader),
-        progress=_progress(desk, resume_point),
+        progress=_progress(spec, desk, resume_point),
         models=desk.models,
         observations=desk.observations,
         atomic_bsz_ranges=desk.atomic_bsz_ranges,
     )
 
 
-def _progress(desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
+def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
     if desk.latest is not None:
-        return desk.latest.progress
-    return RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
+        progress = desk.latest.progress
+    else:
+        progress = RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
+    if spec.trial is not None and progress is not None:
+        return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length
+    return progress
 
 
 def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:

@@ -51,11 +51,12 @@ _RERUNS = 8
 class ControllerLink:
     """A session's link to its job controller; every call but ``report`` returns at once."""
 
-    def __init__(self, controller: Any, worker: str, setup: WorkerSetup, store: Any) -> None:
+    def __init__(self, controller: Any, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
         self._controller = controller
-        self._worker = worker
-        self._storage = RunStorage(setup.storage_path, setup.storage_filesystem)
+        self._worker = assignment.worker
+        self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
         self._store = store
+        self._paced = setup.paced
         self._last_report: Any = None
 
     def push(self, message: WorkerMessage) -> Any:
@@ -87,7 +88,9 @@ class ControllerLink:
         self._last_report = self.push(
             WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point)
         )
-        if path is not None:
+        if self._paced:
+            ray.get(self._last_report)  # as long as the sweep's scheduler takes to decide
+        elif path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
     def claim_fault(self, index: int) -> bool:
@@ -181,18 +184,20 @@ class Worker:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         store = connect_store(assignment.store)
-        link = ControllerLink(self._controller, assignment.worker, self._setup, store)
+        link = ControllerLink(self._controller, assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept: dict[str, Any] | None = None
         for _ in range(_RERUNS):
             session = self._session(assignment, link, progress, kept)
-            outcome = self._run_once(session, link)
+            outcome = self._run_once(assignment, session, link)
             if isinstance(outcome, RunResult):
                 return outcome
             kept, progress = outcome
         return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
-    def _run_once(self, session: Session, link: ControllerLink) -> RunResult | tuple[dict[str, Any], RunProgress]:
+    def _run_once(
+        self, assignment: Assignment, session: Session, link: ControllerLink
+    ) -> RunResult | tuple[dict[str, Any], RunProgress]:
         """One run; what a rerun needs when the run went out of memory."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
@@ -200,7 +205,7 @@ class Worker:
         set_session(session)
         broken = False
         try:
-            value = train_loop.call(self._setup.train_loop)
+            value = train_loop.call(assignment.train_loop)
             session.finish()
             link.flush()
             return _result("finished", value=value)
@@ -218,7 +223,7 @@ class Worker:
                 wrapped = TrainFunctionError.from_exception(error, rank=session.rank, node=self._host)
                 joining = _is_out_of_memory(error) and not session.synced
                 return _result("no room" if joining else "error", error=wrapped, cause=_first_line(error))
-            logger.warning("job %s rank %d: %s", self._setup.job, session.rank, error)
+            logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
             link.push(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=_first_line(error)))
@@ -262,12 +267,12 @@ class Worker:
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
             regroup_timeout_s=elastic.switch_timeout_s * 3,
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
-            job=setup.job,
+            job=assignment.job,
         )
         if assignment.checkpoint is not None:
             from ray.train import Checkpoint
 
-            storage = RunStorage(setup.storage_path, setup.storage_filesystem)
+            storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
             session.checkpoint = Checkpoint(assignment.checkpoint, storage.filesystem)
         return session
 

@@ -71,12 +71,13 @@ class _Deadline:
 class JobMembership(Roster):
     """See the module's text; its attributes are the roster's."""
 
-    def __init__(self, config: MembershipConfig, *, first_most: int = 0) -> None:
+    def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
         """Begin without workers.
 
         Args:
             config: times.
             first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
+            named: number of the last worker of a job that the same controller ran before: names are not used twice.
         """
         super().__init__()
         self._config = config
@@ -85,7 +86,7 @@ class JobMembership(Roster):
         self._reason = ""
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._issued = 0
-        self._named = 0
+        self.named = named
         self._not_before_s = 0.0
         self._retry_s = 0.0
         self._suspicion: _Deadline | None = None
@@ -457,8 +458,8 @@ class JobMembership(Roster):
         held = self.present()
         for node, wanted in sorted(self._target.items()):
             for _ in range(wanted - held.get(node, 0)):
-                self._named += 1
-                worker = f"w{self._named}"
+                self.named += 1
+                worker = f"w{self.named}"
                 self.workers[worker] = Worker(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)
                 self._out.append(Reserve(worker=worker, node=node))
 

@@ -14,7 +14,7 @@ from placement.throughput import Floats
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FairSharePolicy:
-    """Max-min fairness of worker counts: one more worker always goes to the job with the fewest.
+    """Max-min fairness of worker counts: one more worker always goes to the job with the fewest for its weight.
 
     A job that another worker would not speed up, or that is at its maximum, leaves its share to the others.
     """

@@ -25,7 +25,7 @@ class GoodputPolicy:
 
     * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
       model (``placement.policies.speeds``).
-    * weight = (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea (``worth.rank_weights``). It
+    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea (``worth.rank_weights``). It
       uses declared epochs x measured progress per epoch; jobs that declare nothing weigh as much as the middle one.
       A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs more by that ratio, at
       most ten times, so that nobody starves.
@@ -110,7 +110,7 @@ class GoodputPolicy:
         """What each job's speed is worth now."""
         views = case.views
         left_s = seconds_left(views, case.rate) if self.lengths else np.full(len(views), np.nan)
-        weight = rank_weights(left_s, self.exponent)
+        weight = rank_weights(left_s, self.exponent) * np.array([view.weight for view in views], dtype=np.float64)
         known = len(views) > 0 and not np.isnan(left_s).any()
         if known:
             share = max(float(case.capacities.sum()) / len(views), 1.0) if case.alike else 1.0

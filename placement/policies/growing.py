@@ -56,6 +56,8 @@ def decide_by_worth(
 ) -> dict[str, Target]:
     """A whole decision: minimums, then one worker at a time by its worth, within what speeds the job up at all.
 
+    A worth counts ``JobView.weight`` times (one below 0, a cost, so many times less).
+
     Args:
         name: of the policy, for the reasons.
         jobs: the jobs.
@@ -72,7 +74,11 @@ def decide_by_worth(
         curve = curves[view.job]
         return worth(view, curve, workers) if workers + 1 < len(curve) else None
 
-    counts = climb(jobs, admission, score)
+    def weighed(view: JobView, workers: int) -> float | None:
+        value = score(view, workers)
+        return value if value is None else value * view.weight if value > 0 else value / view.weight
+
+    counts = climb(jobs, admission, weighed)
     targets = {job: Target(workers=0, reason=f"{name}: {why}") for job, why in admission.waiting.items()}
     for view in jobs:
         if view.job in counts:

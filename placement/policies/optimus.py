@@ -25,7 +25,8 @@ class OptimusPolicy:
     Every job first gets its minimum, in the order of submission; then one worker at a time goes where
     (T(k) - T(k + 1)) x remaining steps is largest, while it is positive. T is the step time on k workers: the
     oracle's where a simulation gives one, else from the fitted model; without an oracle the remaining steps come
-    from declared epochs and measured progress, and count as equal where jobs do not tell.
+    from declared epochs and measured progress, and count as equal where jobs do not tell. ``JobView.weight`` multiplies
+    what a worker saves.
     """
 
     rigid: bool = dataclasses.field(default=True, init=False)
@@ -45,7 +46,7 @@ class OptimusPolicy:
         def score(view: JobView, workers: int) -> float | None:
             times = curves[view.job]
             saved = times[workers] - times[workers + 1] if workers + 1 < len(times) else 0.0
-            return float(saved) if saved > 0 else None
+            return float(saved) * view.weight if saved > 0 else None
 
         counts = climb(jobs, admission, score)
         places = _places(jobs, counts, cluster) if told else {}

@@ -29,7 +29,7 @@ class PolluxPolicy:
         speed-up       = best goodput of the shape / best goodput of the job's fair share (slots / jobs, 1 or more)
         restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
 
-    with d = ``JobView.resize_cost_s`` and age the time since submission. Where the paper searches genetically,
+    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs count by ``JobView.weight``. Where the paper searches genetically,
     the sizes are found here by dynamic programming over the cluster's slots, exactly for one kind of worker and
     node shapes (any part of a node, or whole nodes), and are then placed whole nodes first, moving as few others
     as possible. A job may grow to ``JobView.growth_limit``.
@@ -116,7 +116,7 @@ class PolluxPolicy:
         if stays:
             factor[0] = 1.0
         utility = np.maximum(speed * factor, 1e-9)
-        worth = np.sign(self.power) * utility**self.power
+        worth = view.weight * np.sign(self.power) * utility**self.power
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
         return Choice(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)

@@ -167,7 +167,8 @@ class SiaPolicy:
         for each, value in zip(configurations, goodput, strict=True):
             stays = present is not None and (each.kind, each.workers) == (present[0], present[2])
             worth = max(value * (1.0 if stays else factor), 1e-6)
-            costs.append(float(worth**self.power) - self.unallocated - (1e-6 if stays else 0.0))
+            cost = float(worth**self.power) - self.unallocated - (1e-6 if stays else 0.0)
+            costs.append(view.weight * cost)
         return costs
 
 

@@ -1,0 +1,81 @@
+"""What the trials of these tests train."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray import tune
+
+import tuning
+
+
+def train(config: dict[str, Any]) -> None:
+    """A linear model; reports ``score`` = ``quality`` x epoch after each epoch.
+
+    ``config``: quality, epochs, pause_s, checkpoint (whether to report one), silent (report nothing), raise_at (epoch,
+    once per trial folder ``once``).
+    """
+    import torch
+
+    import elastic_ray as er
+
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.01))
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(data, batch_size=8)
+    inherited = 0.0
+    if er.get_checkpoint() is not None:
+        with er.get_checkpoint().as_directory() as folder:
+            saved = torch.load(Path(folder) / "state.pt")
+        model.load_state_dict(saved["model"])
+        inherited = saved["score"]
+    score = inherited
+    for epoch in er.remaining_epochs_until(config.get("epochs", 4)):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            time.sleep(config.get("pause_s", 0.02))
+        score += config.get("quality", 1.0)
+        if epoch == config.get("raise_at") and _first(config["once"]):
+            raise KeyError("the user's own mistake")
+        if config.get("silent"):
+            continue
+        metrics = {"score": score, "epoch": epoch, "inherited": inherited}
+        if not config.get("checkpoint"):
+            er.report(metrics)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            if er.get_context().get_world_rank() == 0:
+                torch.save({"model": model.state_dict(), "score": score}, Path(folder) / "state.pt")
+            er.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def _first(path: str) -> bool:
+    try:
+        Path(path).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def trainable(*, workers: Any = (1, 2), **options: Any) -> Any:
+    """The loop above as an elastic trainable."""
+    scaling = ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"slot": 1})
+    return tuning.elastic(train, scaling_config=scaling, **{"keep_s": 2.0, **options})
+
+
+def fit(folder: Path, space: dict[str, Any], *, elastic: Any = None, run: Any = None, **config: Any) -> Any:
+    """A sweep to its end."""
+    return tune.Tuner(
+        elastic or trainable(),
+        param_space=space,
+        tune_config=tune.TuneConfig(**{"metric": "score", "mode": "max", "max_concurrent_trials": 4, **config}),
+        run_config=tune.RunConfig(storage_path=str(folder), verbose=0, **(run or {})),
+    ).fit()

@@ -1,0 +1,204 @@
+"""SHELL: trials of Ray Tune as elastic jobs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import posixpath
+from collections.abc import Mapping
+from typing import Any
+
+from ray.train import Checkpoint
+from ray.train._internal.checkpoint_manager import _TrainingResult
+from ray.train.v2.api.config import ScalingConfig
+from ray.tune import PlacementGroupFactory, Trainable
+from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
+
+from elastic_ray.config import ElasticConfig, SchedulingConfig
+from tuning.trial_job import Template, TrialJob, make_template
+from tuning.trials import Promise
+
+logger = logging.getLogger(__name__)
+
+# The trial itself only waits. Tune refuses 0 CPU; how many trials run at a time is TuneConfig(max_concurrent_trials).
+_DRIVER = {"CPU": 0.001}
+_WAIT_S = 5.0
+_SIZES = ("num_workers", "scaling_config")
+
+
+def elastic(
+    train_loop_or_trainer: Any,
+    *,
+    train_loop_config: Mapping[str, Any] | None = None,
+    scaling_config: ScalingConfig | None = None,
+    elastic_config: ElasticConfig | None = None,
+    scheduling_config: SchedulingConfig | None = None,
+    model_fingerprint: str | None = None,
+    weight: float = 1.0,
+    promise: Promise | None = None,
+    reports_ahead: int = 1,
+    keep_s: float = 5.0,
+) -> type[Trainable]:
+    """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
+
+    ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the train
+    loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics, checkpoint)``
+    are the trial's results. A learning rate among the parameters is the one at the loader's initial batch size; it is
+    scaled from there when the batch grows. The initial batch size may be a parameter as well.
+
+    The trial itself is a light driver with 0.001 CPU, so that ``TuneConfig(max_concurrent_trials)`` says how many trials
+    run at a time. ``num_workers`` cannot be searched: sizes change while a trial runs.
+
+    Args:
+        train_loop_or_trainer: a train loop, or an ``ElasticTrainer`` whose settings trials are to have (its
+            ``RunConfig`` gives failures and the workers' environment; names and places are Tune's).
+        train_loop_config: what all trials have in their config; a trial's parameters go over it.
+        scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.
+        elastic_config: as for ``ElasticTrainer``, but for ``warm_workers_per_node``, which is 0 by default.
+        scheduling_config: as for ``ElasticTrainer``; without a tenant the sweep is one of its own.
+        model_fingerprint: a name for the model where none of the parameters changes its speed; by default trials of one
+            architecture recognise each other.
+        weight: of the sweep against other jobs; ``AllocatorConfig.tenants`` overrules it.
+        promise: by what trials are compared while they run, so that those near the top grow and those that are about to
+            be cut do not; None lets them compete by their speed alone.
+        reports_ahead: how many reports training may be ahead of Tune's decision on the last one. 1 hides the time that
+            Tune takes; 0 trains nothing that a stop would throw away, and waits at every report.
+        keep_s: how long a trial's processes wait for another trial before they end [s].
+
+    Returns:
+        A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
+
+    Raises:
+        TypeError: and ValueError: as ``ElasticTrainer``.
+    """
+    template = make_template(
+        train_loop_or_trainer,
+        train_loop_config=train_loop_config,
+        scaling_config=scaling_config,
+        elastic_config=elastic_config,
+        scheduling_config=scheduling_config,
+        model_fingerprint=model_fingerprint,
+        weight=weight,
+        promise=promise,
+        reports_ahead=reports_ahead,
+        keep_s=keep_s,
+    )
+    name = getattr(train_loop_or_trainer, "__name__", "trial")
+    return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
+
+
+class ElasticTrainable(Trainable):
+    """The trial's side of an elastic job; made by :func:`elastic`."""
+
+    _template: Template
+
+    def __init_subclass__(cls) -> None:
+        """Refuse what ``tune.with_resources`` makes."""
+        if "default_resource_request" in vars(cls):
+            raise ValueError(
+                "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a worker "
+                "needs in ScalingConfig(resources_per_worker) and how many trials run at a time in "
+                "TuneConfig(max_concurrent_trials)"
+            )
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
+        """What the trial's own process holds: next to nothing."""
+        _check_space(config)
+        return PlacementGroupFactory([_DRIVER])
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Called by Tune; the job starts with the first step, once it is known where from."""
+        _check_space(config)
+        self._parameters = dict(config)
+        self._start_from: str | None = None
+        self._job: TrialJob | None = None
+        self._reported: str | None = None  # checkpoint of the last report
+        self._saved: Any = None
+
+    def step(self) -> dict[str, Any]:
+        """The next report of the train loop."""
+        if self._job is None:
+            self._job = self._start()
+        job = self._job
+        while (report := job.next_report(_WAIT_S)) is None:
+            if job.done:
+                return self._end(job)
+        result = {"workers": report.workers, **report.metrics}
+        self._reported = report.checkpoint
+        if report.checkpoint is not None:
+            result[SHOULD_CHECKPOINT] = True
+        return result
+
+    def save(self, checkpoint_dir: str | None = None) -> Any:
+        """The last checkpoint that the train loop reported, where the job has stored it; none if it reported none."""
+        if self._reported is not None:
+            checkpoint = Checkpoint(self._reported, self._storage.storage_filesystem)
+            self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
+            self._reported = None
+        # Tune also asks at the end of every trial, so that only whoever is to go on from nothing can be refused.
+        return self._saved or _TrainingResult(checkpoint=None, metrics={})
+
+    def load_checkpoint(self, checkpoint: Any) -> None:
+        """The workers read it."""
+
+    def restore(self, checkpoint_path: Any) -> None:
+        """Go on from a checkpoint of this trial or another one.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if checkpoint_path.checkpoint is None:
+            raise RuntimeError(
+                f"Tune's scheduler wants trial {self.trial_id} to go on from a checkpoint, but the train loop has not "
+                "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and "
+                "load elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining and HyperBand cannot do "
+                "without"
+            )
+        super().restore(checkpoint_path)
+        self._start_from = checkpoint_path.checkpoint.path
+        self._saved = checkpoint_path
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Be another trial from now on, or the same with other parameters."""
+        self.cleanup()
+        self.setup(copy.deepcopy(new_config))
+        return True
+
+    def cleanup(self) -> None:
+        """The trial is over, or makes way: everything that its job holds is given back."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.stop()
+
+    def _start(self) -> TrialJob:
+        storage = self._storage
+        return TrialJob(
+            self._template,
+            sweep=storage.experiment_dir_name,
+            trial=self.trial_id,
+            config=self._parameters,
+            directory=storage.trial_fs_path,
+            filesystem=storage.storage_filesystem,
+            knowledge_path=posixpath.dirname(storage.experiment_fs_path),
+            start_from=self._start_from,
+        )
+
+    def _end(self, job: TrialJob) -> dict[str, Any]:
+        job.raise_error()
+        if self._last_result is None and self._saved is None:
+            raise RuntimeError(
+                f"the train loop of trial {self.trial_id} has ended without a report: call elastic_ray.report({{...}}) "
+                "with the metric that TuneConfig(metric) names, once an epoch for instance"
+            )
+        return {RESULT_DUPLICATE: True}
+
+
+def _check_space(config: Mapping[str, Any]) -> None:
+    for name in _SIZES:
+        if name in config:
+            raise ValueError(
+                f"{name!r} cannot be a parameter of an elastic trial: the allocator changes a trial's workers while it "
+                "runs, within tuning.elastic(scaling_config=ScalingConfig(num_workers=(min, max))). If it is something "
+                "else of yours (a data loader's processes, say), give it another name"
+            )

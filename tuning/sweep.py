@@ -1,0 +1,163 @@
+"""SHELL: a sweep's actor: starts the controllers of its trials, lends those that are idle, and weighs trials.
+
+It is soft state: one that is lost is made again, and knows at its next reports what trials have told. It ends itself
+when none of its trials' controllers is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from elastic_ray.job.spec import JobSpec
+from placement.actor import NAMESPACE
+from placement.snapshot import on_head
+from tuning.trials import Promise, Standing, weights
+
+logger = logging.getLogger("tuning.sweep")
+
+_LOOK_S = 0.5
+_FIRST_S = 60.0  # within this time after its start the first trial comes
+_CALL_TIMEOUT_S = 5.0
+_NEWS = 0.1  # relative change of a weight that is told
+_ATTEMPTS = 5
+
+
+def find_sweep(name: str, promise: Promise | None) -> Any:
+    """The sweep's actor, made on first use."""
+    actor: Any = ray.remote(Sweep)
+    options = {
+        "name": f"sweep:{name}",
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
+        **on_head(),
+    }
+    return actor.options(**options).remote(name, promise)
+
+
+def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:
+    """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            opened: tuple[Any, str] = ray.get(find_sweep(name, promise).open.remote(spec), timeout=120.0)
+            return opened
+        except RayActorError:  # it had nothing to do and has just ended itself
+            time.sleep(0.2 * (attempt + 1))
+    raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
+
+
+class Sweep:
+    """Actor class; use :func:`find_sweep`.
+
+    Args:
+        name: of the sweep, for the log.
+        promise: by what its trials are compared; None weighs them alike.
+    """
+
+    def __init__(self, name: str, promise: Promise | None) -> None:
+        from elastic_ray.job.controller import start  # imports torch, which fronts are spared by asking here
+
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        self._start = start
+        self._name = name
+        self._promise = promise
+        self._standings: dict[str, Standing] = {}
+        self._told: dict[str, float] = {}
+        self._busy: dict[str, Any] = {}
+        self._idle: list[tuple[JobSpec, Any]] = []
+        self._kinds: dict[str, JobSpec] = {}
+        self._handle = ray.get_runtime_context().current_actor
+        self._since_s = time.monotonic() + _FIRST_S
+        self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def open(self, spec: JobSpec) -> tuple[Any, str]:
+        """A controller that runs this trial from now on, and its name."""
+        assert spec.trial is not None, "only trials are opened here"
+        kind = _kind(spec)
+        controller, name = None, spec.trial.controller
+        while controller is None and (fits := [entry for entry in self._idle if entry[0] == kind]):
+            self._idle.remove(fits[-1])
+            try:
+                renewed = await asyncio.wait_for(fits[-1][1].renew.remote(spec), _CALL_TIMEOUT_S)
+            except (RayError, asyncio.TimeoutError):
+                continue
+            if renewed:
+                controller, name = fits[-1][1], renewed
+        if controller is None:
+            controller = self._start(spec)
+        self._busy[spec.job], self._kinds[spec.job] = controller, kind
+        self._standings[spec.job] = dataclasses.replace(
+            self._standings.get(spec.job, Standing(trial=spec.job)), running=True
+        )
+        self._told.pop(spec.job, None)
+        self._weigh()
+        return controller, name
+
+    async def attached(self, spec: JobSpec, controller: Any) -> None:
+        """A front has found a trial's controller that still runs."""
+        self._busy[spec.job], self._kinds[spec.job] = controller, _kind(spec)
+        self._standings.setdefault(spec.job, Standing(trial=spec.job))
+
+    async def tell(self, trial: str, values: tuple[float, ...]) -> None:
+        """A trial has reported: the compared metric after each of its reports."""
+        self._standings[trial] = Standing(trial=trial, values=values, running=trial in self._busy)
+        self._weigh()
+
+    async def closed(self, trial: str) -> None:
+        """A trial is over, and its controller may run another one."""
+        controller, kind = self._busy.pop(trial, None), self._kinds.pop(trial, None)
+        if trial in self._standings:
+            self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
+        if controller is not None and kind is not None:
+            self._idle.append((kind, controller))
+        self._weigh()
+
+    def _weigh(self) -> None:
+        for trial, weight in weights(list(self._standings.values()), self._promise).items():
+            before = self._told.get(trial, 1.0)
+            if trial in self._busy and abs(weight.value - before) > _NEWS * before:
+                self._told[trial] = weight.value
+                logger.info("sweep %s: trial %s weighs %.2f: %s", self._name, trial, weight.value, weight.reason)
+                self._busy[trial].weigh.remote(weight.value)
+
+    async def _watch(self) -> None:
+        """Forget controllers that are gone; end with the last of them."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for trial, controller in list(self._busy.items()):
+                if await _is_gone(controller):
+                    self._busy.pop(trial, None)
+                    self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
+            for entry in list(self._idle):
+                if await _is_gone(entry[1]) and entry in self._idle:
+                    self._idle.remove(entry)
+            if self._busy or self._idle:
+                self._since_s = time.monotonic()
+            elif time.monotonic() > self._since_s + _LOOK_S:
+                ray.kill(self._handle)
+
+
+async def _is_gone(controller: Any) -> bool:
+    try:
+        await asyncio.wait_for(controller.spec.remote(), _CALL_TIMEOUT_S)
+    except RayActorError:
+        return True
+    except (RayError, asyncio.TimeoutError):
+        return False
+    return False
+
+
+def _kind(spec: JobSpec) -> JobSpec:
+    """What trials must have in common to use each other's processes."""
+    trial = dataclasses.replace(spec.trial, controller="", start_from=None) if spec.trial is not None else None
+    return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial)

@@ -1,0 +1,286 @@
+"""SHELL: one trial as an elastic job: started or found again, its reports one by one, stopped with all it holds.
+
+The one way from a sweep to the allocator, for Ray Tune and NNI alike. What holds a :class:`TrialJob` is light: it
+imports neither torch nor the user's code, and renews the job's lease from a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import posixpath
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow.fs
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.train.v2.api.config import ScalingConfig
+
+from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.events import JobStatus, Report
+from elastic_ray.handle import JobHandle, find_controller
+from elastic_ray.job.lease import START_TIMEOUT_S
+from elastic_ray.job.spec import JobSpec, TrialSpec
+from elastic_ray.job.train_loop import with_config
+from elastic_ray.storage import RunStorage
+from elastic_ray.trainer import ElasticTrainer, check_resources
+from placement.actor import NAMESPACE
+from tuning.sweep import find_sweep, open_controller
+from tuning.trials import Promise, score_of
+
+logger = logging.getLogger(__name__)
+
+_NOTE = "elastic_trial.json"
+_STOP_TIMEOUT_S = 5.0
+# Trials come and go: a process that waits for its job to grow would cost each of them a start.
+_ELASTIC = ElasticConfig(warm_workers_per_node=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """What the trials of a sweep have in common.
+
+    Attributes:
+        spec: the job of a trial, but for its name, config and places.
+        promise: by what trials are compared while they run; None weighs them alike.
+        reports_ahead: how far training may run ahead of the sweep's decisions.
+        keep_s: how long a trial's processes wait for the next trial [s].
+        tenant_weight: weight of the sweep against other jobs.
+    """
+
+    spec: JobSpec
+    promise: Promise | None
+    reports_ahead: int
+    keep_s: float
+    tenant_weight: float
+
+
+def make_template(
+    train_loop_or_trainer: Any,
+    *,
+    train_loop_config: Mapping[str, Any] | None = None,
+    scaling_config: ScalingConfig | None = None,
+    elastic_config: ElasticConfig | None = None,
+    scheduling_config: SchedulingConfig | None = None,
+    model_fingerprint: str | None = None,
+    weight: float = 1.0,
+    promise: Promise | None = None,
+    reports_ahead: int = 1,
+    keep_s: float = 5.0,
+) -> Template:
+    """Check everything that trials have in common; the arguments are those of ``tuning.elastic``."""
+    if promise is not None and not isinstance(promise, Promise):
+        raise TypeError(f"promise must be a tuning.Promise or None, but got {promise!r}")
+    if isinstance(train_loop_or_trainer, ElasticTrainer):
+        given = {
+            "train_loop_config": train_loop_config,
+            "scaling_config": scaling_config,
+            "elastic_config": elastic_config,
+            "scheduling_config": scheduling_config,
+            "model_fingerprint": model_fingerprint,
+        }
+        twice = [name for name, value in given.items() if value is not None]
+        if twice:
+            raise ValueError(f"an ElasticTrainer has its own {', '.join(twice)}; set it there, or pass its train loop")
+        trainer = train_loop_or_trainer
+    else:
+        trainer = ElasticTrainer(
+            train_loop_or_trainer,
+            train_loop_config=train_loop_config if train_loop_config is not None else {},
+            scaling_config=scaling_config,
+            elastic_config=elastic_config or _ELASTIC,
+            scheduling_config=scheduling_config,
+            model_fingerprint=model_fingerprint,
+        )
+    SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
+    TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
+    return Template(
+        spec=trainer.spec(), promise=promise, reports_ahead=reports_ahead, keep_s=keep_s, tenant_weight=weight
+    )
+
+
+class TrialJob:
+    """A trial's elastic job, started (or found running) when it is made.
+
+    Args:
+        template: what the sweep's trials have in common.
+        sweep: name of the sweep; also its tenant, unless ``SchedulingConfig`` names one.
+        trial: name of the trial, unique in the sweep.
+        config: the trial's parameters; they go over ``train_loop_config``.
+        directory: the trial's own directory.
+        filesystem: file system that it is on.
+        knowledge_path: directory under which all trials' measurements are kept.
+        start_from: path of a checkpoint, of this trial or another, to start from; None starts anew.
+
+    Raises:
+        ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        *,
+        sweep: str,
+        trial: str,
+        config: Mapping[str, Any],
+        directory: str,
+        filesystem: pyarrow.fs.FileSystem,
+        knowledge_path: str,
+        start_from: str | None = None,
+    ) -> None:
+        self._template = template
+        self._sweep = sweep
+        self._directory = directory
+        self._filesystem = filesystem
+        self._knowledge_path = knowledge_path
+        self._start_from = start_from
+        self._key = _digest(config)
+        self.job = f"{sweep}-{trial}"
+        self._values: tuple[float, ...] = ()
+        self._taken: int | None = None
+        self._handle = self._find() or self._start(config)
+
+    # -- a front's side ----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> JobStatus:
+        """The job, as the last renewal of its lease found it."""
+        return self._handle.last_status
+
+    def next_report(self, timeout: float) -> Report | None:
+        """The next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
+
+        Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
+        more than ``reports_ahead`` reports ahead of that.
+        """
+        report = self._handle.next_report(self._taken, timeout)
+        if report is not None:
+            self._taken = report.index
+            self._values = (*self._values, score_of(report.metrics, self._template.promise))
+            if self._template.promise is not None:
+                self._tell("tell", self.job, self._values)
+        return report
+
+    @property
+    def done(self) -> bool:
+        """Whether the job has ended and all of its reports have been taken."""
+        return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
+
+    def raise_error(self) -> None:
+        """Raise what the ended job failed with, if it did."""
+        self._handle.result(timeout=_STOP_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """End the job, at once: its workers and their room are given back, and nobody's reports are lost by it."""
+        if not self._handle.done():
+            with contextlib.suppress(TimeoutError):
+                self._handle.stop(now=True)
+            if not self._handle.wait(_STOP_TIMEOUT_S):
+                logger.warning("trial %s does not answer; its lease ends it", self.job)
+                self._handle.leave()
+                return
+        self._delete_untaken()
+        self._tell("closed", self.job)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _start(self, config: Mapping[str, Any]) -> JobHandle:
+        template, base = self._template, self._template.spec
+        check_resources(base)
+        storage_path = self._new_run()
+        scheduling = base.scheduling
+        if not scheduling.tenant:
+            scheduling = dataclasses.replace(
+                scheduling, tenant=f"sweep {self._sweep}", tenant_weight=template.tenant_weight
+            )
+        spec = dataclasses.replace(
+            base,
+            job=self.job,
+            train_loop=with_config(base.train_loop, config),
+            storage_path=storage_path,
+            storage_filesystem=self._filesystem,
+            max_failures=base.max_failures,
+            num_to_keep=None,  # the sweep decides
+            scheduling=scheduling,
+            trial=TrialSpec(
+                controller=f"{self._sweep}-{secrets.token_hex(4)}",
+                start_from=self._start_from,
+                reports_ahead=template.reports_ahead,
+                knowledge_path=self._knowledge_path,
+                keep_s=template.keep_s,
+            ),
+        )
+        RunStorage(storage_path, self._filesystem).create()
+        controller, name = open_controller(self._sweep, template.promise, spec)
+        self._write_note({"controller": name, "key": self._key})
+        return JobHandle(controller, spec)
+
+    def _find(self) -> JobHandle | None:
+        """The trial's job, if it still runs for a front that is gone, and does what is asked for now."""
+        note = self._read_note()
+        controller = find_controller(str(note["controller"])) if note else None
+        if note is None or controller is None:
+            return None
+        try:
+            spec, status = ray.get([controller.spec.remote(), controller.status.remote()], timeout=START_TIMEOUT_S)
+        except (RayActorError, TimeoutError):
+            return None
+        if spec.job != self.job or spec.trial is None or status.phase.ended:
+            return None
+        handle = JobHandle(controller, spec)
+        start = self._start_from
+        own = start is not None and posixpath.dirname(start) == spec.storage_path
+        if note["key"] != self._key or not (own or start == spec.trial.start_from):
+            handle.stop(now=True)  # the sweep wants something else of the trial
+            handle.wait(_STOP_TIMEOUT_S)
+            return None
+        if own and start is not None:
+            progress = RunStorage(spec.storage_path, self._filesystem).load_progress(start) or {}
+            self._taken = int(progress.get("reports", 0))
+        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
+        logger.info("trial %s: its job still runs, and goes on", self.job)
+        return handle
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        """Tell the sweep's actor something, if it is there."""
+        with contextlib.suppress(RayError, ValueError):
+            sweep: Any = ray.get_actor(f"sweep:{self._sweep}", namespace=NAMESPACE)
+            getattr(sweep, method).remote(*arguments)
+
+    def _new_run(self) -> str:
+        """A directory of its own for every start of the trial, so that no run replaces another's checkpoints."""
+        selector = pyarrow.fs.FileSelector(self._directory, allow_not_found=True)
+        runs = [each for each in self._filesystem.get_file_info(selector) if each.base_name.startswith("run_")]
+        return posixpath.join(self._directory, f"run_{len(runs):02d}")
+
+    def _write_note(self, note: Mapping[str, str]) -> None:
+        with self._filesystem.open_output_stream(posixpath.join(self._directory, _NOTE)) as stream:
+            stream.write(json.dumps(note).encode())
+
+    def _read_note(self) -> Mapping[str, str] | None:
+        try:
+            with self._filesystem.open_input_stream(posixpath.join(self._directory, _NOTE)) as stream:
+                note = json.loads(stream.readall())
+        except (OSError, ValueError):
+            return None
+        return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
+
+    def _delete_untaken(self) -> None:
+        """Checkpoints of reports that the sweep never saw."""
+        begun = time.monotonic()
+        storage = RunStorage(self._handle.storage_path, self._filesystem)
+        after = self._taken
+        while time.monotonic() < begun + _STOP_TIMEOUT_S and (report := self._handle.next_report(after, 0.0)):
+            after = report.index
+            if report.checkpoint is not None:
+                storage.delete_checkpoint(report.checkpoint)
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(repr(sorted(config.items(), key=lambda item: str(item[0]))).encode()).hexdigest()

@@ -1,0 +1,142 @@
+"""What a trial is worth beside the others of its sweep: rungs, ranks and remaining budget made weights (pure).
+
+A sweep is over when its longest survivor is. So a trial's share should follow how much training is still *expected* of
+it: much of one that will go on to the end, little of one that is about to be cut. With budget t (reports made so far),
+rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
+
+    expected = (r - t) + s (R - r)                     [reports]
+    weight   = expected / mean expected of the running trials, within [1 / 4, 4]
+
+s follows from the trial's rank among all that have come as far as it has, those that were cut or have ended included:
+with q the part of them that it beats, s is 1 where q >= 1 - 1 / eta (it would be kept now), and falls linearly to 0
+for the last one. Ranks among few say little: s = (n s_rank + eta / eta) / (n + eta), a prior of 1 / eta worth eta trials.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+_MOST = 4.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """By what trials of a sweep are compared while they run: the words are ``ASHAScheduler``'s.
+
+    Attributes:
+        metric: name of what is reported.
+        mode: "max" if a larger metric is better, "min" otherwise.
+        max_t: reports of a trial that is never cut.
+        grace_period: reports at the first rung.
+        reduction_factor: eta; one trial in so many passes a rung.
+    """
+
+    metric: str
+    mode: str = "max"
+    max_t: int = 100
+    grace_period: int = 1
+    reduction_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"metric must be the name of a reported metric, but got {self.metric!r}")
+        if self.mode not in ("max", "min"):
+            raise ValueError(f"mode must be 'max' or 'min', but got {self.mode!r}")
+        if not 1 <= self.grace_period <= self.max_t:
+            raise ValueError(
+                f"grace_period must be between 1 and max_t ({self.max_t}) reports, but got {self.grace_period}"
+            )
+        if not self.reduction_factor > 1:
+            raise ValueError(f"reduction_factor must be above 1, but got {self.reduction_factor}")
+
+    def next_rung(self, reports: int) -> int:
+        """The first rung after so many reports; ``max_t`` where there is none before it."""
+        rung = float(self.grace_period)
+        while rung <= reports:
+            rung *= self.reduction_factor
+        return min(self.max_t, math.ceil(rung))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """How far a trial is, and how good it was on the way.
+
+    Attributes:
+        trial: its name.
+        values: the metric after 1, 2, ... reports; NaN where it was not reported.
+        running: whether it still trains; one that was cut or has ended is only compared with.
+    """
+
+    trial: str
+    values: tuple[float, ...] = ()
+    running: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """What a running trial's speed is to count, and why."""
+
+    value: float
+    reason: str
+
+
+def weights(standings: Sequence[Standing], promise: Promise | None) -> dict[str, Weight]:
+    """A weight for every running trial; the better of two that are equally far never weighs less.
+
+    Args:
+        standings: all trials of the sweep that are known, also those that do not run any more.
+        promise: by what they are compared; None weighs all alike.
+    """
+    running = [each for each in standings if each.running]
+    if promise is None:
+        return {each.trial: Weight(value=1.0, reason="trials are not compared") for each in running}
+    chances = {each.trial: chance(each, standings, promise) for each in running}
+    expected = {each.trial: _expected(each, chances[each.trial], promise) for each in running}
+    mean = sum(expected.values()) / len(expected) if expected else 1.0
+    return {
+        each.trial: Weight(
+            value=min(_MOST, max(1.0 / _MOST, expected[each.trial] / mean)) if mean > 0 else 1.0,
+            reason=f"passes rung {promise.next_rung(len(each.values))} with a chance of {chances[each.trial]:.2f}: "
+            f"{expected[each.trial]:.1f} more reports expected, {mean:.1f} on average",
+        )
+        for each in running
+    }
+
+
+def chance(trial: Standing, standings: Sequence[Standing], promise: Promise) -> float:
+    """s, the chance that the trial passes its next rung, from its rank among those that have come as far."""
+    eta = promise.reduction_factor
+    prior = 1.0 / eta
+    at = len(trial.values)
+    own = _score(trial, at, promise)
+    peers = [_score(each, at, promise) for each in standings if each.trial != trial.trial and len(each.values) >= at]
+    if not at or not peers:
+        return prior
+    beaten = sum(1.0 if own > peer else 0.5 if own == peer else 0.0 for peer in peers) / len(peers)
+    ranked = min(1.0, beaten / (1.0 - prior))
+    return (len(peers) * ranked + eta * prior) / (len(peers) + eta)
+
+
+def _score(trial: Standing, at: int, promise: Promise) -> float:
+    """The metric after ``at`` reports, larger is better; what is no number is worst."""
+    value = trial.values[at - 1] if at else math.nan
+    if math.isnan(value):
+        return -math.inf
+    return value if promise.mode == "max" else -value
+
+
+def _expected(trial: Standing, s: float, promise: Promise) -> float:
+    at = min(len(trial.values), promise.max_t)
+    rung = promise.next_rung(at)
+    return max(rung - at, 0) + s * (promise.max_t - rung)
+
+
+def score_of(metrics: Mapping[str, object], promise: Promise | None) -> float:
+    """The compared metric of a report; NaN where there is none or it is no number."""
+    value = metrics.get(promise.metric) if promise is not None else None
+    try:
+        return math.nan if value is None else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
