@@ -37,7 +37,8 @@ def elastic(
     weight: float = 1.0,
     promise: Promise | None = None,
     reports_ahead: int = 1,
-    keep_s: float = 5.0,
+    keep_s: float = 30.0,
+    sweep: str | None = None,
 ) -> type[Trainable]:
     """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
 
@@ -63,7 +64,10 @@ def elastic(
             be cut do not; None lets them compete by their speed alone.
         reports_ahead: how many reports training may be ahead of Tune's decision on the last one. 1 hides the time that
             Tune takes; 0 trains nothing that a stop would throw away, and waits at every report.
-        keep_s: how long a trial's processes wait for another trial before they end [s].
+        keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no resources.
+            10 s after the last trial they end anyway.
+        sweep: name of the sweep, also its tenant: sweeps of one name share weight and processes. By default the name of
+            the Tune experiment.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -82,6 +86,7 @@ def elastic(
         promise=promise,
         reports_ahead=reports_ahead,
         keep_s=keep_s,
+        sweep=sweep,
     )
     name = getattr(train_loop_or_trainer, "__name__", "trial")
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})

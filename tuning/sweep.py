@@ -24,6 +24,7 @@ logger = logging.getLogger("tuning.sweep")
 
 _LOOK_S = 0.5
 _FIRST_S = 60.0  # within this time after its start the first trial comes
+_LINGER_S = 10.0  # after the last trial; with trials running, idle controllers wait as long as they were told
 _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
@@ -68,14 +69,15 @@ class Sweep:
         from elastic_ray.job.controller import start  # imports torch, which fronts are spared by asking here
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        logger.setLevel(logging.INFO)
         self._start = start
         self._name = name
         self._promise = promise
         self._standings: dict[str, Standing] = {}
         self._told: dict[str, float] = {}
         self._busy: dict[str, Any] = {}
-        self._idle: list[tuple[JobSpec, Any]] = []
-        self._kinds: dict[str, JobSpec] = {}
+        self._idle: list[tuple[JobSpec, Any, str]] = []
+        self._kinds: dict[str, tuple[JobSpec, str]] = {}
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
@@ -93,9 +95,12 @@ class Sweep:
                 continue
             if renewed:
                 controller, name = fits[-1][1], renewed
+        again = controller is not None
         if controller is None:
             controller = self._start(spec)
-        self._busy[spec.job], self._kinds[spec.job] = controller, kind
+        logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if again else "starts one")
+        self._busy[spec.job], self._kinds[spec.job] = controller, (kind, name)
+        self._since_s = time.monotonic()
         self._standings[spec.job] = dataclasses.replace(
             self._standings.get(spec.job, Standing(trial=spec.job)), running=True
         )
@@ -103,9 +108,9 @@ class Sweep:
         self._weigh()
         return controller, name
 
-    async def attached(self, spec: JobSpec, controller: Any) -> None:
+    async def attached(self, spec: JobSpec, controller: Any, name: str) -> None:
         """A front has found a trial's controller that still runs."""
-        self._busy[spec.job], self._kinds[spec.job] = controller, _kind(spec)
+        self._busy[spec.job], self._kinds[spec.job] = controller, (_kind(spec), name)
         self._standings.setdefault(spec.job, Standing(trial=spec.job))
 
     async def tell(self, trial: str, values: tuple[float, ...]) -> None:
@@ -119,7 +124,7 @@ class Sweep:
         if trial in self._standings:
             self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
         if controller is not None and kind is not None:
-            self._idle.append((kind, controller))
+            self._idle.append((kind[0], controller, kind[1]))
         self._weigh()
 
     def _weigh(self) -> None:
@@ -141,10 +146,15 @@ class Sweep:
             for entry in list(self._idle):
                 if await _is_gone(entry[1]) and entry in self._idle:
                     self._idle.remove(entry)
-            if self._busy or self._idle:
-                self._since_s = time.monotonic()
-            elif time.monotonic() > self._since_s + _LOOK_S:
-                ray.kill(self._handle)
+            now_s = time.monotonic()
+            if self._busy:
+                self._since_s = max(self._since_s, now_s)
+            elif now_s > self._since_s + _LINGER_S:
+                for _, controller, _ in self._idle:
+                    controller.dismiss.remote()
+                await asyncio.sleep(_LOOK_S)
+                if not self._busy:
+                    ray.kill(self._handle)
 
 
 async def _is_gone(controller: Any) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import posixpath
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from tuning.trials import Promise, score_of
 
 logger = logging.getLogger(__name__)
 
+_NAME = r"[A-Za-z0-9._=,+-]{1,128}"
 _NOTE = "elastic_trial.json"
 _STOP_TIMEOUT_S = 5.0
 # Trials come and go: a process that waits for its job to grow would cost each of them a start.
@@ -52,6 +54,7 @@ class Template:
         reports_ahead: how far training may run ahead of the sweep's decisions.
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
+        sweep: its name; None leaves that to the front.
     """
 
     spec: JobSpec
@@ -59,6 +62,7 @@ class Template:
     reports_ahead: int
     keep_s: float
     tenant_weight: float
+    sweep: str | None
 
 
 def make_template(
@@ -72,7 +76,8 @@ def make_template(
     weight: float = 1.0,
     promise: Promise | None = None,
     reports_ahead: int = 1,
-    keep_s: float = 5.0,
+    keep_s: float = 30.0,
+    sweep: str | None = None,
 ) -> Template:
     """Check everything that trials have in common; the arguments are those of ``tuning.elastic``."""
     if promise is not None and not isinstance(promise, Promise):
@@ -100,8 +105,15 @@ def make_template(
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
+    if sweep is not None and not re.fullmatch(_NAME, sweep):
+        raise ValueError(f"sweep must be letters, digits or ._=,+- (it names an actor), but got {sweep!r}")
     return Template(
-        spec=trainer.spec(), promise=promise, reports_ahead=reports_ahead, keep_s=keep_s, tenant_weight=weight
+        spec=trainer.spec(),
+        promise=promise,
+        reports_ahead=reports_ahead,
+        keep_s=keep_s,
+        tenant_weight=weight,
+        sweep=sweep,
     )
 
 
@@ -110,7 +122,7 @@ class TrialJob:
 
     Args:
         template: what the sweep's trials have in common.
-        sweep: name of the sweep; also its tenant, unless ``SchedulingConfig`` names one.
+        sweep: name of the sweep, if the template has none; also its tenant, unless ``SchedulingConfig`` names one.
         trial: name of the trial, unique in the sweep.
         config: the trial's parameters; they go over ``train_loop_config``.
         directory: the trial's own directory.
@@ -135,7 +147,7 @@ class TrialJob:
         start_from: str | None = None,
     ) -> None:
         self._template = template
-        self._sweep = sweep
+        self._sweep = template.sweep or sweep
         self._directory = directory
         self._filesystem = filesystem
         self._knowledge_path = knowledge_path
@@ -243,7 +255,7 @@ class TrialJob:
         if own and start is not None:
             progress = RunStorage(spec.storage_path, self._filesystem).load_progress(start) or {}
             self._taken = int(progress.get("reports", 0))
-        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
+        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller, str(note["controller"]))
         logger.info("trial %s: its job still runs, and goes on", self.job)
         return handle
 

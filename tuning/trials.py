@@ -9,7 +9,8 @@ rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, an
 
 s follows from the trial's rank among all that have come as far as it has, those that were cut or have ended included:
 with q the part of them that it beats, s is 1 where q >= 1 - 1 / eta (it would be kept now), and falls linearly to 0
-for the last one. Ranks among few say little: s = (n s_rank + eta / eta) / (n + eta), a prior of 1 / eta worth eta trials.
+for the last one. Ranks among few say little: s = (n s_rank + 1) / (n + eta), that is, a
+prior of 1 / eta that counts as much as eta trials.
 """
 
 from __future__ import annotations

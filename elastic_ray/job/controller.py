@@ -155,6 +155,7 @@ class JobController:
         self._return_value: Any = None
         self._vacated: asyncio.Task[dict[str, list[Any]]] | None = None
         self._closed = asyncio.Event()
+        self._dismissed = asyncio.Event()
         self._renewed = asyncio.Event()
 
     # -- for drivers -------------------------------------------------------------------------------------------
@@ -223,6 +224,11 @@ class JobController:
     async def close(self) -> None:
         """The driver has all it wants of an ended job."""
         self._closed.set()
+
+    async def dismiss(self) -> None:
+        """There will be no other trial: a controller that waits for one need not wait any longer."""
+        if self._vacated is not None and self._closed.is_set():
+            self._dismissed.set()
 
     async def renew(self, spec: JobSpec) -> str:
         """Run another trial in the processes of the one that was closed.
@@ -508,9 +514,11 @@ class JobController:
         if self._vacated is None or self._spec.trial is None or not self._closed.is_set():
             return False
         job, renewed = self._spec.job, self._renewed
-        try:
-            await asyncio.wait_for(renewed.wait(), self._spec.trial.keep_s)
-        except asyncio.TimeoutError:
+        waits = [asyncio.ensure_future(event.wait()) for event in (renewed, self._dismissed)]
+        await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+        if not renewed.is_set():
             renewed.set()  # whoever comes now is late
             await self._vacated
             return False

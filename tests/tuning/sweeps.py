@@ -68,7 +68,7 @@ def _first(path: str) -> bool:
 def trainable(*, workers: Any = (1, 2), **options: Any) -> Any:
     """The loop above as an elastic trainable."""
     scaling = ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"slot": 1})
-    return tuning.elastic(train, scaling_config=scaling, **{"keep_s": 2.0, **options})
+    return tuning.elastic(train, scaling_config=scaling, **{"sweep": "tests", **options})
 
 
 def fit(folder: Path, space: dict[str, Any], *, elastic: Any = None, run: Any = None, **config: Any) -> Any:

@@ -1,0 +1,84 @@
+"""The feed of a job's reports: in order, each once, and training not too far ahead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.events import Report
+from elastic_ray.job.feed import ReportFeed
+
+
+def report(index: int, score: float = 0.0) -> Report:
+    return Report(index=index, metrics={"score": score})
+
+
+async def _take(feed: ReportFeed, count: int) -> list[int]:
+    taken: list[int] = []
+    after = None
+    for _ in range(count):
+        found = await feed.next(after, 1.0)
+        assert found is not None
+        after = found.index
+        taken.append(after)
+    return taken
+
+
+@given(st.permutations(range(4, 9)), st.lists(st.integers(4, 8)))
+def test_reports_are_given_in_order_and_once_however_they_come(order: Sequence[int], again: list[int]) -> None:
+    async def run() -> list[int]:
+        feed = ReportFeed(taken=3)
+        for index in [*order, *again]:
+            feed.put(report(index))
+        return await _take(feed, 5)
+
+    assert asyncio.run(run()) == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
+    async def run() -> tuple[int, int]:
+        feed, made = ReportFeed(ahead=ahead), 0
+
+        async def train() -> None:
+            nonlocal made
+            for index in range(1, 10):
+                feed.put(report(index))
+                await feed.turn(index)
+                made = index
+
+        training = asyncio.ensure_future(train())
+        await asyncio.sleep(0.01)
+        before = made
+        first = await feed.next(None, 1.0)
+        assert first is not None
+        await feed.next(first.index, 1.0)  # the first one is dealt with
+        await asyncio.sleep(0.01)
+        after = made
+        feed.close()
+        await training
+        return before, after
+
+    assert asyncio.run(run()) == (ahead, ahead + 1)
+
+
+def test_whoever_waits_is_told_at_once_that_nothing_comes_any_more() -> None:
+    async def run() -> tuple[Report | None, Report | None]:
+        feed = ReportFeed()
+        feed.put(report(1))
+        waiting = asyncio.ensure_future(feed.next(1, 60.0))
+        await asyncio.sleep(0.01)
+        feed.close()
+        return await asyncio.wait_for(waiting, 1.0), await feed.next(0, 1.0)
+
+    last, known = asyncio.run(run())
+    assert last is None
+    assert known == report(1)
+
+
+def test_waiting_ends_in_time() -> None:
+    assert asyncio.run(ReportFeed().next(None, 0.01)) is None

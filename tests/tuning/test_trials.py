@@ -1,0 +1,99 @@
+"""The policy that turns rungs, ranks and remaining budget into weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tuning.trials import Promise, Standing, chance, score_of, weights
+
+PROMISE = Promise(metric="accuracy", max_t=27, grace_period=1, reduction_factor=3)
+
+values = st.lists(st.floats(0, 1), max_size=27).map(tuple)
+sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map(
+    lambda rows: [Standing(trial=f"t{i}", values=v, running=r) for i, (v, r) in enumerate(rows)]
+)
+
+
+@given(sweeps)
+def test_every_running_trial_has_a_weight_within_the_bounds_and_a_reason(standings: list[Standing]) -> None:
+    found = weights(standings, PROMISE)
+    assert set(found) == {each.trial for each in standings if each.running}
+    assert all(0.25 <= each.value <= 4.0 and "reports expected" in each.reason for each in found.values())
+
+
+@given(sweeps)
+def test_of_two_that_are_equally_far_the_better_never_weighs_less(standings: list[Standing]) -> None:
+    found = weights(standings, PROMISE)
+    running = [each for each in standings if each.running and each.values]
+    for a in running:
+        for b in running:
+            if len(a.values) == len(b.values) and a.values[-1] > b.values[-1]:
+                assert found[a.trial].value >= found[b.trial].value - 1e-9
+
+
+@given(sweeps, st.randoms())
+def test_the_order_of_the_trials_does_not_matter(standings: list[Standing], random: object) -> None:
+    shuffled = list(standings)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    before, after = weights(standings, PROMISE), weights(shuffled, PROMISE)
+    assert {t: round(w.value, 9) for t, w in before.items()} == {t: round(w.value, 9) for t, w in after.items()}
+
+
+@given(sweeps)
+def test_a_smaller_loss_counts_as_a_larger_accuracy(standings: list[Standing]) -> None:
+    turned = [dataclasses.replace(each, values=tuple(-v for v in each.values)) for each in standings]
+    least = dataclasses.replace(PROMISE, mode="min")
+    assert weights(standings, PROMISE) == weights(turned, least)
+
+
+def test_near_the_top_of_its_rung_a_trial_grows_and_one_about_to_be_cut_does_not() -> None:
+    cut = [Standing(trial=f"cut{i}", values=(0.1 * i, 0.1 * i), running=False) for i in range(6)]
+    top, bottom = Standing(trial="top", values=(0.9, 0.9)), Standing(trial="bottom", values=(0.05, 0.05))
+    found = weights([*cut, top, bottom], PROMISE)
+    assert found["top"].value > 1.0 > found["bottom"].value
+    assert chance(top, [*cut, top, bottom], PROMISE) > 0.7 > 0.3 > chance(bottom, [*cut, top, bottom], PROMISE)
+
+
+def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
+    early, late = Standing(trial="early", values=(0.9,) * 9), Standing(trial="late", values=(0.9,) * 26)
+    found = weights([early, late], PROMISE)
+    assert found["early"].value > found["late"].value
+
+
+def test_without_a_promise_all_weigh_alike() -> None:
+    found = weights([Standing(trial="a", values=(1.0,)), Standing(trial="b")], None)
+    assert [each.value for each in found.values()] == [1.0, 1.0]
+
+
+def test_a_metric_that_is_no_number_ranks_last() -> None:
+    good, bad = Standing(trial="good", values=(0.0,)), Standing(trial="bad", values=(math.nan,))
+    found = weights([good, bad], PROMISE)
+    assert found["good"].value > found["bad"].value
+    assert math.isnan(score_of({"accuracy": "high"}, PROMISE))
+    assert math.isnan(score_of({}, PROMISE))
+    assert score_of({"accuracy": 0.5}, PROMISE) == 0.5
+
+
+@pytest.mark.parametrize("reports", range(30))
+def test_rungs_are_those_of_successive_halving(reports: int) -> None:
+    assert PROMISE.next_rung(reports) == next((r for r in (1, 3, 9, 27) if r > reports), 27)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"metric": ""}, "metric must be the name"),
+        ({"mode": "best"}, "'max' or 'min', but got 'best'"),
+        ({"grace_period": 0}, "grace_period must be between 1 and max_t"),
+        ({"grace_period": 28}, "grace_period must be between 1 and max_t"),
+        ({"reduction_factor": 1.0}, "reduction_factor must be above 1, but got 1.0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(PROMISE, **wrong)  # type: ignore[arg-type]
