@@ -12,7 +12,7 @@ from placement.cluster import Cluster
 from placement.goodput_table import Ints
 from placement.jobs import FIRST_WORKERS, JobView
 from placement.policies.markets import Breed, Market, breed, menu, nodes_needed, split
-from placement.policies.speeds import table
+from placement.policies.speeds import Memory, table
 from placement.throughput import Floats
 
 Place = Mapping[int, int]
@@ -49,6 +49,7 @@ class Case:
         rate: goodput on the smallest size [samples/s], (J,); 0 without a model.
         unit: what one worker takes of a market, (J, K): 1 where all workers are alike, else its dominant share.
         capacities: of each market in these units, (K,).
+        memory: of what was computed before.
     """
 
     views: tuple[JobView, ...]
@@ -63,6 +64,7 @@ class Case:
     rate: Floats
     unit: Floats
     capacities: Floats
+    memory: Memory
 
     @property
     def alike(self) -> bool:
@@ -89,7 +91,7 @@ class Case:
             others = np.flatnonzero((kinds == m) & (workers > 0) & ~listed)
             if len(others):
                 size = workers[others, np.newaxis]
-                rates = table([self.views[j] for j in others], market.gpu, spread[others, np.newaxis], size)
+                rates = table([self.views[j] for j in others], market.gpu, spread[others, np.newaxis], size, self.memory)
                 speed[others] = _relative(rates, self.rate[others], size)[:, 0]
         return speed
 
@@ -119,8 +121,9 @@ def useful(view: JobView, gpu: str) -> int:
     return max(most, view.min_workers)
 
 
-def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
+def build(jobs: Sequence[JobView], cluster: Cluster, memory: Memory | None = None) -> Case:
     """Put a decision's question into arrays."""
+    memory = Memory() if memory is None else memory
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     breeds = tuple(breed(view) for view in views)
     markets = split(cluster, views)
@@ -143,7 +146,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
     nodes = _nodes(breeds, markets, sizes)
     low = np.array([view.min_workers for view in views], dtype=np.int64)[:, np.newaxis]
     possible = (nodes > 0) & (all_sizes >= low) & (all_sizes <= most[:, all_kinds])
-    speed, rate = _speeds(views, markets, nodes, all_kinds, all_sizes, low)
+    speed, rate = _speeds(views, markets, nodes, all_kinds, all_sizes, low, memory)
     unit = np.ones_like(totals)
     if not alike:
         unit = np.array([[market.shares[kind] for market in markets] for kind in breeds], dtype=np.float64)
@@ -160,6 +163,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
         rate=rate,
         unit=unit,
         capacities=totals[0] if alike and len(views) else np.ones(len(markets)),
+        memory=memory,
     )
 
 
@@ -178,7 +182,13 @@ def _nodes(breeds: Sequence[Breed], markets: Sequence[Market], sizes: Sequence[I
 
 
 def _speeds(
-    views: Sequence[JobView], markets: Sequence[Market], nodes: Ints, kinds: Ints, sizes: Ints, low: Ints
+    views: Sequence[JobView],
+    markets: Sequence[Market],
+    nodes: Ints,
+    kinds: Ints,
+    sizes: Ints,
+    low: Ints,
+    memory: Memory,
 ) -> tuple[Floats, Floats]:
     rates = np.full(nodes.shape, np.nan)
     if not nodes.size:
@@ -187,7 +197,7 @@ def _speeds(
     workers = np.broadcast_to(sizes, nodes.shape)
     for m, market in enumerate(markets):
         own = kinds == m
-        rates[:, own] = table(views, market.gpu, nodes[:, own], workers[:, own])
+        rates[:, own] = table(views, market.gpu, nodes[:, own], workers[:, own], memory)
         # The yardstick is the smallest size that runs at all, on the slowest type.
         valid = own & (rates > 0) & (workers >= low)
         has = valid.any(axis=1)

@@ -65,7 +65,7 @@ def improve(
     may_wait = _may_wait(case, stakes, present)
     floors, waiting = admit_into(case, [j for j in order if not may_wait[j]], present)
     floors |= {j: (0, 0) for j in order if may_wait[j]}
-    if not floors:
+    if not floors or not len(case.sizes):  # nobody is admitted, or there is no room at all
         nothing = [Seat()] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
     # What a user holds a job at is no question of worth: below it, where it fits, staying is no choice.
