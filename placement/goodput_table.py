@@ -60,7 +60,8 @@ def goodputs(questions: Sequence[Question], nodes: Ints, workers: Ints) -> Float
         Array (J, C), 0 where no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
-    numbers = np.array([numbers_of(question) for question in questions], dtype=np.float64)
+    asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]
+    numbers = np.array([numbers_of(*each) for each in asked], dtype=np.float64)
     n, r = (np.ascontiguousarray(np.broadcast_to(x, shape), dtype=np.int64) for x in (nodes, workers))
     return of_numbers(numbers.reshape(len(questions), -1), n, r)
 
@@ -126,13 +127,15 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
     return np.where(possible & ~(fixed & (workers > initial)), best, 0.0)
 
 
-def numbers_of(question: Question) -> tuple[float, ...]:
-    """All that a question says, as numbers."""
-    model, (low, high) = question.model, question.atomic_bsz_range or (1, 2**53)
+def numbers_of(
+    model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
+) -> tuple[float, ...]:
+    """All that a ``Question`` says, as numbers."""
+    low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)
     if sqr + var <= 0:
         sqr, var = 1.0, 0.0
-    limit = 0 if question.max_batch_size is None else max(question.max_batch_size, model.init_batch_size)
+    limit = 0 if max_batch_size is None else max(max_batch_size, model.init_batch_size)
     times = t.alpha_c, t.beta_c, t.alpha_n, t.beta_n, t.alpha_r, t.beta_r, t.gamma
-    return (*times, sqr, var, model.init_batch_size, limit, low, high, question.accumulation)
+    return (*times, sqr, var, model.init_batch_size, limit, low, high, accumulation)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from placement.goodput_table import Ints, Question, numbers_of, of_numbers
+from placement.goodput_table import Ints, numbers_of, of_numbers
 from placement.jobs import JobView
 from placement.throughput import Floats
 
@@ -52,15 +52,6 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
     return view.models.get(gpu, view.goodput)
 
 
-def question(view: JobView, gpu: str) -> Question | None:
-    """What to ask about the job's goodput on this GPU type; None without a model."""
-    model = model_of(view, gpu)
-    if model is None:
-        return None
-    bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
-    return Question(model, view.max_batch_size, bounds, view.accumulation)
-
-
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
     """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
@@ -73,11 +64,15 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory
     """
     memory.make_room(len(views))
     result = np.full(workers.shape, np.nan)
-    asks = [question(view, gpu) for view in views]
-    known = np.flatnonzero([ask is not None for ask in asks])
-    if len(known):
-        numbers = np.array([numbers_of(ask) for ask in asks if ask is not None], dtype=np.float64)
-        result[known] = _rows(numbers, nodes[known], workers[known], memory)
+    known, numbers = [], []
+    for j, view in enumerate(views):
+        model = model_of(view, gpu)
+        if model is not None:
+            bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
+            known.append(j)
+            numbers.append(numbers_of(model, view.max_batch_size, bounds, view.accumulation))
+    if known:
+        result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], memory)
     factors: dict[tuple[int, bytes], Floats] = {}
     for j, view in enumerate(views):
         measured, model = view.observations.get(gpu), model_of(view, gpu)
