@@ -12,6 +12,7 @@ from placement.jobs import JobView
 from placement.policies.base import Target, count, held_reason
 from placement.policies.case import Case, Seat, build
 from placement.policies.improving import improve, present_seats
+from placement.policies.speeds import Memory
 from placement.policies.stakes import Stakes
 from placement.policies.worth import overdue, rank_weights, seconds_left
 
@@ -68,6 +69,7 @@ class GoodputPolicy:
     fair_power: float = 0.0
     late: float = 3.0
     lengths: bool = True
+    _memory: Memory = dataclasses.field(default_factory=Memory, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:
@@ -90,7 +92,7 @@ class GoodputPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        case = build(jobs, cluster)
+        case = build(jobs, cluster, self._memory)
         stakes = self.stakes(case, now_s)
         seats, valid = present_seats(case)
         before, waiting = seats, dict[int, str]()
