@@ -82,8 +82,7 @@ def decide(
         seen.append(places)
         promised = plan.promised
         present = dataclasses.replace(
-            question,
-            views=[dataclasses.replace(v, allocation=plan.allocation.get(v.job, {})) for v in question.views],
+            question, views=[v.placed(plan.allocation.get(v.job, {})) for v in question.views]
         )
     return _with_first_reasons(plans)
 

@@ -118,6 +118,7 @@ class AllocatorCore:
         self._constraints = self._config.constraints
         self._promised: frozenset[str] = frozenset()
         self._cluster = Cluster()
+        self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, _Job] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._settling = settling
@@ -249,6 +250,7 @@ class AllocatorCore:
         if cluster == self._cluster:
             return
         self._cluster = cluster
+        self._node_ids = frozenset(node.node_id for node in cluster.nodes)
         if self._knowledge is not None:
             self._knowledge.machines(cluster)
         try:
@@ -311,7 +313,7 @@ class AllocatorCore:
     def _views(self, now_s: float) -> list[JobView]:
         """What the policy sees: every job that could run, where it is to be, with what others know of its model."""
         views = [
-            dataclasses.replace(job.view, allocation=self._surviving(job.target))
+            job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
             if job.impossible_since_s is None
         ]
@@ -349,8 +351,13 @@ class AllocatorCore:
         else:
             suspects = list(self._jobs.values()) if isinstance(event, NodesChanged) or self._unjudged else []
             self._unjudged = False
+        reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
-            reason = unsatisfiable(job.view, self._cluster)
+            view = job.view
+            kind = tuple(view.bundle.items()), tuple(view.label_selector.items()), view.min_workers
+            if kind not in reasons:
+                reasons[kind] = unsatisfiable(view, self._cluster)
+            reason = reasons[kind]
             if reason is not None:
                 job.reason = reason
                 job.impossible_since_s = now_s if job.impossible_since_s is None else job.impossible_since_s
@@ -370,8 +377,7 @@ class AllocatorCore:
         return told
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
-        present = self._cluster.by_id()
-        return {node: workers for node, workers in target.items() if node in present}
+        return {node: workers for node, workers in target.items() if node in self._node_ids}
 
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}

@@ -78,8 +78,10 @@ def promise(
     Returns:
         The jobs with these minimums, and what to add to the reason of each job with a deadline.
     """
-    empty, room = Room(cluster), Room(cluster)
     dated = {view.job for view in views if view.deadline_s is not None}
+    if not dated:
+        return Question(views=views, cluster=cluster), {}
+    empty, room = Room(cluster), Room(cluster)
     order = by_precedence(Question(views=views, cluster=cluster, promised=frozenset(dated)))
     safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
     raised: dict[str, JobView] = {}

@@ -170,6 +170,10 @@ class JobView:
                 f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
             )
 
+    def placed(self, allocation: Mapping[str, int]) -> JobView:
+        """The same job at another place."""
+        return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
+
     @property
     def workers(self) -> int:
         """Workers held now."""

@@ -140,6 +140,8 @@ def _result(counts: Mapping[str, int], jobs: Sequence[JobView], board: _Board) -
 
 def _keep(view: JobView, wanted: int, board: _Board) -> None:
     """Leave as many workers as wanted where they are, on the nodes with most of them."""
+    if not view.allocation:
+        return
     fits = board.room.slots(view)
     here = [(workers, node_id) for node_id, workers in view.allocation.items()]
     for workers, node_id in sorted(here, key=lambda item: (-item[0], item[1])):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import TOLERANCE, AllocationError, Cluster, check, slots, without
+from placement.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
 from placement.constraints import Constraints, decide
 from placement.jobs import JobView, speeds
 from placement.packing import Packing, pack
@@ -120,12 +120,15 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
     room = Room(cluster)
     fits: dict[tuple[object, object], int] = {}  # by bundle and selector: thousands of jobs share a few
     used: dict[str, float] = {}
+    nodes = cluster.by_id()
     for job, view in known.items():
         if job not in targets:
             raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
         workers = targets[job].workers
         _check_count(view, workers)
-        _check_nodes(view, targets[job], cluster)
+        _check_nodes(view, targets[job], nodes)
+        if not workers:
+            continue
         breed = tuple(view.bundle.items()), tuple(view.label_selector.items())
         if breed not in fits:
             fits[breed] = int(room.slots(view).sum())
@@ -150,7 +153,7 @@ def _check_count(view: JobView, workers: int) -> None:
         raise AllocationError("maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most")
 
 
-def _check_nodes(view: JobView, target: Target, cluster: Cluster) -> None:
+def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> None:
     if target.nodes is None:
         return
     if sum(target.nodes.values()) != target.workers:
@@ -158,7 +161,6 @@ def _check_nodes(view: JobView, target: Target, cluster: Cluster) -> None:
             "nodes", f"job {view.job!r} was given {target.workers} workers, but placed as {dict(target.nodes)}"
         )
     if view.label_selector:
-        nodes = cluster.by_id()
         for node_id in target.nodes:
             if node_id in nodes and not nodes[node_id].matches(view.label_selector):
                 raise AllocationError(

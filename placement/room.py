@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster import TOLERANCE, Cluster
 from placement.jobs import JobView
+
+_FEW = 16  # changed nodes up to which they are looked at one by one
+
+
+@dataclasses.dataclass(slots=True)
+class _Kind:
+    """Workers of one bundle and label selector; thousands of jobs share a few.
+
+    Attributes:
+        needs: column and amount of each resource; None if no node has one of them.
+        share: dominant share of one worker.
+        matching: nodes with the labels that are asked for; None for all.
+        slots: how many more fit on each node, after ``seen`` of the room's changes.
+        seen: see there.
+    """
+
+    needs: tuple[tuple[int, float], ...] | None
+    share: float
+    matching: NDArray[np.bool_] | None
+    slots: NDArray[np.int64]
+    seen: int
 
 
 class Room:
@@ -24,14 +47,15 @@ class Room:
             [[node.free.get(name, 0.0) for name in self._names] for node in self._nodes], dtype=np.float64
         ).reshape(len(self._nodes), len(self._names))
         self._total = self._free.sum(axis=0)
-        self._needs: dict[str, tuple[list[int], NDArray[np.float64]] | None] = {}
-        self._matching: dict[tuple[tuple[str, str], ...], NDArray[np.bool_]] = {}
+        self._kinds: dict[object, _Kind] = {}
+        self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
 
     def copy(self) -> Room:
         """The same room, to try something in."""
         twin = object.__new__(Room)
         twin.__dict__.update(self.__dict__)
         twin._free = self._free.copy()
+        twin._kinds, twin._changed = {}, []
         return twin
 
     def index(self, node_id: str) -> int | None:
@@ -40,55 +64,71 @@ class Room:
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
         """How many more workers of the job fit on each node."""
-        need = self._need(view)
-        if need is None:
-            return np.zeros(len(self._nodes), dtype=np.int64)
-        columns, amounts = need
-        fits = np.floor(self._free[:, columns] / amounts + TOLERANCE).min(axis=1).astype(np.int64)
-        if view.label_selector:
-            fits = np.where(self._matches(view), fits, 0)
-        free: NDArray[np.int64] = np.maximum(fits, 0)
-        return free
+        kind = self._kind(view)
+        if kind.needs is not None and kind.seen < len(self._changed):
+            changed = self._changed[kind.seen :]
+            if len(changed) > _FEW:
+                kind.slots = self._count(kind.needs, kind.matching)
+            else:
+                for index in changed:
+                    kind.slots[index] = self._count_on(index, kind.needs, kind.matching)
+            kind.seen = len(self._changed)
+        return kind.slots.copy()
 
     def take(self, view: JobView, index: int, workers: int) -> None:
         """Use resources of one node; the caller has looked at ``slots``. Negative workers give back."""
-        need = self._need(view)
-        assert need is not None, f"job {view.job} has no slot to take"
-        columns, amounts = need
-        self._free[index, columns] -= workers * amounts
+        needs = self._kind(view).needs
+        assert needs is not None, f"job {view.job} has no slot to take"
+        for column, amount in needs:
+            self._free[index, column] -= workers * amount
+        self._changed.append(index)
 
     def add(self, view: JobView, workers: int) -> bool:
         """Take ``workers`` bundles wherever they fit, tightest nodes first; all of them or nothing."""
         fits = self.slots(view)
         if int(fits.sum()) < workers:
             return False
-        for index in np.argsort(np.where(fits > 0, fits, np.iinfo(np.int64).max), kind="stable"):
-            if workers == 0:
-                break
+        fits[fits == 0] = np.iinfo(np.int64).max
+        while workers > 0:
+            index = int(fits.argmin())
             here = min(workers, int(fits[index]))
-            self.take(view, int(index), here)
+            self.take(view, index, here)
+            fits[index] = np.iinfo(np.int64).max
             workers -= here
         return True
 
     def share(self, view: JobView) -> float:
         """Dominant share: the largest part of any resource of the whole room that one worker takes."""
-        need = self._need(view)
-        if need is None:
-            return 1.0
-        columns, amounts = need
-        return float(np.max(amounts / np.maximum(self._total[columns], TOLERANCE)))
+        return self._kind(view).share
 
-    def _need(self, view: JobView) -> tuple[list[int], NDArray[np.float64]] | None:
-        """Columns and amounts of the job's bundle; None if it needs something that no node has."""
-        if view.job not in self._needs:
-            wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
-            known = all(name in self._names for name in wanted)
-            columns = [self._names.index(name) for name in wanted] if known else []
-            self._needs[view.job] = (columns, np.array(list(wanted.values()), dtype=np.float64)) if known else None
-        return self._needs[view.job]
+    def _kind(self, view: JobView) -> _Kind:
+        key = tuple(view.bundle.items()), tuple(view.label_selector.items())
+        if key not in self._kinds:
+            self._kinds[key] = self._new_kind(view)
+        return self._kinds[key]
 
-    def _matches(self, view: JobView) -> NDArray[np.bool_]:
-        key = tuple(sorted(view.label_selector.items()))
-        if key not in self._matching:
-            self._matching[key] = np.array([node.matches(view.label_selector) for node in self._nodes], dtype=np.bool_)
-        return self._matching[key]
+    def _new_kind(self, view: JobView) -> _Kind:
+        wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
+        matching = None
+        if view.label_selector:
+            matching = np.array([node.matches(view.label_selector) for node in self._nodes], dtype=np.bool_)
+        if not all(name in self._names for name in wanted):
+            nothing = np.zeros(len(self._nodes), dtype=np.int64)
+            return _Kind(needs=None, share=1.0, matching=matching, slots=nothing, seen=0)
+        needs = tuple((self._names.index(name), float(amount)) for name, amount in wanted.items())
+        share = max(amount / max(float(self._total[column]), TOLERANCE) for column, amount in needs)
+        slots = self._count(needs, matching)
+        return _Kind(needs=needs, share=share, matching=matching, slots=slots, seen=len(self._changed))
+
+    def _count(self, needs: tuple[tuple[int, float], ...], matching: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+        fits = np.floor(self._free[:, [c for c, _ in needs]] / [amount for _, amount in needs] + TOLERANCE).min(axis=1)
+        if matching is not None:
+            fits = np.where(matching, fits, 0.0)
+        slots: NDArray[np.int64] = np.maximum(fits, 0.0).astype(np.int64)
+        return slots
+
+    def _count_on(self, index: int, needs: tuple[tuple[int, float], ...], matching: NDArray[np.bool_] | None) -> int:
+        if matching is not None and not matching[index]:
+            return 0
+        free = self._free[index].tolist()
+        return max(min(int(free[column] / amount + TOLERANCE) for column, amount in needs), 0)

@@ -217,6 +217,7 @@ class _Filling:
         self._totals = totals
         self._room = Room(question.cluster)
         self._counts: dict[str, int] = {}
+        self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb
         self.floors: dict[str, int] = {}
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
@@ -231,7 +232,8 @@ class _Filling:
         """Everybody's minimums, then workers one by one, up to the limits (and never above a quota)."""
         starts = {name: collections.deque(self._of(name, started=False)) for name in self._tenants}
         grows: dict[str, collections.deque[JobView]] = {}
-        heap = [(self._turn(name, starts[name]), name) for name in self._tenants]
+        self._running = {name: sum(1 for view in queue if view.workers) for name, queue in starts.items()}
+        heap = [(self._turn(name), name) for name in self._tenants]
         heapq.heapify(heap)
         while heap:
             _, name = heapq.heappop(heap)
@@ -241,15 +243,15 @@ class _Filling:
                     grows[name] = collections.deque(self._of(name, started=True))
                 if not self._step(grows[name], lambda view, limit=limit: self._grow(view, limit), again=True):  # type: ignore[misc]
                     continue
-            heapq.heappush(heap, (self._turn(name, starts[name]), name))
+            heapq.heappush(heap, (self._turn(name), name))
 
     def _of(self, name: str, *, started: bool) -> Iterable[JobView]:
         return [view for view in self._order if view.tenant == name and (view.job in self._counts) == started]
 
-    def _turn(self, name: str, starts: Iterable[JobView]) -> tuple[float, bool]:
+    def _turn(self, name: str) -> tuple[float, bool]:
         used = self.used[name]
         share = max((used[r] / total for r, total in self._totals.items() if total > 0), default=0.0)
-        return round(share / self._tenants[name].weight, 9), not any(view.workers for view in starts)
+        return round(share / self._tenants[name].weight, 9), not self._running[name]
 
     @staticmethod
     def _step(queue: collections.deque[JobView], give: Callable[[JobView], bool], *, again: bool) -> bool:
@@ -263,6 +265,7 @@ class _Filling:
         return False
 
     def _start(self, view: JobView, limit: Resources | None) -> bool:
+        self._running[view.tenant] -= view.workers > 0
         if self._give(view, view.min_workers, limit):
             self.floors[view.job] = view.min_workers
             return True

@@ -102,9 +102,9 @@ class GoodputPolicy:
                 seats = [seat if ok else Seat() for seat, ok in zip(seats, valid, strict=True)]
                 break
             seats, valid = better, [True] * len(better)
-        speed = case.speed_at(seats)
+        speed = case.speed_at(seats).tolist()
         return {
-            view.job: self._target(case, stakes, j, (before[j], seats[j]), float(speed[j]), waiting.get(j))
+            view.job: self._target(case, stakes, j, (before[j], seats[j]), speed[j], waiting.get(j))
             for j, view in enumerate(case.views)
         }
 

@@ -206,18 +206,18 @@ def fill(options: Options, picks: Ints) -> Ints:
     """Use what is left where it adds most per size, until nothing that fits adds anything."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
-    # A job that changes its type leaves room that others may use: look again, which ends since every step adds.
+    # A job that leaves room gives others a chance: look again, which ends since every step adds.
     while _fill_once(options, picks, left):
         pass
     return picks
 
 
 def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
-    """Whether there was anything to do."""
+    """Whether some job has left room by what it took instead."""
     rates, steps, needs = _best_steps(options, slice(None), picks, left)
     heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
     heapq.heapify(heap)
-    some = bool(heap)
+    freed = False
     while heap:
         _, j, option = heapq.heappop(heap)
         kind, size = options.kinds[j, option], options.sizes[j, option]
@@ -225,13 +225,16 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
         if size - own <= left[kind] + _TINY and options.values[j, option] > options.values[j, picks[j]] + _TINY:
             left[options.kinds[j, picks[j]]] += options.sizes[j, picks[j]]
             left[kind] -= size
+            freed = freed or options.kinds[j, picks[j]] != kind or size < own
             picks[j] = option
         elif (needs[j] > left + _TINY).all():
             continue
         (rate,), (step,), (needs[j],) = _best_steps(options, slice(j, j + 1), picks, left)
         if rate > -np.inf:
             heapq.heappush(heap, (-float(rate), j, int(step)))
-    return some
+        elif (needs > left + _TINY).all():
+            break  # nobody else can, either
+    return bool(freed)
 
 
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:

@@ -77,14 +77,14 @@ def overdue(views: Sequence[JobView], left_s: Floats, fair_speed: Floats, now_s:
     an estimate of finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from what the job knows of itself.
     """
     lateness = np.full(len(views), np.nan)
-    for j, view in enumerate(views):
+    for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
         missing = remaining(view.progress)
         if view.progress is None or missing is None or not missing > 0:
             continue
-        whole_s = left_s[j] * (1.0 + view.progress.done / missing) / max(fair_speed[j], 1e-9)
+        whole_s = left * (1.0 + view.progress.done / missing) / max(speed, 1e-9)
         if whole_s > 0:
             age_s = max(now_s - view.submitted_s, 0.0)
-            lateness[j] = (age_s + left_s[j] / max(fair_speed[j], 1e-9)) / whole_s
+            lateness[j] = (age_s + left / max(speed, 1e-9)) / whole_s
     return lateness
 
 
