@@ -16,6 +16,7 @@ class EventKind(str, enum.Enum):
     RESIZE = "resize"
     FAILURE = "failure"
     RESTART = "restart"
+    RESUMED = "resumed"
     CANCELLED = "cancelled"
     BATCH = "batch"
     OUT_OF_MEMORY = "out_of_memory"

@@ -35,7 +35,9 @@ class Session:
         membership: this worker's side of the membership protocol.
         link: the way to the controller.
         progress: where to start: the beginning, a checkpoint's resume point, or state kept through a rerun.
-        kept: captured states from before a rerun in this process; they make this worker a holder of state.
+        kept: captured states from before a rerun in this process, or of an automatic checkpoint; they make this worker
+            a holder of state.
+        kept_from: path of the automatic checkpoint.
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
         regroup_timeout_s: longest wait for a generation to go on with.
         faults: scripted faults, None outside tests.
@@ -49,6 +51,7 @@ class Session:
         *,
         progress: RunProgress | None = None,
         kept: dict[str, Any] | None = None,
+        kept_from: str = "",
         elastic: bool = True,
         join_timeout_s: float = 600.0,
         regroup_timeout_s: float = 60.0,
@@ -74,6 +77,7 @@ class Session:
         self.agreement = Agreement(membership)
         self.sums = StepSums()
         self.warm_ups: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Callable[[Communicator], None]] = []
         self._abandoned = 0
@@ -81,6 +85,7 @@ class Session:
         self.applying = False
         self._ordinals_run = False
         self._kept = kept
+        self._kept_from = kept_from
         self._join_timeout_s = join_timeout_s
         self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
         self._faults = faults
@@ -181,7 +186,15 @@ class Session:
         for prepare in (*self.before_first_epoch, *self.warm_ups):
             prepare()
         if self._kept is not None:
-            self.shared.install(self._kept)
+            try:
+                self.shared.install(self._kept)
+            except (RuntimeError, ValueError, KeyError) as error:
+                if not self._kept_from:
+                    raise
+                raise RuntimeError(
+                    f"the job has an automatic checkpoint of another model or optimizer: {error} Go on with the "
+                    f"model that {self._kept_from} was saved from, or start anew under another RunConfig(name)"
+                ) from error
             self.shared.complete = True
             self._kept = None
         told = dataclasses.replace(self.loader, models=self.models.told) if self.loader is not None else None
@@ -294,6 +307,8 @@ class Session:
             return self.progress.ticks > ticks
         self._commit(step, nested=nested)
         if not nested:
+            for each in self.after_step:
+                each()
             self._change_between_steps(step.can_switch)
         return True
 

@@ -17,6 +17,7 @@ import ray
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
+from elastic_ray.durability import mean_time_between_losses_s
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job import views
 from elastic_ray.job.allocator_link import AllocatorLink
@@ -27,6 +28,7 @@ from elastic_ray.job.messages import (
     Assignment,
     Beat,
     RunResult,
+    StateSaved,
     WorkerCouldNotForm,
     WorkerFailed,
     WorkerMessage,
@@ -129,7 +131,7 @@ class JobController:
         self._crew = Crew(spec, self._handle, self._take, self._on_result, warm)
         self._desk = BatchDesk(fixed=elastic.fixed_batch)
         self._feed = ReportFeed(
-            taken=int((self._record.restart_point[1] or {}).get("reports", 0)),
+            taken=int((self._record.resume_point or {}).get("reports", 0)),
             ahead=spec.trial.reports_ahead if spec.trial is not None else None,
         )
         self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
@@ -140,6 +142,8 @@ class JobController:
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._failures = 0
+        self._resumed = ""
+        self._losses = 0.0  # a lost member is its part of the job
         self._most_workers = 0
         self._resize_cost_s = 0.2
         self._resizes = 0
@@ -284,7 +288,10 @@ class JobController:
                     self._pulse.heard(*(member.worker for member in self._machine.members()))
                 if report is not None:
                     self._observe(report)
-            case WorkerReady(loader=loader, has_state=has_state):
+            case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
+                if resumed and resumed != self._resumed:
+                    self._resumed = resumed
+                    self._event(EventKind.RESUMED, 0, 0, resumed)
                 self._desk.open(loader)
                 self._take(Ready(worker=worker, has_state=has_state))
             case WorkerFailed(generation=generation, cause=cause):
@@ -308,6 +315,11 @@ class JobController:
                     )
                 )
                 await self._feed.turn(message.index)
+
+    async def saved(self, message: StateSaved) -> float:
+        """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
+        self._record.saved(message.state)
+        return mean_time_between_losses_s(self._losses, time.time() - self._submitted_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
         try:
@@ -400,6 +412,7 @@ class JobController:
                     store=self._address,
                     checkpoint=path,
                     resume_point=point,
+                    states=self._record.states if self._machine.current is None else (),
                 )
             )
         self._launches.clear()
@@ -419,6 +432,8 @@ class JobController:
             cause = f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {note.reason}"
             self._finish(JobPhase.FAILED, error=RuntimeError(cause))
             return
+        if note.kind is EventKind.FAILURE:
+            self._losses += max(0.0, 1.0 - note.to_workers / max(note.from_workers, 1))
         self._settled_s = time.monotonic()
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
@@ -435,13 +450,16 @@ class JobController:
 
     def _restart(self, reason: str) -> None:
         self._failures += 1
+        self._losses += 1.0
         limit = self._spec.max_failures
         if 0 <= limit < self._failures:
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
             self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, self._failures, limit, reason))
             return
-        self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; restart from the last checkpoint")
+        steps = (self._record.resume_point or {}).get("steps")
+        start = "anew" if steps is None else f"from step {steps}"
+        self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; it starts {start}")
         self._record.phase = JobPhase.STARTING
         for instruction in self._machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
@@ -577,7 +595,7 @@ class JobController:
         return views.allocator_view(
             self._spec,
             self._desk,
-            resume_point=self._record.restart_point[1],
+            resume_point=self._record.resume_point,
             submitted_s=self._submitted_s,
             held_at=self._held_at,
             allocation=self._crew.reserved(),
@@ -598,6 +616,8 @@ class JobController:
         self._record.end(phase, error=error, return_value=self._return_value, message=reason)
         self._feed.close()
         self._desk.close()
+        if phase is JobPhase.FINISHED and self._spec.states_kept:
+            self._in_thread(self._record.delete_states)
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
             self._vacated = asyncio.get_running_loop().create_task(self._vacate())
         else:

@@ -66,6 +66,7 @@ class Crew:
             elastic=spec.elastic,
             log_level=spec.log_level,
             paced=spec.trial is not None,
+            states_kept=spec.states_kept,
         )
         self._groups: dict[str, Any] = {}
         self._fulfilled: set[str] = set()

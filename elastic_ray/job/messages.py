@@ -9,11 +9,15 @@ from typing import Any
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.rendezvous import StoreAddress
+from elastic_ray.state_files import StateFile
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What every worker process of a job is created with; ``paced`` jobs wait in ``report`` until they may go on."""
+    """What every worker process of a job is created with; ``paced`` jobs wait in ``report`` until they may go on.
+
+    ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none.
+    """
 
     use_gpu: bool
     cpus: float
@@ -21,6 +25,7 @@ class WorkerSetup:
     elastic: ElasticConfig
     log_level: str
     paced: bool = False
+    states_kept: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,7 @@ class Assignment:
         store: the job's rendezvous store.
         checkpoint: path of the checkpoint to start from, None at the beginning.
         resume_point: where that checkpoint stands.
+        states: automatic checkpoints further than that, newest first, the first good one of which is taken.
         gpu_ids: GPUs of its reservation; empty without CUDA.
     """
 
@@ -47,6 +53,7 @@ class Assignment:
     store: StoreAddress
     checkpoint: str | None = None
     resume_point: Mapping[str, Any] | None = None
+    states: tuple[StateFile, ...] = ()
     gpu_ids: tuple[int, ...] = ()
 
 
@@ -82,11 +89,29 @@ class RunResult:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateSaved:
+    """An automatic checkpoint is there.
+
+    Attributes:
+        state: what was written.
+        pause_s: for how long training stood still [s].
+        cost_s: that, and the processor's time that writing took [s].
+        write_s: how long writing took [s].
+    """
+
+    state: StateFile
+    pause_s: float
+    cost_s: float
+    write_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """It waits for its first generation."""
+    """It waits for its first generation; ``resumed`` says what automatic checkpoint it goes on from, or could not."""
 
     loader: LoaderInfo | None
     has_state: bool
+    resumed: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

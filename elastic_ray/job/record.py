@@ -10,6 +10,7 @@ from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase
 from elastic_ray.job.messages import WorkerReport
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.retention import CheckpointBook
+from elastic_ray.state_files import StateFile, delete_states, state_files
 from elastic_ray.storage import RunStorage
 
 
@@ -38,6 +39,8 @@ class JobRecord:
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
         self.surplus: list[str] = []
+        self._states: tuple[StateFile, ...] = ()
+        self._states_kept = spec.states_kept
         self._start: str | None = None
         if spec.trial is not None:
             self._start = spec.trial.start_from
@@ -46,6 +49,7 @@ class JobRecord:
         for stored in storage.stored_checkpoints():  # an earlier run of this name
             self.surplus += self._book.add(stored.path, stored.metrics)
             self._resume = stored.progress
+        self._states = state_files(storage) if spec.states_kept else ()
 
     @property
     def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
@@ -55,12 +59,29 @@ class JobRecord:
         return (path, self._resume) if path is not None else (None, None)
 
     @property
+    def states(self) -> tuple[StateFile, ...]:
+        """Automatic checkpoints that are further than that, newest first."""
+        steps = int((self.restart_point[1] or {}).get("steps", 0))
+        return tuple(state for state in self._states if state.steps > steps)
+
+    @property
+    def resume_point(self) -> Mapping[str, Any] | None:
+        """Where a restart would go on; None at the beginning."""
+        states = self.states
+        return states[0].resume_point if states else self.restart_point[1]
+
+    def saved(self, state: StateFile) -> None:
+        """An automatic checkpoint was written."""
+        others = [each for each in self._states if each.path != state.path]
+        self._states = (state, *others)[: self._states_kept]
+
+    @property
     def workers_at_most(self) -> int:
         """Most workers that can go on from there, 0 for no limit.
 
         Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
         """
-        left = int((self.restart_point[1] or {}).get("left", 0))
+        left = int((self.resume_point or {}).get("left", 0))
         return max(1, left // 2) if left else 0
 
     def starting(self) -> None:
@@ -96,6 +117,11 @@ class JobRecord:
         """Delete checkpoints."""
         for path in paths:
             self._storage.delete_checkpoint(path)
+
+    def delete_states(self) -> None:
+        """Delete the automatic checkpoints: the job has finished."""
+        self._states = ()
+        delete_states(self._storage, keep=0)
 
     def end(self, phase: JobPhase, *, error: BaseException | None, return_value: Any, message: str) -> None:
         """The job has ended."""

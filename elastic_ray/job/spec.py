@@ -85,6 +85,16 @@ class JobSpec:
     policy: Any = None
     trial: TrialSpec | None = None
 
+    @property
+    def states_kept(self) -> int:
+        """How many automatic checkpoints are kept: as many as of others, but the one before the last is the way back.
+
+        Trials go on from what the sweep says, and from nothing else.
+        """
+        if self.trial is not None or not self.elastic.automatic_checkpoints:
+            return 0
+        return max(2, self.num_to_keep or 2)
+
     def __post_init__(self) -> None:
         if not 1 <= self.min_workers <= self.max_workers:
             raise ValueError(

@@ -23,6 +23,7 @@ from elastic_ray.job.messages import (
     Beat,
     ProcessFacts,
     RunResult,
+    StateSaved,
     WorkerCouldNotForm,
     WorkerFailed,
     WorkerMessage,
@@ -32,13 +33,16 @@ from elastic_ray.job.messages import (
     WorkerSetup,
     WorkerSwitched,
 )
+from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard, connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session
+from elastic_ray.state_files import CorruptStateError
 from elastic_ray.storage import RunStorage
 from placement.cluster import GPU_TYPE_LABEL
 
@@ -58,6 +62,11 @@ class ControllerLink:
         self._store = store
         self._paced = setup.paced
         self._last_report: Any = None
+        self.resumed = ""
+
+    def saved(self, message: StateSaved) -> float:
+        """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        return float(ray.get(self._controller.saved.remote(message), timeout=10.0))
 
     def push(self, message: WorkerMessage) -> Any:
         """Send a message; a controller that is gone takes this process with it, so nobody waits here."""
@@ -69,7 +78,7 @@ class ControllerLink:
             ray.get(self._last_report, timeout=10.0)
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
-        self.push(WorkerReady(loader=loader, has_state=has_state))
+        self.push(WorkerReady(loader=loader, has_state=has_state, resumed=self.resumed))
 
     def failed(self, generation: int, cause: str) -> None:
         self.push(WorkerFailed(generation=generation, cause=cause))
@@ -186,14 +195,31 @@ class Worker:
         store = connect_store(assignment.store)
         link = ControllerLink(self._controller, assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
-        kept: dict[str, Any] | None = None
+        kept, source = self._saved_state(assignment, link)
         for _ in range(_RERUNS):
-            session = self._session(assignment, link, progress, kept)
+            session = self._session(assignment, link, progress, kept, source)
             outcome = self._run_once(assignment, session, link)
             if isinstance(outcome, RunResult):
                 return outcome
-            kept, progress = outcome
+            (kept, progress), source = outcome, ""
         return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+
+    def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
+        """The first good one of the automatic checkpoints to go on from, and its path."""
+        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
+        unusable = ""
+        for state in assignment.states:
+            try:
+                kept = read_state(storage, state)
+            except CorruptStateError as error:
+                logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
+                unusable += f"; not from a later one, for {error}"
+                continue
+            kept["run"] |= {"lineage": 0, "slot": 0}  # generations are counted anew
+            link.resumed = f"from the automatic checkpoint at step {state.steps}{unusable}"
+            return kept, state.path
+        link.resumed = unusable.removeprefix("; ")
+        return None, ""
 
     def _run_once(
         self, assignment: Assignment, session: Session, link: ControllerLink
@@ -203,6 +229,7 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
+        saver = self._saver(assignment, session, link)
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
@@ -230,8 +257,24 @@ class Worker:
             return kept
         finally:
             set_session(None)
+            if saver is not None:
+                saver.close()
             session.membership.close(broken=broken)
             heart.stop()
+
+    def _saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
+        if not self._setup.states_kept:
+            return None
+        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
+        saver = StateSaver(
+            session,
+            storage,
+            link.saved,
+            keep=self._setup.states_kept,
+            interval_s=self._setup.elastic.checkpoint_interval_s,
+        )
+        session.after_step.append(saver.after_step)
+        return saver
 
     def _session(
         self,
@@ -239,6 +282,7 @@ class Worker:
         link: ControllerLink,
         progress: RunProgress | None,
         kept: dict[str, Any] | None,
+        source: str,
     ) -> Session:
         elastic, setup = self._setup.elastic, self._setup
 
@@ -264,6 +308,7 @@ class Worker:
             link,
             progress=progress,
             kept=kept,
+            kept_from=source,
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
             regroup_timeout_s=elastic.switch_timeout_s * 3,
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,

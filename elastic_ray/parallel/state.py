@@ -194,6 +194,12 @@ class ModuleState:
                 "train_loop_per_worker must build the same model on every worker, but these parameters or buffers "
                 f"differ: {sorted(mine.keys() ^ tree.keys())[:5]}"
             )
+        for name, tensor in mine.items():
+            if tensor.shape != tree[name].shape:  # copy_ would spread the smaller one over the larger
+                raise RuntimeError(
+                    "train_loop_per_worker must build the same model on every worker, but parameter or buffer "
+                    f"{name!r} is {tuple(tensor.shape)} here and {tuple(tree[name].shape)} there"
+                )
         with torch.no_grad():
             for name, tensor in mine.items():
                 tensor.copy_(tree[name])
@@ -219,6 +225,12 @@ class OptimizerState:
 
     def restore(self, tree: Any) -> None:
         parameters = self._parameters()
+        known = [int(index) for index in tree["state"]]
+        if len(tree["groups"]) != len(self._optimizer.param_groups) or max(known, default=-1) >= len(parameters):
+            raise RuntimeError(
+                "train_loop_per_worker must build the same optimizer on every worker, but its parameters are "
+                f"{len(parameters)} in {len(self._optimizer.param_groups)} groups here, and others there"
+            )
         self._optimizer.state.clear()
         for index, values in tree["state"].items():
             self._optimizer.state[parameters[index]] = values

@@ -1,0 +1,146 @@
+"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training goes on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from elastic_ray.durability import FIRST_INTERVAL_S, checkpoint_interval_s
+from elastic_ray.job.messages import StateSaved
+from elastic_ray.parallel.saved_state import UnsafeStateError, write_state
+from elastic_ray.parallel.state import pack, unpack
+from elastic_ray.session import Session
+from elastic_ray.state_files import delete_states
+from elastic_ray.storage import RunStorage
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class StateSaver:
+    """Looks after every committed step whether a checkpoint is due; :meth:`close` when the run is over.
+
+    All ranks hold the same state, so that nobody needs to be asked: whoever is rank 0 saves.
+
+    Args:
+        session: the run.
+        storage: where the run's files are.
+        told: takes what was saved; returns the job's mean time between losses [s].
+        keep: how many checkpoints to keep.
+        interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        storage: RunStorage,
+        told: Callable[[StateSaved], float],
+        *,
+        keep: int,
+        interval_s: float | None,
+    ) -> None:
+        self._session = session
+        self._storage = storage
+        self._told = told
+        self._keep = keep
+        self._fixed_s = interval_s
+        self._interval_s = min(interval_s, FIRST_INTERVAL_S) if interval_s is not None else FIRST_INTERVAL_S
+        self._since_s = time.monotonic()
+        self._buffers: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._off = False
+
+    def after_step(self) -> None:
+        """A step was committed: begin a checkpoint if one is due. Costs nothing otherwise."""
+        now_s = time.monotonic()
+        if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._since_s = now_s
+        try:
+            trees, point = self._session.shared.capture(), self._session.resume_point()
+            skeleton, tensors = pack(trees)
+            if not self._fit(tensors):
+                # Fresh memory is several times slower to write to than known memory: have it made meanwhile.
+                self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
+                self._since_s = now_s - self._interval_s
+                return
+            copied = unpack(skeleton, self._copy(tensors))
+            pause_s = time.monotonic() - now_s
+            self._start(self._write, copied, point, pause_s)
+        except Exception:
+            self._give_up("it cannot be copied", exc_info=True)
+
+    def close(self) -> None:
+        """Give up a checkpoint that is being written, and end the thread."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    # -- the copy ----------------------------------------------------------------------------------------------
+
+    def _fit(self, tensors: list[torch.Tensor]) -> bool:
+        return len(self._buffers) == len(tensors) and all(
+            buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+            for buffer, tensor in zip(self._buffers, tensors, strict=True)
+        )
+
+    def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
+        self._buffers = [
+            torch.zeros(shape, dtype=dtype, pin_memory=cuda and torch.cuda.is_available())
+            for shape, dtype, cuda in specs
+        ]
+
+    def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.synchronize()
+        return self._buffers
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float) -> None:
+        begin_s, cpu_s = time.monotonic(), time.thread_time()
+        try:
+            state = write_state(self._storage, trees, point, go_on=lambda: not self._closed.is_set())
+            delete_states(self._storage, keep=self._keep)
+        except InterruptedError:
+            return
+        except UnsafeStateError as error:
+            self._give_up(str(error))
+            return
+        except Exception as error:  # a full disk, a lost connection: the next one may do better
+            logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
+            return
+        cost_s = pause_s + time.thread_time() - cpu_s
+        saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
+        try:
+            mean_s = self._told(saved)
+        except Exception as error:
+            logger.warning("job %s: nobody has heard of the automatic checkpoint: %s", self._session.job, error)
+            return
+        self._interval_s = self._fixed_s if self._fixed_s is not None else checkpoint_interval_s(cost_s, mean_s)
+        logger.info(
+            "job %s: automatic checkpoint at step %d, %.1f MB, pause %.3f s, written in %.1f s; the next in %.0f s",
+            self._session.job, state.steps, state.size / 1e6, pause_s, saved.write_s, self._interval_s,
+        )  # fmt: skip
+
+    def _give_up(self, why: str, *, exc_info: bool = False) -> None:
+        self._off = True
+        logger.warning(
+            "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
+            "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,
+        )  # fmt: skip

@@ -1,0 +1,172 @@
+"""SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow knows.
+
+Each is two files in ``automatic/``: ``step_<n>.pt``, the state, and ``step_<n>.json``, written last, which says where
+it stands and what the first one's checksum is. A state without its note is incomplete, one of another checksum is
+corrupt. What a state holds is none of this module's business (see ``parallel/saved_state.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow.fs
+
+from elastic_ray.storage import RunStorage
+
+DIRECTORY = "automatic"
+_NOTE = re.compile(r"step_(\d{12})\.json")
+_CHUNK_BYTES = 16 << 20
+
+
+class CorruptStateError(Exception):
+    """An automatic checkpoint cannot be used: torn, changed since, or not what it says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateFile:
+    """A complete automatic checkpoint.
+
+    Attributes:
+        path: of the state, on the run's file system.
+        resume_point: where it stands, as beside reported checkpoints.
+        sha256: of the file, in hexadecimal.
+        size: of the file [bytes].
+    """
+
+    path: str
+    resume_point: Mapping[str, Any]
+    sha256: str
+    size: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that it holds."""
+        return int(self.resume_point["steps"])
+
+
+def write_file(
+    storage: RunStorage,
+    resume_point: Mapping[str, Any],
+    write: Callable[[io.RawIOBase], None],
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+) -> StateFile:
+    """Write an automatic checkpoint, wholly or not at all.
+
+    Args:
+        storage: the run.
+        resume_point: where it stands.
+        write: writes the state.
+        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+    """
+    filesystem, directory = storage.filesystem, posixpath.join(storage.path, DIRECTORY)
+    path = posixpath.join(directory, f"step_{int(resume_point['steps']):012d}.pt")
+    filesystem.create_dir(directory, recursive=True)
+    local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+    work = f"{path}.part" if local else path  # elsewhere a file is there once it is whole
+    _delete(filesystem, _note_of(path))
+    with filesystem.open_output_stream(work) as raw:
+        stream = _Hashing(raw, go_on)
+        write(stream)
+    if work != path:
+        filesystem.move(work, path)
+    found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
+    note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
+    with filesystem.open_output_stream(_note_of(path)) as raw:
+        raw.write(json.dumps(note).encode())
+    return found
+
+
+def state_files(storage: RunStorage) -> tuple[StateFile, ...]:
+    """Complete automatic checkpoints of a run, newest first; their files have not been looked into."""
+    directory = posixpath.join(storage.path, DIRECTORY)
+    selector = pyarrow.fs.FileSelector(directory, allow_not_found=True)
+    found = []
+    for entry in storage.filesystem.get_file_info(selector):
+        if not _NOTE.fullmatch(posixpath.basename(entry.path)):
+            continue
+        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json") + ".pt")
+        try:
+            with storage.filesystem.open_input_stream(_note_of(path)) as raw:
+                note = json.loads(raw.readall())
+            state = StateFile(
+                path=path, resume_point=dict(note["resume_point"]), sha256=str(note["sha256"]), size=int(note["size"])
+            )
+            found.append((state.steps, state))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            continue  # a torn note
+    return tuple(state for _, state in sorted(found, key=lambda each: -each[0]))
+
+
+def read_file(storage: RunStorage, state: StateFile) -> bytes:
+    """The content of an automatic checkpoint.
+
+    Raises:
+        CorruptStateError: it is not what was written.
+    """
+    try:
+        with storage.filesystem.open_input_stream(state.path) as raw:
+            data = bytes(raw.readall())
+    except OSError as error:
+        raise CorruptStateError(f"{state.path} cannot be read: {error}") from error
+    if len(data) != state.size:
+        raise CorruptStateError(f"{state.path} has {len(data)} bytes, but {state.size} were written")
+    if hashlib.sha256(data).hexdigest() != state.sha256:
+        raise CorruptStateError(f"{state.path} has another checksum than what was written")
+    return data
+
+
+def delete_states(storage: RunStorage, *, keep: int) -> None:
+    """Delete all automatic checkpoints but the newest ``keep``; with 0, the directory."""
+    if keep == 0:
+        with contextlib.suppress(FileNotFoundError):
+            storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
+        return
+    for state in state_files(storage)[keep:]:
+        _delete(storage.filesystem, _note_of(state.path))  # first: what is left must not look complete
+        _delete(storage.filesystem, state.path)
+
+
+def _note_of(path: str) -> str:
+    return path.removesuffix(".pt") + ".json"
+
+
+def _delete(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.delete_file(path)
+
+
+class _Hashing(io.RawIOBase):
+    """A stream that counts and digests what goes through it."""
+
+    def __init__(self, raw: Any, go_on: Callable[[], bool]) -> None:
+        super().__init__()
+        self._raw = raw
+        self._go_on = go_on
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            if not self._go_on():
+                raise InterruptedError("the checkpoint was given up")
+            piece = view[begin : begin + _CHUNK_BYTES]
+            self._raw.write(piece)
+            self._digest.update(piece)
+        self.size += len(view)
+        return len(view)
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
