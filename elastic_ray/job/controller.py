@@ -289,7 +289,7 @@ class JobController:
                 if report is not None:
                     self._observe(report)
             case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
-                if resumed and resumed != self._resumed:
+                if resumed and resumed != self._resumed and self._machine.current is None:
                     self._resumed = resumed
                     self._event(EventKind.RESUMED, 0, 0, resumed)
                 self._desk.open(loader)

@@ -18,7 +18,7 @@ import numpy as np
 def train(config: dict[str, Any]) -> str:
     """Train a small network.
 
-    ``config``: trace (folder), samples, batch_size, epochs, pause_s, adapt, checkpoint, checkpoint_at (step),
+    ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint, checkpoint_at (step),
     raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to build its model runs out
     of memory).
     """
@@ -33,8 +33,9 @@ def train(config: dict[str, Any]) -> str:
     samples = int(config.get("samples", 192))
     inputs = torch.randn(samples, 12)
     targets = (inputs.sum(1) > 0).long()
+    width = int(config.get("width", 16))
     model: Any = torch.nn.Sequential(
-        torch.nn.Linear(12, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 2)
+        torch.nn.Linear(12, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)

@@ -1,0 +1,66 @@
+"""Jobs that lose everything and go on from what they have saved by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import elastic_ray as er
+from elastic_ray.errors import TrainFunctionError
+from elastic_ray.events import EventKind
+from elastic_ray.faults import Faults
+from elastic_ray.state_files import state_files
+from elastic_ray.storage import RunStorage
+from tests.job import traced
+from tests.job.jobs import kinds, start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+
+OFTEN = {"checkpoint_interval_s": 0.05}
+
+
+def resumed_at(handle: er.JobHandle) -> int:
+    (event,) = [event for event in handle.events() if event.kind is EventKind.RESUMED]
+    return int(event.reason.split(" at step ")[1].split(";")[0])
+
+
+def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults().kill(rank=0, step=11, moment="forward").kill(rank=1, step=11, moment="forward")
+    handle = start(tmp_path, workers=2, faults=faults, max_failures=1, elastic=OFTEN, pause_s=0.05)
+    result = handle.result(timeout=120)
+    assert EventKind.RESTART in kinds(handle)
+    assert 2 <= resumed_at(handle) <= 11
+    assert result.metrics is not None and result.metrics["samples"] == 192, "also those of before the loss"
+    traced.account(tmp_path / "trace")
+    assert state_files(RunStorage(str(tmp_path / "runs" / handle.job))) == (), "a finished job needs none"
+
+
+def test_a_job_goes_on_under_its_name_at_another_size_from_the_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, name="again", elastic=OFTEN, pause_s=0.05)
+    storage = RunStorage(str(tmp_path / "runs" / "again"))
+    wait_until(lambda: handle.status().step >= 10 and len(state_files(storage)) > 1, handle)
+    handle.stop()
+    handle.wait(30)
+    newest, older = state_files(storage)[:2]
+    content = bytearray(Path(newest.path).read_bytes())
+    content[len(content) // 2] ^= 1
+    Path(newest.path).write_bytes(content)
+
+    with pytest.raises(TrainFunctionError, match="another model"):
+        start(tmp_path, workers=1, name="again", width=17).result(timeout=60)
+
+    (second := tmp_path / "second").mkdir()
+    handle = start(tmp_path, workers=1, name="again", trace=str(second))
+    result = handle.result(timeout=120)
+    assert resumed_at(handle) == older.steps
+    assert "checksum" in next(event.reason for event in handle.events() if event.kind is EventKind.RESUMED)
+    assert result.metrics is not None and result.metrics["samples"] == 192 and result.metrics["epoch"] == 3
+    before, after = (
+        [line for line in traced.read(folder) if line["kind"] == "step"] for folder in (tmp_path / "trace", second)
+    )
+    counted = [line for line in before if line["step"] < older.steps] + after
+    assert {line["step"] for line in after} == set(range(older.steps, 32))
+    drawn = sorted((line["epoch"], index) for line in counted for index in line["indices"])
+    assert drawn == [(epoch, index) for epoch in range(4) for index in range(192)]

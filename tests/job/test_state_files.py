@@ -1,0 +1,118 @@
+"""Automatic checkpoints as files, and how often they are made; no Ray."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.durability import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
+from elastic_ray.parallel.saved_state import UnsafeStateError, read_state, write_state
+from elastic_ray.state_files import CorruptStateError, delete_states, state_files
+from elastic_ray.storage import RunStorage
+
+
+def trees(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "model/0": {"weight": torch.full((3, 4), value), "steps": torch.tensor(7)},
+        "lr_scheduler/0/0": {"milestones": {3: 1}, "last": [1, None, "x", 2.5, (1, 2)]},
+        "run": {"epoch": 1, "sums": {(0, 1): {"loss": 0.25}}, "loops": [{"position": 3, "done": False}]},
+        "shape": BatchChoice(atomic_bsz=8, accum_steps=1),
+    }
+
+
+def point(steps: int) -> dict[str, Any]:
+    return {"epoch": 0, "steps": steps, "left": 5}
+
+
+@pytest.fixture(params=["local", "elsewhere"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> RunStorage:
+    """``elsewhere`` is a file system without renames, as object stores are."""
+    if request.param == "local":
+        return RunStorage(str(tmp_path / "run"))
+    below = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    return RunStorage("run", below)
+
+
+def test_what_was_written_is_read_and_the_newest_comes_first(storage: RunStorage) -> None:
+    written = [write_state(storage, trees(steps), point(steps)) for steps in (5, 100, 20)]
+    found = state_files(storage)
+    assert [state.steps for state in found] == [100, 20, 5] and list(found) == [written[i] for i in (1, 2, 0)]
+    read = read_state(storage, found[1])
+    assert torch.equal(read["model/0"]["weight"], torch.full((3, 4), 20.0))
+    assert {key: read[key] for key in ("run", "shape", "lr_scheduler/0/0")} == {
+        key: trees()[key] for key in ("run", "shape", "lr_scheduler/0/0")
+    }
+    delete_states(storage, keep=2)
+    assert [state.steps for state in state_files(storage)] == [100, 20]
+    delete_states(storage, keep=0)
+    delete_states(storage, keep=0)  # nothing there: no error
+    assert state_files(storage) == ()
+
+
+def test_a_changed_or_torn_state_is_recognised(storage: RunStorage, tmp_path: Path) -> None:
+    state = write_state(storage, trees(), point(5))
+    path = tmp_path / "run" / "automatic" / "step_000000000005.pt"
+    content = path.read_bytes()
+    for bad, why in ((content[:-1], "bytes"), (content[:40] + b"\1" + content[41:], "checksum")):
+        path.write_bytes(bad)
+        with pytest.raises(CorruptStateError, match=why):
+            read_state(storage, state)
+    path.unlink()
+    with pytest.raises(CorruptStateError, match="cannot be read"):
+        read_state(storage, state)
+    path.with_suffix(".json").write_text('{"sha256": ')
+    assert state_files(storage) == ()
+
+
+def test_one_that_was_given_up_half_way_does_not_count(storage: RunStorage) -> None:
+    with pytest.raises(InterruptedError):
+        write_state(storage, trees(), point(5), go_on=lambda: False)
+    assert state_files(storage) == ()
+
+
+class Thing:
+    """Something that only its own code can build."""
+
+
+def test_what_could_only_be_loaded_by_running_code_is_refused_and_named(storage: RunStorage) -> None:
+    with pytest.raises(
+        UnsafeStateError, match=r"'lr_scheduler/0/0' holds something else than tensors and plain values"
+    ):
+        write_state(storage, {**trees(), "lr_scheduler/0/0": {"thing": Thing()}}, point(5))
+    assert state_files(storage) == ()
+
+
+def test_intervals_are_young_s_and_daly_s() -> None:
+    # Daly 2006, eq. 13: sqrt(2 x 1 s x 5000 s) - 1 s
+    assert checkpoint_interval_s(1.0, 5000.0) == pytest.approx(200.0)  # half a percent binds: 99 s would be best
+    assert checkpoint_interval_s(0.1, 50_000.0) == pytest.approx(math.sqrt(10_000.0) - 0.1)
+    assert checkpoint_interval_s(0.0, 1e5) == 10.0
+    assert mean_time_between_losses_s(0, 0) == PRIOR_MEAN_TIME_S
+    assert mean_time_between_losses_s(1, PRIOR_MEAN_TIME_S) == PRIOR_MEAN_TIME_S
+
+
+@given(cost=st.floats(0, 1e4), losses=st.floats(0, 1e4), observed=st.floats(0, 1e7))
+def test_intervals_are_bounded_and_shorter_for_jobs_that_are_lost_more_often(
+    cost: float, losses: float, observed: float
+) -> None:
+    interval = checkpoint_interval_s(cost, mean_time_between_losses_s(losses, observed))
+    assert 10.0 <= interval <= 3600.0
+    assert interval == 3600.0 or cost / interval <= 0.00501
+    more = checkpoint_interval_s(cost, mean_time_between_losses_s(losses + 1, observed))
+    assert more <= interval + 1e-9 or cost > mean_time_between_losses_s(losses + 1, observed) / 2
+
+
+@pytest.mark.parametrize("cost, mean", [(-1.0, 1.0), (1.0, 0.0), (math.nan, 1.0)])
+def test_impossible_costs_and_times_are_refused(cost: float, mean: float) -> None:
+    with pytest.raises(ValueError, match="cost_s must be 0 or more and mean_time_s above 0"):
+        checkpoint_interval_s(cost, mean)
+    with pytest.raises(ValueError, match="losses and observed_s"):
+        mean_time_between_losses_s(-1, 0)
