@@ -18,9 +18,9 @@ import numpy as np
 def train(config: dict[str, Any]) -> str:
     """Train a small network.
 
-    ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint, checkpoint_at (step),
-    raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to build its model runs out
-    of memory).
+    ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
+    checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
+    build its model runs out of memory).
     """
     import torch
 
