@@ -34,6 +34,7 @@ def test_kill_at_every_moment_of_a_step(ray_cluster: Any, tmp_path: Path) -> Non
     assert all(event.pause_s < 5 for event in failures), [event.pause_s for event in failures]
 
 
+@pytest.mark.slow
 def test_rank_zero_and_its_neighbour_die_at_once(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(rank=0, step=5, moment="allreduce").kill(rank=1, step=5, moment="backward")
     handle, account = run(tmp_path, workers=4, faults=faults)
@@ -55,6 +56,7 @@ def test_hung_worker_is_found_and_replaced(ray_cluster: Any, tmp_path: Path) -> 
     traced.check_identical(traced.read(tmp_path / "trace"))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_busy_for_long_without_a_sign_of_life_is_waited_for(ray_cluster: Any, tmp_path: Path) -> None:
     """C code that holds Python's lock silences the heart for twice the timeout; its node sees that it lives."""
     handle = start(tmp_path, workers=2, epochs=10_000, hold_lock_at=6, hold_lock_s=4.5)
@@ -64,7 +66,7 @@ def test_a_worker_that_is_busy_for_long_without_a_sign_of_life_is_waited_for(ray
     assert EventKind.FAILURE not in kinds(handle)
 
 
-@pytest.mark.parametrize("moment", ["joining", "receiving"])
+@pytest.mark.parametrize("moment", ["joining", pytest.param("receiving", marks=pytest.mark.slow)])
 def test_joiner_dies(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
     """A joiner that dies before it was agreed on, or right after, costs no step; the next one makes it."""
     faults = Faults().kill(worker="w2", moment=moment)
@@ -81,6 +83,7 @@ def test_joiner_dies(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
         assert EventKind.FAILURE not in seen, "training must not notice a joiner that was never agreed on"
 
 
+@pytest.mark.slow
 def test_leaver_dies_while_leaving(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(moment="leaving")
     handle = start(tmp_path, workers=(1, 3), faults=faults, epochs=10_000, pause_s=0.03)

@@ -64,6 +64,7 @@ def test_a_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, t
     assert handle.status().phase is JobPhase.FAILED
 
 
+@pytest.mark.slow
 def test_fit_shows_what_happens_and_returns_the_result(
     ray_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

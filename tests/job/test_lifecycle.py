@@ -52,13 +52,14 @@ def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp
     assert {(line["done"], *line["epoch_ends"]) for line in finals} == {(24.0, 8.0, 16.0, 24.0)}  # none counts twice
 
 
+@pytest.mark.slow
 def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=1, faults=Faults().kill(step=4, moment="backward"))
     with pytest.raises(WorkersLostError, match="max_failures"):
         handle.result(timeout=60)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     ray_cluster: Any, tmp_path: Path, workers: int
 ) -> None:
@@ -71,6 +72,7 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     assert handle.result().metrics["samples"] == 192
 
 
+@pytest.mark.slow
 def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
     """One worker trains; the one that is to join it runs out of memory before it has a model, its successor not."""
     starve = tmp_path / "starve"
@@ -86,6 +88,7 @@ def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluste
     assert sorted(path.name for path in starve.iterdir()) == ["first", "second"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_cluster: Any, tmp_path: Path) -> None:
     """28 samples, 24 in the first step: of four workers two can take two each, the others join a pass later."""
     options: dict[str, Any] = {"name": "run", "samples": 28, "epochs": 20, "pause_s": 0.2}

@@ -68,6 +68,7 @@ def test_leaving_workers_return_to_the_warm_pool(ray_cluster: Any, tmp_path: Pat
     handle.result(timeout=30)
 
 
+@pytest.mark.slow
 def test_without_a_pool_leavers_end(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 2), epochs=10_000, pause_s=0.02, elastic={"warm_workers_per_node": 0})
     handle.resize(2)

@@ -44,6 +44,7 @@ def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_clust
         handle.result(timeout=120)
 
 
+@pytest.mark.slow
 def test_what_a_user_asks_for_reaches_the_allocator_and_is_kept(ray_cluster: Any, tmp_path: Path) -> None:
     for name in ("low", "high"):
         (tmp_path / name).mkdir()

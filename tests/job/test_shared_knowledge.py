@@ -46,6 +46,7 @@ def watch(handle: JobHandle, views: list[JobView]) -> bool:
     return view is not None and bool(view.observations)
 
 
+@pytest.mark.slow
 def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_died(
     ray_cluster: Any, tmp_path: Path
 ) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -64,6 +68,7 @@ class Ranks:
                 answers.append(pickle.loads(pipe.recv_bytes()))
             except (EOFError, ConnectionError) as error:
                 heard = [shown for good, (_, shown) in ((a[0], a[1]) for a in answers if not a[0])]
+                heard += self._stacks()
                 self.close()
                 raise RankFailedError(
                     f"rank {rank} of {world} {error or f'died with exit code {process.exitcode}'}\n" + "\n".join(heard)
@@ -80,12 +85,22 @@ class Ranks:
         theirs.close()
         self._processes.append((process, ours))
 
+    def _stacks(self) -> list[str]:
+        """Where each process is: whoever finds that one hangs wants to know where."""
+        for process, _ in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        found = [(process.pid, _stack_file(process.pid)) for process, _ in self._processes]
+        return [f"process {pid}:\n{path.read_text()}" for pid, path in found if path.exists()]
+
     def close(self) -> None:
         """End the processes."""
         for process, pipe in self._processes:
             pipe.close()
             process.kill()
             process.join()
+            _stack_file(process.pid).unlink(missing_ok=True)
         self._processes = []
 
 
@@ -99,7 +114,12 @@ def _shared_environment(world: int) -> dict[str, str]:
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": f"test-{store.port}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",  # for torch's own groups, which else take the interface of the host's name
     }
+
+
+def _stack_file(pid: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"elastic-ray-rank-{pid}.stacks"
 
 
 _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -110,6 +130,8 @@ def _serve(pipe: Connection) -> None:
 
     from elastic_ray.context import set_session
 
+    stacks = _stack_file(os.getpid()).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     while True:
         try:

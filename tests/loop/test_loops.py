@@ -425,6 +425,7 @@ os.write(1, line.encode())  # in one piece: the ranks share one pipe
 """
 
 
+@pytest.mark.slow
 def test_one_file_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
