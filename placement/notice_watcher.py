@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from placement.labels import MARKET_LABEL
+from placement.cluster import MARKET_LABEL
 from placement.notices import AWS_TOKEN, AZURE_NAME, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.snapshot import RawNode
 
@@ -35,13 +35,13 @@ class Watchers:
         self._config = config
         self._actors: dict[str, Any] = {}
 
-    def watch(self, nodes: Collection[RawNode], used: Collection[str]) -> None:
+    def watch(self, nodes: Collection[RawNode]) -> None:
         """Watch those of these nodes that jobs use and that may be taken away; stop watching others."""
         wanted = {
             node.node_id
             for node in nodes
             if self._config.enabled
-            and node.node_id in used
+            and node.reserved
             and not node.draining
             and node.labels.get(MARKET_LABEL) in self._config.markets
         }

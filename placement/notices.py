@@ -65,9 +65,7 @@ class Notice:
     reason: str
 
 
-AWS_TOKEN = Request(
-    path="/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, method="PUT"
-)
+AWS_TOKEN = Request(path="/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, method="PUT")
 AZURE_NAME = Request(
     path="/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers={"Metadata": "true"}
 )

@@ -16,9 +16,9 @@ from placement.policies import make_policy
 from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.engine import simulate
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 from placement.simulator.lengths import Lengths
-from placement.simulator.price_table import PriceTable
+from placement.price_table import PriceTable
 from placement.simulator.profiles import load_profiles
 from placement.simulator.report import Report
 from placement.simulator.rules import make_rules

@@ -20,7 +20,7 @@ from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
 from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
-from placement.simulator.price_table import PriceTable
+from placement.price_table import PriceTable
 from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules
