@@ -72,13 +72,10 @@ class JobView:
         preemptible: whether it may be stopped, once it runs, for a job that comes before it.
         deadline_s: when it should be done [s since the epoch]; None if it does not matter.
         whole_nodes: it prefers whole nodes, and nodes of its own.
-<<<<<<< HEAD
         weight: what its speed counts beside that of the others that a policy is asked about with it.
         tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
-=======
         spot: how it uses spot nodes; on a cluster without any, all are the same.
         budget_usd: what it may cost [USD]; None if it does not matter.
->>>>>>> auto
     """
 
     job: str
@@ -113,13 +110,10 @@ class JobView:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
-<<<<<<< HEAD
     weight: float = 1.0
     tenant_weight: float | None = None
-=======
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
->>>>>>> auto
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -151,17 +145,14 @@ class JobView:
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
             raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
-<<<<<<< HEAD
         for name in ("weight", "tenant_weight"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} {where} must be above 0 and finite, but got {value}")
-=======
         if self.spot not in SPOT_USES:
             raise ValueError(f"spot {where} must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
         if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
             raise ValueError(f"budget_usd {where} must be None or above 0 USD, but got {self.budget_usd}")
->>>>>>> auto
         if self.label_selector:
             check_selector(self.label_selector, f"label_selector {where}")
         self._check_batch(where)
