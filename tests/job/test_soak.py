@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -64,16 +65,12 @@ class Trouble:
     def _kill_worker(self, jobs: list[er.JobHandle]) -> None:
         pids = [worker.pid for job in jobs for worker in workers(job)]
         if pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(self._random.choice(pids), signal.SIGKILL)
-            except ProcessLookupError:
-                pass
 
     def _kill_allocator(self, jobs: list[er.JobHandle]) -> None:
-        try:
+        with contextlib.suppress(ValueError):
             ray.kill(ray.get_actor(NAME, namespace=NAMESPACE), no_restart=False)
-        except ValueError:
-            pass
 
 
 def workers(job: er.JobHandle) -> tuple[Any, ...]:
