@@ -1,8 +1,8 @@
 """Jobs that keep their minimum off spot nodes: ``JobView.spot`` = ``mixed``, kept for every policy.
 
-``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is one
-on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets and
-where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
+``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is
+one on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets
+and where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _exchanged(
         counts[job] = sum(place.values()) - sum(has.values())
         left = {node: place.get(node, 0) - has.get(node, 0) for node in place}
         view = _of_type(views[job], place, nodes)
-        least = max(view.min_workers - sum(has.values()), 1)
-        view = dataclasses.replace(view, min_workers=least, held_at=None)
+        low = max(view.min_workers - sum(has.values()), 1)
+        view = dataclasses.replace(view, min_workers=low, held_at=None)
         rest.append(view.placed({node: workers for node, workers in left.items() if workers > 0}))
     second = pack(counts, rest, without(cluster, first.allocation, bundles))
     if second.short:
