@@ -2,7 +2,7 @@
 
 ``request_resources`` is one list for the whole cluster, and the coordinator, an actor that merges the lists of all its
 users, sends its own again every 20 s: whoever calls Ray directly beside it is undone, and undoes the others. So the
-coordinator is looked for with every call. Its class is private, its actor's name and methods are used as Ray Train does.
+coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 """
 
 from __future__ import annotations
