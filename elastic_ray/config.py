@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from elastic_ray.faults import Faults
+from placement.jobs import SPOT_USES, SpotUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,10 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
+        spot: whether workers may run on nodes that their market may take away (label ``ray.io/market-type: spot``):
+            "prefer", "avoid", or "mixed", which keeps the minimum of workers on nodes that stay.
+        budget_usd: what the job may cost [USD], where the allocator decides about nodes; it is told at once, with the
+            best that can be had, if it cannot be kept.
         weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
             matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
             all the same.
@@ -107,6 +112,8 @@ class SchedulingConfig:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
+    spot: SpotUse = "prefer"
+    budget_usd: float | None = None
     weight: float = 1.0
     tenant_weight: float | None = None
 
@@ -128,6 +135,10 @@ class SchedulingConfig:
                 raise ValueError(f"{name} must be above 0 and finite, but got {value}")
         if self.tenant_weight is not None and not self.tenant:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
+        if self.spot not in SPOT_USES:
+            raise ValueError(f"spot must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
+        if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
+            raise ValueError(f"budget_usd must be None or above 0 USD and finite, but got {self.budget_usd}")
         if self.deadline_s is None:
             return
         if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):
