@@ -313,7 +313,7 @@ def _algorithm(algorithm: Algorithm) -> Any:
 @contextlib.contextmanager
 def _environment(address: str, host: str) -> Iterator[None]:
     """What NNI's manager, and by it every trial's command, finds in its environment."""
-    preload = Path(__file__).with_name("loopback.js")
+    preload = Path(__file__).with_name("manager.js")
     inherited = [each for each in (os.environ.get("PYTHONPATH"),) if each]
     wanted = {
         ADDRESS: address,
