@@ -86,8 +86,9 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
-        weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a matter
-            of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first all the same.
+        weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
+            matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first all
+            the same.
         tenant_weight: weight of its tenant, where ``AllocatorConfig.tenants`` does not name it; None for 1. Of the jobs
             of a tenant, the largest counts.
     """

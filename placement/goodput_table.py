@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 _BATCHES = 12  # batch sizes tried for each shape, in geometric steps; the peak is flat, a finer grid gains under 1 %
-_AT_ONCE = 400_000  # elements of one temporary array: larger ones leave the processor's cache
+_AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor's cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,20 +60,32 @@ def goodputs(questions: Sequence[Question], nodes: Ints, workers: Ints) -> Float
         Array (J, C), 0 where no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
-    table = np.zeros(shape)
-    n, r = (np.broadcast_to(np.asarray(x, dtype=np.float64), shape) for x in (nodes, workers))
-    rows = max(1, _AT_ONCE // max(shape[1] * _BATCHES, 1))
-    for start in range(0, shape[0], rows):
-        part = slice(start, start + rows)
-        table[part] = _part(questions[part], n[part], r[part])
-    return table
+    asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]
+    numbers = np.array([numbers_of(*each) for each in asked], dtype=np.float64)
+    n, r = (np.ascontiguousarray(np.broadcast_to(x, shape), dtype=np.int64) for x in (nodes, workers))
+    return of_numbers(numbers.reshape(len(questions), -1), n, r)
 
 
-def _part(questions: Sequence[Question], nodes: Floats, workers: Floats) -> Floats:
-    fields = np.array([_numbers(question) for question in questions], dtype=np.float64)
-    (alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, sqr, var, initial, limit, low, high, accumulation) = (
-        fields.T[:, :, np.newaxis]
-    )
+def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
+    """The same for questions as ``numbers_of`` puts them, one a row; 0 also where ``nodes`` is 0."""
+    jobs, shapes = workers.shape
+    columns = np.ascontiguousarray(numbers.T)
+    asked = np.flatnonzero(nodes)
+    n, r = (x.ravel()[asked].astype(np.float64) for x in (nodes, workers))
+    found = np.zeros(jobs * shapes)
+    work = np.empty((5, _BATCHES, min(_AT_ONCE, len(asked))))
+    for start in range(0, len(asked), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        found[asked[part]] = _best(columns[:, asked[part] // shapes], n[part], r[part], work)
+    return found.reshape(jobs, shapes)
+
+
+def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Floats:
+    """Goodput of shapes with a column of numbers for each; batch sizes are rows here.
+
+    Everything large is computed in place in ``work``: new memory costs more than the arithmetic.
+    """
+    alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, sqr, var, initial, limit, low, high, accumulation = fields
     sync = np.where(nodes > 1, alpha_n, alpha_r) + np.where(nodes > 1, beta_n, beta_r) * np.maximum(workers - 2, 0)
     sync = np.where(workers > 1, sync, 0.0)
     fixed = limit <= 0
@@ -84,29 +96,46 @@ def _part(questions: Sequence[Question], nodes: Floats, workers: Floats) -> Floa
     most = np.where(accumulation > 0, most, np.minimum(most, high))
     possible = (least <= most) & (most >= 1)
     least, most = np.maximum(np.minimum(least, most), 1.0), np.maximum(most, 1.0)
-    exponents = np.linspace(0.0, 1.0, _BATCHES)
-    batch = least[:, :, np.newaxis] * (most / least)[:, :, np.newaxis] ** exponents
-    micro = np.maximum(np.ceil(batch / high[:, :, np.newaxis] - 1e-9), 1.0)
-    grad = alpha_c[:, :, np.newaxis] + beta_c[:, :, np.newaxis] * (batch / micro)
-    sync3, gamma3 = sync[:, :, np.newaxis], gamma[:, :, np.newaxis]
+    batch, micro, grad, larger, last = work[:, :, : len(workers)]
+    np.power(most / least, np.linspace(0.0, 1.0, _BATCHES)[:, np.newaxis], out=batch)
+    batch *= least
+    np.divide(batch, high, out=micro)
+    micro -= 1e-9
+    np.maximum(np.ceil(micro, out=micro), 1.0, out=micro)
+    np.divide(batch, micro, out=grad)
+    grad *= beta_c
+    grad += alpha_c
     with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-        larger = np.maximum(grad, sync3)
-        ratio = np.minimum(grad, sync3) / larger
-        seconds = (micro - 1) * grad + larger * (1.0 + ratio**gamma3) ** (1.0 / gamma3)
-        total = np.where(fixed[:, :, np.newaxis], initial[:, :, np.newaxis], batch * workers[:, :, np.newaxis])
-        scale = np.where(fixed[:, :, np.newaxis], 1.0, total / initial[:, :, np.newaxis])
-        efficiency = (var + sqr)[:, :, np.newaxis] / (var[:, :, np.newaxis] + sqr[:, :, np.newaxis] * scale)
-        best: Floats = np.nan_to_num(total / seconds * efficiency, posinf=LARGEST).max(axis=2)
-    enough = possible & ~(fixed & (workers > initial))
-    return np.where(enough, best, 0.0)
+        np.maximum(grad, sync, out=larger)
+        np.minimum(grad, sync, out=last)  # becomes the micro-step that synchronises
+        last /= larger
+        last **= gamma
+        last += 1.0
+        last **= 1.0 / gamma
+        last *= larger
+        micro -= 1.0
+        micro *= grad
+        seconds = np.add(micro, last, out=micro)
+        total = np.multiply(batch, workers, out=batch)
+        np.copyto(total, initial, where=fixed)
+        loss = np.divide(total, initial, out=grad)
+        loss *= sqr
+        loss += var
+        total /= seconds
+        total *= np.divide(var + sqr, loss, out=loss)
+        best = np.nan_to_num(np.fmax.reduce(total), posinf=LARGEST)
+    return np.where(possible & ~(fixed & (workers > initial)), best, 0.0)
 
 
-def _numbers(question: Question) -> tuple[float, ...]:
-    model, (low, high) = question.model, question.atomic_bsz_range or (1, 2**53)
+def numbers_of(
+    model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
+) -> tuple[float, ...]:
+    """All that a ``Question`` says, as numbers."""
+    low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)
     if sqr + var <= 0:
         sqr, var = 1.0, 0.0
-    limit = 0 if question.max_batch_size is None else max(question.max_batch_size, model.init_batch_size)
+    limit = 0 if max_batch_size is None else max(max_batch_size, model.init_batch_size)
     times = t.alpha_c, t.beta_c, t.alpha_n, t.beta_n, t.alpha_r, t.beta_r, t.gamma
-    return (*times, sqr, var, model.init_batch_size, limit, low, high, question.accumulation)
+    return (*times, sqr, var, model.init_batch_size, limit, low, high, accumulation)

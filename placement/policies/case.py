@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from placement.cluster import Cluster
 from placement.goodput_table import Ints
 from placement.jobs import FIRST_WORKERS, JobView
 from placement.policies.markets import Breed, Market, breed, menu, nodes_needed, split
-from placement.policies.speeds import table
+from placement.policies.speeds import Memory, table
 from placement.throughput import Floats
 
 Place = Mapping[int, int]
@@ -21,15 +21,23 @@ Place = Mapping[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Where a job is: a market and workers per node index there; market -1 is nowhere."""
+    """Where a job is.
+
+    Attributes:
+        market: index; -1 is nowhere.
+        place: workers per node index there.
+        workers: workers altogether.
+    """
 
     market: int = -1
     place: Place = dataclasses.field(default_factory=dict)
+    workers: int = dataclasses.field(init=False, compare=False)
 
-    @property
-    def workers(self) -> int:
-        """Workers altogether."""
-        return sum(self.place.values()) if self.place else 0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "workers", sum(self.place.values()))
+
+
+NOWHERE = Seat()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,8 @@ class Case:
         rate: goodput on the smallest size [samples/s], (J,); 0 without a model.
         unit: what one worker takes of a market, (J, K): 1 where all workers are alike, else its dominant share.
         capacities: of each market in these units, (K,).
+        alike: whether the workers of all jobs are interchangeable, so that counting them is enough.
+        memory: of what was computed before.
     """
 
     views: tuple[JobView, ...]
@@ -63,11 +73,8 @@ class Case:
     rate: Floats
     unit: Floats
     capacities: Floats
-
-    @property
-    def alike(self) -> bool:
-        """Whether the workers of all jobs are interchangeable, so that counting them is enough."""
-        return len(set(self.breeds)) <= 1
+    alike: bool
+    memory: Memory
 
     def slots(self, job: int, market: int) -> Ints:
         """How many of the job's workers each node of the market could hold if it were empty."""
@@ -78,19 +85,18 @@ class Case:
         speed = np.zeros(len(seats))
         if not len(self.sizes):
             return speed
-        kinds = np.array([seat.market for seat in seats], dtype=np.int64)
-        workers = np.array([seat.workers for seat in seats], dtype=np.int64)
-        spread = np.array([len(seat.place) for seat in seats], dtype=np.int64)
+        found = [(j, seat.market, seat.workers, len(seat.place)) for j, seat in enumerate(seats) if seat.place]
+        rows, kinds, workers, spread = np.array(found, dtype=np.int64).reshape(len(found), 4).T
         option = self._option(kinds, workers)
-        rows = np.arange(len(seats))
-        listed = (option >= 0) & (self.nodes[rows, option] == spread) & (workers > 0)
-        speed[listed] = self.speed[rows[listed], option[listed]]
+        listed = (option >= 0) & (self.nodes[rows, option] == spread)
+        speed[rows[listed]] = self.speed[rows[listed], option[listed]]
         for m, market in enumerate(self.markets):
-            others = np.flatnonzero((kinds == m) & (workers > 0) & ~listed)
-            if len(others):
-                size = workers[others, np.newaxis]
-                rates = table([self.views[j] for j in others], market.gpu, spread[others, np.newaxis], size)
-                speed[others] = _relative(rates, self.rate[others], size)[:, 0]
+            other = (kinds == m) & ~listed
+            if other.any():
+                j, size = rows[other], workers[other, np.newaxis]
+                views = [self.views[row] for row in j.tolist()]
+                rates = table(views, market.gpu, spread[other, np.newaxis], size, self.memory)
+                speed[j] = _relative(rates, self.rate[j], size)[:, 0]
         return speed
 
     def _option(self, kinds: Ints, workers: Ints) -> Ints:
@@ -119,34 +125,37 @@ def useful(view: JobView, gpu: str) -> int:
     return max(most, view.min_workers)
 
 
-def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
+def build(jobs: Sequence[JobView], cluster: Cluster, memory: Memory | None = None) -> Case:
     """Put a decision's question into arrays."""
+    memory = Memory() if memory is None else memory
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
     breeds = tuple(breed(view) for view in views)
-    markets = split(cluster, views)
-    alike = len(set(breeds)) <= 1
+    samples = dict(zip(breeds, views, strict=True))
+    number = {kind: i for i, kind in enumerate(samples)}
+    which = np.array([number[kind] for kind in breeds], dtype=np.int64)
+    markets = split(cluster, samples)
+    alike = len(samples) <= 1
     kinds, sizes, regular, most = [], [], [], np.zeros((len(views), len(markets)), dtype=np.int64)
-    totals = np.array([[market.slots[kind].sum() for market in markets] for kind in breeds], dtype=np.float64)
-    totals = totals.reshape(len(views), len(markets))
+    totals = _by_breed([[market.slots[kind].sum() for market in markets] for kind in samples], which, len(markets))
+    must = {size for view in views for size in (view.min_workers, view.held_at or 0)}
     for m, market in enumerate(markets):
         most[:, m] = [useful(view, market.gpu) for view in views]
         node = max((int(slots.max(initial=0)) for slots in market.slots.values()), default=0)
-        extra = {size for view in views for size in (view.min_workers, view.held_at or 0)}
-        extra |= set(np.minimum(most[:, m], totals[:, m].astype(np.int64)).tolist()) if len(views) <= 256 else set()
+        extra = set(np.minimum(most[:, m], totals[:, m].astype(np.int64)).tolist()) if len(views) <= 256 else set()
         total = int(totals[:, m].max(initial=0))
-        offered = menu(node, total, max(int(most[:, m].max(initial=0)), 1), extra)
+        offered = menu(node, total, max(int(most[:, m].max(initial=0)), 1), extra | must)
         kinds.append(np.full(len(offered.sizes), m, dtype=np.int64))
         sizes.append(offered.sizes)
         regular.append(offered.regular)
     empty = np.zeros(0, dtype=np.int64)
     all_kinds, all_sizes = np.concatenate([empty, *kinds]), np.concatenate([empty, *sizes])
-    nodes = _nodes(breeds, markets, sizes)
+    nodes = _nodes(samples, markets, sizes)[which]
     low = np.array([view.min_workers for view in views], dtype=np.int64)[:, np.newaxis]
     possible = (nodes > 0) & (all_sizes >= low) & (all_sizes <= most[:, all_kinds])
-    speed, rate = _speeds(views, markets, nodes, all_kinds, all_sizes, low)
+    speed, rate = _speeds(views, markets, nodes, all_kinds, all_sizes, low, memory)
     unit = np.ones_like(totals)
     if not alike:
-        unit = np.array([[market.shares[kind] for market in markets] for kind in breeds], dtype=np.float64)
+        unit = _by_breed([[market.shares[kind] for market in markets] for kind in samples], which, len(markets))
     return Case(
         views=views,
         markets=markets,
@@ -160,25 +169,32 @@ def build(jobs: Sequence[JobView], cluster: Cluster) -> Case:
         rate=rate,
         unit=unit,
         capacities=totals[0] if alike and len(views) else np.ones(len(markets)),
+        alike=alike,
+        memory=memory,
     )
 
 
-def _nodes(breeds: Sequence[Breed], markets: Sequence[Market], sizes: Sequence[Ints]) -> Ints:
-    """Fewest nodes of every option for every job, (J, C)."""
-    rows = {
-        kind: np.concatenate(
-            [
-                np.zeros(0, dtype=np.int64),
-                *(nodes_needed(m.slots[kind], s) for m, s in zip(markets, sizes, strict=True)),
-            ]
-        )
-        for kind in set(breeds)
-    }
-    return np.array([rows[kind] for kind in breeds], dtype=np.int64).reshape(len(breeds), sum(map(len, sizes)))
+def _by_breed(numbers: Sequence[Sequence[float]], which: Ints, width: int) -> Floats:
+    """A row for each job out of a row for each breed."""
+    rows: Floats = np.array(numbers, dtype=np.float64).reshape(len(numbers), width)[which]
+    return rows
+
+
+def _nodes(breeds: Collection[Breed], markets: Sequence[Market], sizes: Sequence[Ints]) -> Ints:
+    """Fewest nodes of every option for every breed, one a row."""
+    rows = [[nodes_needed(m.slots[kind], s) for m, s in zip(markets, sizes, strict=True)] for kind in breeds]
+    empty = np.zeros(0, dtype=np.int64)
+    return np.array([np.concatenate([empty, *row]) for row in rows]).reshape(len(rows), sum(map(len, sizes)))
 
 
 def _speeds(
-    views: Sequence[JobView], markets: Sequence[Market], nodes: Ints, kinds: Ints, sizes: Ints, low: Ints
+    views: Sequence[JobView],
+    markets: Sequence[Market],
+    nodes: Ints,
+    kinds: Ints,
+    sizes: Ints,
+    low: Ints,
+    memory: Memory,
 ) -> tuple[Floats, Floats]:
     rates = np.full(nodes.shape, np.nan)
     if not nodes.size:
@@ -187,7 +203,7 @@ def _speeds(
     workers = np.broadcast_to(sizes, nodes.shape)
     for m, market in enumerate(markets):
         own = kinds == m
-        rates[:, own] = table(views, market.gpu, nodes[:, own], workers[:, own])
+        rates[:, own] = table(views, market.gpu, nodes[:, own], workers[:, own], memory)
         # The yardstick is the smallest size that runs at all, on the slowest type.
         valid = own & (rates > 0) & (workers >= low)
         has = valid.any(axis=1)

@@ -12,6 +12,7 @@ from placement.jobs import JobView
 from placement.policies.base import Target, count, held_reason
 from placement.policies.case import Case, Seat, build
 from placement.policies.improving import improve, present_seats
+from placement.policies.speeds import Memory
 from placement.policies.stakes import Stakes
 from placement.policies.worth import overdue, rank_weights, seconds_left
 
@@ -25,10 +26,10 @@ class GoodputPolicy:
 
     * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
       model (``placement.policies.speeds``).
-    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea (``worth.rank_weights``). It
-      uses declared epochs x measured progress per epoch; jobs that declare nothing weigh as much as the middle one.
-      A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs more by that ratio, at
-      most ten times, so that nobody starves.
+    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
+      (``worth.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing weigh
+      as much as the middle one. A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs
+      more by that ratio, at most ten times, so that nobody starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
@@ -68,6 +69,7 @@ class GoodputPolicy:
     fair_power: float = 0.0
     late: float = 3.0
     lengths: bool = True
+    _memory: Memory = dataclasses.field(default_factory=Memory, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.horizon_s > 0:
@@ -90,7 +92,7 @@ class GoodputPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        case = build(jobs, cluster)
+        case = build(jobs, cluster, self._memory)
         stakes = self.stakes(case, now_s)
         seats, valid = present_seats(case)
         before, waiting = seats, dict[int, str]()

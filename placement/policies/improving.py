@@ -10,7 +10,7 @@ import numpy as np
 from placement.goodput_table import Ints
 from placement.packing import pack
 from placement.policies.admission import admit_into
-from placement.policies.case import Case, Seat
+from placement.policies.case import NOWHERE, Case, Seat
 from placement.policies.prices import Options, fill, solve
 from placement.policies.seating import seat
 from placement.policies.stakes import Stakes, worth_of
@@ -26,10 +26,14 @@ def present_seats(case: Case) -> tuple[list[Seat], list[bool]]:
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
     seats, valid = [], []
     for j, view in enumerate(case.views):
+        if not view.allocation:
+            seats.append(NOWHERE)
+            valid.append(False)
+            continue
         found = [(index[node], workers) for node, workers in view.allocation.items() if node in index]
         markets = {m for (m, _), _ in found}
         if len(markets) != 1:
-            seats.append(Seat())
+            seats.append(NOWHERE)
             valid.append(False)
             continue
         here = Seat(market=markets.pop(), place={i: workers for (_, i), workers in sorted(found)})
@@ -47,7 +51,11 @@ def present_seats(case: Case) -> tuple[list[Seat], list[bool]]:
 
 def _fit_together(case: Case, seats: Sequence[Seat], valid: Sequence[bool]) -> list[bool]:
     """Different bundles share nodes: whoever came first stays first."""
-    counted = pack_seats(case, [s.workers if ok else 0 for s, ok in zip(seats, valid, strict=True)], seats, seats)
+    kept: list[dict[int, int]] = [{} for _ in case.markets]
+    for j, (here, ok) in enumerate(zip(seats, valid, strict=True)):
+        if ok:
+            kept[here.market][j] = here.workers
+    counted = pack_seats(case, kept, seats)
     return [ok and then == now for ok, now, then in zip(valid, seats, counted, strict=True)]
 
 
@@ -61,12 +69,13 @@ def improve(
     once a change is made, each step raises the worth, and repeating them comes to an end.
     """
     score = stakes.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
-    order = sorted(range(len(present)), key=lambda j: (-round(float(score[j]), 9), j))
+    rounded = [round(each, 9) for each in score.tolist()]
+    order = sorted(range(len(present)), key=lambda j: -rounded[j])  # sorting keeps the order of arrival of equals
     may_wait = _may_wait(case, stakes, present)
     floors, waiting = admit_into(case, [j for j in order if not may_wait[j]], present)
     floors |= {j: (0, 0) for j in order if may_wait[j]}
-    if not floors:
-        nothing = [Seat()] * len(present)
+    if not floors or not len(case.sizes):  # nobody is admitted, or there is no room at all
+        nothing = [NOWHERE] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
     # What a user holds a job at is no question of worth: below it, where it fits, staying is no choice.
     obeyed = [
@@ -114,21 +123,19 @@ class _Question:
 
     def seated(self, picks: Ints) -> list[Seat]:
         """Seats of all jobs for these options; those not admitted get none."""
-        counts, markets = [0] * len(self.present), [-1] * len(self.present)
-        for row, j in enumerate(self.jobs):
-            counts[j], markets[j] = int(self.workers[row, picks[row]]), int(self.options.kinds[row, picks[row]])
-            markets[j] = markets[j] if counts[j] else -1
-        wanted = [Seat(market=m, place={0: n} if n else {}) for m, n in zip(markets, counts, strict=True)]
+        every = np.arange(len(picks))
+        counts, markets = self.workers[every, picks], self.options.kinds[every, picks]
+        wanted: list[dict[int, int]] = [{} for _ in self.case.markets]
+        for row in np.flatnonzero(counts).tolist():
+            wanted[markets[row]][self.jobs[row]] = int(counts[row])
         if not self.case.alike:
-            return pack_seats(self.case, counts, wanted, self.present)
-        seats = [Seat()] * len(counts)
-        for m in range(len(self.case.markets)):
-            rows = [j for j in self.jobs if markets[j] == m]
-            if rows:
-                here = [self.present[j].place if self.present[j].market == m else {} for j in rows]
-                places = seat(self.case.slots(rows[0], m), [counts[j] for j in rows], here)
-                for j, place in zip(rows, places, strict=True):
-                    seats[j] = Seat(market=m, place=dict(sorted(place.items())))
+            return pack_seats(self.case, wanted, self.present)
+        seats = [NOWHERE] * len(self.present)
+        for m, sizes in enumerate(wanted):
+            here = [self.present[j].place if self.present[j].market == m else {} for j in sizes]
+            places = seat(self.case.slots(min(sizes), m), list(sizes.values()), here) if sizes else []
+            for j, place in zip(sizes, places, strict=True):
+                seats[j] = Seat(market=m, place=dict(sorted(place.items())))
         return seats
 
 
@@ -202,22 +209,19 @@ def _anew(question: _Question) -> list[Ints]:
     return picks
 
 
-def pack_seats(case: Case, counts: Sequence[int], wanted: Sequence[Seat], present: Sequence[Seat]) -> list[Seat]:
-    """Places for workers of different bundles: what fits nowhere is left out."""
-    seats = [Seat()] * len(counts)
-    for m, market in enumerate(case.markets):
-        jobs = [j for j, seat in enumerate(wanted) if seat.market == m and counts[j]]
-        if not jobs:
-            continue
+def pack_seats(case: Case, wanted: Sequence[Mapping[int, int]], present: Sequence[Seat]) -> list[Seat]:
+    """Places for workers of different bundles, given by market and job: what fits nowhere is left out."""
+    seats = [NOWHERE] * len(present)
+    for m, (market, counts) in enumerate(zip(case.markets, wanted, strict=True)):
         views = []
-        for j in jobs:
+        for j in counts:
             place = present[j].place if present[j].market == m else {}
             views.append(
                 dataclasses.replace(case.views[j], allocation={market.node_ids[i]: n for i, n in place.items()})
             )
-        packing = pack({case.views[j].job: counts[j] for j in jobs}, views, market.cluster)
+        packing = pack({case.views[j].job: workers for j, workers in counts.items()}, views, market.cluster)
         index = {node: i for i, node in enumerate(market.node_ids)}
-        for j in jobs:
+        for j in counts:
             nodes = packing.allocation.get(case.views[j].job, {})
             seats[j] = Seat(market=m if nodes else -1, place={index[node]: n for node, n in sorted(nodes.items())})
     return seats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -46,9 +46,8 @@ def breed(view: JobView) -> Breed:
     return tuple(sorted(view.bundle.items())), tuple(sorted(view.label_selector.items()))
 
 
-def split(cluster: Cluster, views: Sequence[JobView]) -> tuple[Market, ...]:
-    """Markets of the cluster in the order of their types, with the slots of these jobs' breeds."""
-    samples = {breed(view): view for view in views}
+def split(cluster: Cluster, samples: Mapping[Breed, JobView]) -> tuple[Market, ...]:
+    """Markets of the cluster in the order of their types, with the slots of these breeds."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:

@@ -134,32 +134,44 @@ def find_prices(options: Options) -> Floats:
 
 
 def _find_price(options: Options, prices: Floats, kind: int) -> float:
-    """Bisection on one price, the others given."""
+    """Bisection on one price, the others given.
+
+    The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
+    counted once, so that all but the first few steps look at few jobs.
+    """
     capacity = options.capacities[kind] + _TINY
     here = options.kinds == kind
     size = np.where(here, options.sizes, 0.0)
     rest = options.values - np.where(here, 0.0, prices[options.kinds]) * options.sizes
-    rows = np.arange(len(rest))
-
-    def fits(price: float) -> bool:
-        return bool(size[rows, np.argmax(rest - price * size, axis=1)].sum() <= capacity)
-
-    if fits(0.0):
+    at_low = _asked(rest, size, 0.0)
+    if at_low.sum() <= capacity:
         return 0.0
     low, high = 0.0, max(float(prices[kind]), 1e-6)
     for _ in range(100):
-        if fits(high):
+        at_high = _asked(rest, size, high)
+        if at_high.sum() <= capacity:
             break
-        low, high = high, 4 * high
+        low, high, at_low = high, 4 * high, at_high
     for _ in range(_HALVINGS):
+        differ = at_low != at_high
+        if 2 * np.count_nonzero(differ) <= len(differ):
+            capacity -= at_high[~differ].sum()
+            rest, size, at_low, at_high = (x[differ] for x in (rest, size, at_low, at_high))
         middle = (low + high) / 2
-        if fits(middle):
-            high = middle
+        at_middle = _asked(rest, size, middle)
+        if at_middle.sum() <= capacity:
+            high, at_high = middle, at_middle
         else:
-            low = middle
+            low, at_low = middle, at_middle
         if high - low <= 1e-7 * high:
             break
     return high
+
+
+def _asked(rest: Floats, size: Floats, price: float) -> Floats:
+    """How much of one type each job takes at this price."""
+    asked: Floats = size[np.arange(len(rest)), np.argmax(rest - price * size, axis=1)]
+    return asked
 
 
 def _realise(options: Options, wanted: Ints) -> Ints:
@@ -195,21 +207,17 @@ def fill(options: Options, picks: Ints) -> Ints:
     picks = picks.copy()
     left = options.capacities - options.used(picks)
     # A job that changes its type leaves room that others may use: look again, which ends since every step adds.
-    while hopeful := _hopeful(options, picks, left):
-        _fill_once(options, picks, left, hopeful)
+    while _fill_once(options, picks, left):
+        pass
     return picks
 
 
-def _fill_once(options: Options, picks: Ints, left: Floats, hopeful: list[int]) -> None:
-    heap: list[tuple[float, int, int]] = []
-
-    def offer(j: int) -> None:
-        step = _best_step(options, j, int(picks[j]), left)
-        if step is not None:
-            heapq.heappush(heap, (-step[0], j, step[1]))
-
-    for j in hopeful:
-        offer(j)
+def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
+    """Whether there was anything to do."""
+    rates, steps, needs = _best_steps(options, slice(None), picks, left)
+    heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
+    heapq.heapify(heap)
+    some = bool(heap)
     while heap:
         _, j, option = heapq.heappop(heap)
         kind, size = options.kinds[j, option], options.sizes[j, option]
@@ -218,31 +226,32 @@ def _fill_once(options: Options, picks: Ints, left: Floats, hopeful: list[int]) 
             left[options.kinds[j, picks[j]]] += options.sizes[j, picks[j]]
             left[kind] -= size
             picks[j] = option
-        offer(j)
+        elif (needs[j] > left + _TINY).all():
+            continue
+        (rate,), (step,), (needs[j],) = _best_steps(options, slice(j, j + 1), picks, left)
+        if rate > -np.inf:
+            heapq.heappush(heap, (-float(rate), j, int(step)))
+    return some
 
 
-def _hopeful(options: Options, picks: Ints, left: Floats) -> list[int]:
-    """Jobs for which something that fits is worth more than what they have."""
-    rows = np.arange(len(picks))
-    own_kind, own_size = options.kinds[rows, picks], options.sizes[rows, picks]
-    extra = options.sizes - np.where(options.kinds == own_kind[:, np.newaxis], own_size[:, np.newaxis], 0.0)
-    better = options.values > options.values[rows, picks][:, np.newaxis] + _TINY
-    found: list[int] = np.flatnonzero((better & (extra <= left[options.kinds] + _TINY)).any(axis=1)).tolist()
-    return found
+def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
+    """Of each job the option that fits and adds most per size.
 
-
-def _best_step(options: Options, j: int, pick: int, left: Floats) -> tuple[float, int] | None:
-    """The option that fits and adds most per size, and what it adds; None if none adds anything."""
-    values, sizes, kinds = options.values[j], options.sizes[j], options.kinds[j]
-    extra = sizes - np.where(kinds == kinds[pick], sizes[pick], 0.0)
+    Returns:
+        What it adds per size, -inf where none fits and adds anything; the option; and how much of each type is needed
+        for anything to be added, (J, K).
+    """
+    values, sizes, kinds = options.values[rows], options.sizes[rows], options.kinds[rows]
+    every, own = np.arange(len(values)), picks[rows]
+    own_kind, own_size, own_value = (x[every, own][:, np.newaxis] for x in (kinds, sizes, values))
+    extra = sizes - np.where(kinds == own_kind, own_size, 0.0)
     with np.errstate(invalid="ignore"):
-        gain = values - values[pick]
-    fits = (gain > _TINY) & (extra <= left[kinds] + _TINY)
-    if not fits.any():
-        return None
-    rate = np.where(fits, gain / np.maximum(extra, _TINY), -np.inf)
-    best = int(np.argmax(rate))
-    return float(rate[best]), best
+        gain = values - own_value
+    adds = gain > _TINY
+    needs = [np.where(adds & (kinds == kind), extra, np.inf).min(axis=1) for kind in range(len(left))]
+    rate = np.where(adds & (extra <= left[kinds] + _TINY), gain / np.maximum(extra, _TINY), -np.inf)
+    best = np.argmax(rate, axis=1)
+    return rate[every, best], best, np.stack(needs, axis=1)
 
 
 def _exchange(options: Options, picks: Ints) -> Ints:

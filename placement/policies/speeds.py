@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from placement.goodput_table import Ints, Question, goodputs
+from placement.goodput_table import Ints, numbers_of, of_numbers
 from placement.jobs import JobView
 from placement.throughput import Floats
 
@@ -15,30 +16,35 @@ if TYPE_CHECKING:
     from placement.fitting import Observation
     from placement.goodput import GoodputModel
 
-_ROWS = 20_000  # rows of the table that are remembered: a decision asks again for all jobs, though few have changed
 _LIMIT = 4.0  # a measured time counts as at most so many times faster or slower than the model says
 
-
-class _Memory:
-    """Answers by question; forgets everything when full, which costs one slow decision and needs no clock."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._known: dict[object, tuple[object, object]] = {}
-
-    def get(self, key: object) -> object | None:
-        found = self._known.get(key)
-        return None if found is None else found[1]
-
-    def put(self, key: object, kept: object, answer: object) -> None:
-        """``kept`` is held as long as the answer, so that a key made of its id stays its own."""
-        if len(self._known) >= self._most:
-            self._known.clear()
-        self._known[key] = kept, answer
+Ratios = Mapping[tuple[int, int], float]
+"""Measured over modelled step time by (nodes, workers)."""
 
 
-_rows = _Memory(_ROWS)
-_ratios = _Memory(_ROWS)
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """What a policy has computed before: a decision asks again for all jobs, though few have changed.
+
+    It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
+    and needs no clock.
+
+    Attributes:
+        most: rows, and sets of measured points, that it holds.
+        rows: goodput by model, limits of the batch and shapes, as bytes.
+        ratios: by id of the observations, which are kept so that the id stays their own, and model.
+    """
+
+    most: int = 20_000
+    rows: dict[bytes, Floats] = dataclasses.field(default_factory=dict)
+    ratios: dict[object, tuple[object, Ratios]] = dataclasses.field(default_factory=dict)
+
+    def make_room(self, entries: int) -> None:
+        """Forget, where so many more would be too many."""
+        if len(self.rows) + entries > self.most:
+            self.rows.clear()
+        if len(self.ratios) + entries > self.most:
+            self.ratios.clear()
 
 
 def model_of(view: JobView, gpu: str) -> GoodputModel | None:
@@ -46,16 +52,7 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
     return view.models.get(gpu, view.goodput)
 
 
-def question(view: JobView, gpu: str) -> Question | None:
-    """What to ask about the job's goodput on this GPU type; None without a model."""
-    model = model_of(view, gpu)
-    if model is None:
-        return None
-    bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
-    return Question(model, view.max_batch_size, bounds, view.accumulation)
-
-
-def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints) -> Floats:
+def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
     """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
     Args:
@@ -63,61 +60,68 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints) -> Flo
         gpu: GPU type.
         nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
         workers: workers of each shape, (J, C).
+        memory: of what was computed before.
     """
+    memory.make_room(len(views))
     result = np.full(workers.shape, np.nan)
-    asked: dict[tuple[Question, bytes], list[int]] = {}
-    shapes = np.ascontiguousarray(np.concatenate([nodes, workers], axis=1))
+    known, numbers = [], []
     for j, view in enumerate(views):
-        ask = question(view, gpu)
-        if ask is not None:
-            key = ask, shapes[j].tobytes()
-            known = _rows.get(key)
-            if known is None:
-                asked.setdefault(key, []).append(j)
-            else:
-                result[j] = known
-    if asked:
-        first = [rows[0] for rows in asked.values()]
-        fresh = goodputs([ask for ask, _ in asked], np.maximum(nodes[first], 1), workers[first])
-        for (key, rows), row in zip(asked.items(), fresh, strict=True):
-            _rows.put(key, None, row)
-            result[rows] = row
+        model = model_of(view, gpu)
+        if model is not None:
+            bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
+            known.append(j)
+            numbers.append(numbers_of(model, view.max_batch_size, bounds, view.accumulation))
+    if known:
+        result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], memory)
+    factors: dict[tuple[int, bytes], Floats] = {}
     for j, view in enumerate(views):
-        measured = view.observations.get(gpu)
-        if measured and view.goodput is not None:
-            _correct(result[j], nodes[j], workers[j], ratios(measured, model_of(view, gpu)))
-    return np.where(nodes > 0, result, np.where(np.isnan(result), np.nan, 0.0))
+        measured, model = view.observations.get(gpu), model_of(view, gpu)
+        if measured and view.goodput is not None and model is not None:
+            found = ratios(measured, model, memory)
+            key = id(found), nodes[j].tobytes() + workers[j].tobytes()
+            if key not in factors:
+                factors[key] = _factors(found, nodes[j], workers[j])
+            result[j] /= factors[key]
+    return result
 
 
-def _correct(row: Floats, nodes: Ints, workers: Ints, known: Mapping[tuple[int, int], float]) -> None:
-    for (n, k), ratio in known.items():
-        here = (workers == k) & (nodes == n)
-        if here.any():
-            row[here] /= ratio
+def _rows(numbers: Floats, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
+    """Goodput of jobs in shapes, computed where it is not remembered."""
+    texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
+    keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
+    fresh = {key: row for row, key in enumerate(keys) if key not in memory.rows}
+    if fresh:
+        first = np.fromiter(fresh.values(), dtype=np.int64)
+        memory.rows.update(zip(fresh, of_numbers(numbers[first], nodes[first], workers[first]), strict=True))
+    return np.concatenate([memory.rows[key] for key in keys]).reshape(workers.shape)
 
 
-def ratios(observations: tuple[Observation, ...], model: GoodputModel | None) -> Mapping[tuple[int, int], float]:
-    """Measured over modelled step time by (nodes, workers): a curve that falls at the node boundary stays one.
+def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
+    """What to divide the modelled goodput of every shape by."""
+    return np.array([known.get(shape, 1.0) for shape in zip(nodes.tolist(), workers.tolist(), strict=True)])
+
+
+def ratios(observations: tuple[Observation, ...], model: GoodputModel, memory: Memory) -> Ratios:
+    """A curve that falls at the node boundary stays one.
 
     The mean over the batch sizes measured there, in logarithms, weighted by their counts.
     """
-    if model is None:
-        return {}
     key = id(observations), model.throughput_model
-    found = _ratios.get(key)
-    if found is None:
-        columns = np.array(
-            [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
-            dtype=np.float64,
-        ).T
-        nodes, workers, atomic, accum, seconds, count = columns
-        expected = model.throughput_model.step_time_unchecked(nodes, workers, atomic, accum)
-        error = np.clip(np.log(seconds / np.maximum(expected, 1e-12)), -np.log(_LIMIT), np.log(_LIMIT))
-        sums: dict[tuple[int, int], tuple[float, float]] = {}
-        for n, k, e, c in zip(nodes.tolist(), workers.tolist(), error.tolist(), count.tolist(), strict=True):
-            total, weight = sums.get((int(n), int(k)), (0.0, 0.0))
-            sums[int(n), int(k)] = total + c * e, weight + c
-        found = {shape: float(np.exp(total / weight)) for shape, (total, weight) in sums.items()}
-        _ratios.put(key, observations, found)
-    assert isinstance(found, dict)
-    return found
+    if key not in memory.ratios:
+        memory.ratios[key] = observations, _ratios(observations, model)
+    return memory.ratios[key][1]
+
+
+def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
+    columns = np.array(
+        [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
+        dtype=np.float64,
+    ).T
+    nodes, workers, atomic, accum, seconds, count = columns
+    expected = model.throughput_model.step_time_unchecked(nodes, workers, atomic, accum)
+    error = np.clip(np.log(seconds / np.maximum(expected, 1e-12)), -np.log(_LIMIT), np.log(_LIMIT))
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for n, k, e, c in zip(nodes.tolist(), workers.tolist(), error.tolist(), count.tolist(), strict=True):
+        total, weight = sums.get((int(n), int(k)), (0.0, 0.0))
+        sums[int(n), int(k)] = total + c * e, weight + c
+    return {shape: float(np.exp(total / weight)) for shape, (total, weight) in sums.items()}

@@ -67,14 +67,10 @@ def worth_of(
         valid: per job, whether ``seats`` is something it may have; else it counts as not running.
         may_wait: per job, whether having nothing is an option like the others, with speed 0.
     """
-    runs = np.array(
-        [ok if seat.place else waits for seat, ok, waits in zip(seats, valid, may_wait, strict=True)],
-        dtype=np.bool_,
-    )
-    same = np.array([now == then or not now.place for now, then in zip(present, seats, strict=True)], dtype=np.bool_)
-    fewer = np.array(
-        [bool(now.place) and then.workers <= now.workers for now, then in zip(present, seats, strict=True)],
-        dtype=np.bool_,
-    )
+    had, has = (np.array([seat.workers for seat in each], dtype=np.int64) for each in (present, seats))
+    runs = np.where(has > 0, valid, may_wait)
+    stays = [now is then or now == then for now, then in zip(present, seats, strict=True)]
+    same = np.array(stays, dtype=np.bool_) | (had == 0)
+    fewer = (had > 0) & (has <= had)
     values = stakes.values(case.speed_at(seats)[:, np.newaxis], fewer[:, np.newaxis], same[:, np.newaxis])[:, 0]
     return -round(float(stakes.weight[~runs].sum()), 9), float(values[runs].sum())

@@ -14,7 +14,7 @@ import numpy as np
 from placement.cluster import Cluster
 from placement.simulator.job import SimulatedJob
 from placement.simulator.profiles import Application
-from placement.simulator.rules import Rules, Spot
+from placement.simulator.rules import Location, Rules
 from placement.simulator.traces import TraceJob
 
 _EXPLORES_S = 60.0  # a job alone takes the next larger size after so long, as in the published rounds
@@ -59,9 +59,9 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
     job = SimulatedJob(spec, app, rules, requested=False, gpus_per_node={gpu: per_node})
     while job.finished_s is None:
         count = min(best, job.view().growth_limit or best)
-        if job.spot is None or job.spot.workers < count:
+        if job.location is None or job.location.workers < count:
             nodes = {f"{gpu}-{i}": min(per_node, count - i * per_node) for i in range(-(-count // per_node))}
-            job.place(Spot(nodes=nodes, gpu=gpu))
+            job.place(Location(nodes=nodes, gpu=gpu))
         job.advance(_EXPLORES_S if count < best else math.inf)
     return job.finished_s
 

@@ -12,7 +12,7 @@ from placement.fitting import Observation, fit
 from placement.goodput import GoodputModel, NoiseScale
 from placement.jobs import JobView
 from placement.simulator.profiles import Application
-from placement.simulator.rules import Rules, Spot
+from placement.simulator.rules import Location, Rules
 from placement.simulator.traces import TraceJob
 from placement.throughput import ThroughputModel
 
@@ -56,7 +56,7 @@ class SimulatedJob:
 
     Attributes:
         slowdown: factor on its step times from outside: a slow node, a shared link.
-        spot: the workers it holds; None while it waits.
+        location: the workers it holds; None while it waits.
         training: the workers that train: those it holds, or those that stayed while new ones still start.
         now_s: its own clock [s], at the end of the last advance.
         finished_s: completion [s], None before.
@@ -79,8 +79,8 @@ class SimulatedJob:
         self.app = application
         self.rules = rules
         self.requested = requested
-        self.spot: Spot | None = None
-        self.training: Spot | None = None
+        self.location: Location | None = None
+        self.training: Location | None = None
         self.joined_s = math.inf
         self.now_s = 0.0
         self.started_s: float | None = None
@@ -118,21 +118,21 @@ class SimulatedJob:
         """The global batch it may not leave [samples]; None adapts."""
         return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
 
-    def place(self, spot: Spot | None) -> None:
+    def place(self, location: Location | None) -> None:
         """Give it other workers, or none; what that costs is for the rules to say."""
-        before, self.spot = self.spot, spot
+        before, self.location = self.location, location
         self.joined_s = math.inf
-        if spot is None:
+        if location is None:
             self.training = None
             return
-        change = self.rules.change(self.app.name, before, self.training, spot)
+        change = self.rules.change(self.app.name, before, self.training, location)
         if change.pause_s > 0:
             self.restart_left_s = change.pause_s
         if change.meanwhile is None:
-            self.training = spot
+            self.training = location
         else:
             self.training, self.joined_s = change.meanwhile, self.now_s + change.joins_after_s
-        self._last_gpu = spot.gpu
+        self._last_gpu = location.gpu
         if self.started_s is None:
             self.started_s = self.now_s
         else:
@@ -169,7 +169,7 @@ class SimulatedJob:
     def lose_workers(self) -> None:
         """All its workers died at once: it goes on from the end of the last epoch."""
         self.progress = self.app.progress_at(self.epoch)
-        self.spot = self.training = None
+        self.location = self.training = None
         self.joined_s = math.inf
 
     def see_slow(self, nodes: Mapping[str, float]) -> None:
@@ -177,14 +177,14 @@ class SimulatedJob:
 
         The job remembers a slow node for a while after it has left it: nobody measures there any more.
         """
-        held = {} if self.spot is None else self.spot.nodes
+        held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
         self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
         self.slowdown = max(nodes.values(), default=1.0)
 
     def _slow_nodes(self) -> dict[str, float]:
         """Slow nodes that it has or remembers, by how much."""
-        held = {} if self.spot is None else self.spot.nodes
+        held = {} if self.location is None else self.location.nodes
         for node, (factor, until_s) in list(self._slow.items()):
             if until_s == math.inf and node not in held:
                 self._slow[node] = factor, self.now_s + _REMEMBER_S
@@ -194,7 +194,7 @@ class SimulatedJob:
 
     def _join(self) -> None:
         """The new workers have started; the group takes them in between two steps."""
-        self.training, self.joined_s = self.spot, math.inf
+        self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()
 
@@ -214,9 +214,9 @@ class SimulatedJob:
         self._end_epoch()
 
     def _spend(self, seconds: float) -> None:
-        assert self.spot is not None, f"{self.name} has no GPUs to hold"
+        assert self.location is not None, f"{self.name} has no GPUs to hold"
         self.now_s += seconds
-        self.held_s[self.spot.gpu] = self.held_s.get(self.spot.gpu, 0.0) + seconds * self.spot.workers
+        self.held_s[self.location.gpu] = self.held_s.get(self.location.gpu, 0.0) + seconds * self.location.workers
 
     def _end_epoch(self) -> None:
         self.epoch += 1
@@ -311,7 +311,7 @@ class SimulatedJob:
             bundle={"GPU": 1.0},
             max_workers=max(cap, self.trace.num_replicas) if self.requested else cap,
             submitted_s=self.trace.time_s,
-            allocation={} if self.spot is None else self.spot.nodes,
+            allocation={} if self.location is None else self.location.nodes,
             most_workers=self._most,
             goodput=models.get(gpu),
             init_batch_size=self.app.init_batch_size,

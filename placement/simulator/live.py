@@ -114,7 +114,7 @@ class LiveDriver:
         self._world.lose_nodes({node for what, node in happens if what == "down"}, now_s)
         paced = {node for what, node in happens if what in ("slow", "well")}
         for job in self._present.values():
-            if job.spot is not None and not paced.isdisjoint(job.spot.nodes):
+            if job.location is not None and not paced.isdisjoint(job.location.nodes):
                 self._world.touched.add(job.name)
         if len(paced) < len(happens):
             nodes = tuple(each for each in self._cluster.nodes if not self._down.get(each.node_id))
@@ -155,9 +155,11 @@ class LiveDriver:
 
     def _slow_down(self, job: SimulatedJob) -> None:
         """The slowest node sets the pace, and links are shared."""
-        nodes = () if job.spot is None else tuple(job.spot.nodes)
+        nodes = () if job.location is None else tuple(job.location.nodes)
         job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
         if self._disturbances.interference and len(nodes) > 1:
-            others = [each.spot.nodes for each in self._present.values() if each is not job and each.spot is not None]
+            others = [
+                each.location.nodes for each in self._present.values() if each is not job and each.location is not None
+            ]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
                 job.slowdown /= 1.0 - self._disturbances.interference

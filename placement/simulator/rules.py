@@ -16,7 +16,7 @@ _SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class Location:
     """Where a job's workers are.
 
     Attributes:
@@ -49,7 +49,7 @@ class ChangeCost:
     """
 
     pause_s: float
-    meanwhile: Spot | None = None
+    meanwhile: Location | None = None
     joins_after_s: float = 0.0
 
 
@@ -80,7 +80,9 @@ class Rules(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+    def change(
+        self, application: str, before: Location | None, training: Location | None, after: Location
+    ) -> ChangeCost:
         """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
         ...
 
@@ -109,7 +111,9 @@ class PolluxRules:
     profiles_types: bool = False
     join_s: float = 0.0
 
-    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+    def change(
+        self, application: str, before: Location | None, training: Location | None, after: Location
+    ) -> ChangeCost:
         """See ``Rules``."""
         same = before is not None and dict(before.nodes) == dict(after.nodes)
         return ChangeCost(pause_s=0.0 if same else self.restart)
@@ -149,7 +153,9 @@ class SiaRules:
         if not self.factor >= 0:
             raise InputError(f"factor must be 0 or more, but got {self.factor}")
 
-    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+    def change(
+        self, application: str, before: Location | None, training: Location | None, after: Location
+    ) -> ChangeCost:
         """See ``Rules``."""
         same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
         return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
@@ -200,7 +206,9 @@ class LiveRules:
         """See ``Rules``."""
         return self.pause
 
-    def change(self, application: str, before: Spot | None, training: Spot | None, after: Spot) -> ChangeCost:
+    def change(
+        self, application: str, before: Location | None, training: Location | None, after: Location
+    ) -> ChangeCost:
         """See ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
@@ -209,7 +217,7 @@ class LiveRules:
         leaves = self.pause if sum(stay.values()) < training.workers else 0.0
         if sum(stay.values()) == after.workers:
             return ChangeCost(pause_s=leaves)
-        return ChangeCost(pause_s=leaves, meanwhile=Spot(nodes=stay, gpu=training.gpu), joins_after_s=self.start)
+        return ChangeCost(pause_s=leaves, meanwhile=Location(nodes=stay, gpu=training.gpu), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""

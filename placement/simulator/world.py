@@ -12,7 +12,7 @@ from placement.knowledge import Knowledge
 from placement.policies.base import Policy
 from placement.simulator.job import SimulatedJob
 from placement.simulator.report import Placed
-from placement.simulator.rules import Spot
+from placement.simulator.rules import Location
 
 
 class World:
@@ -58,9 +58,9 @@ class World:
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
         """The job is over and its GPUs are free."""
-        if job.spot is not None:
+        if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
-            job.spot = None
+            job.location = None
         self.send(JobEnded(job=job.name), now_s)
 
     def tick(self, now_s: float) -> None:
@@ -79,14 +79,18 @@ class World:
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
         """The workers of these nodes are dead; what is left of their jobs trains on."""
         for job in self.jobs.values():
-            if job.spot is None or job.finished_s is not None or not any(node in lost for node in job.spot.nodes):
+            if (
+                job.location is None
+                or job.finished_s is not None
+                or not any(node in lost for node in job.location.nodes)
+            ):
                 continue
             job.advance(now_s - job.now_s)
-            left = {node: workers for node, workers in job.spot.nodes.items() if node not in lost}
+            left = {node: workers for node, workers in job.location.nodes.items() if node not in lost}
             self.touched.add(job.name)
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes=left))
             if left:
-                job.place(Spot(nodes=left, gpu=job.spot.gpu))
+                job.place(Location(nodes=left, gpu=job.location.gpu))
             else:
                 job.lose_workers()
 
@@ -94,7 +98,7 @@ class World:
         if not isinstance(instruction, Allocate):
             return
         job = self.jobs[instruction.job]
-        before = {} if job.spot is None else dict(job.spot.nodes)
+        before = {} if job.location is None else dict(job.location.nodes)
         nodes = dict(instruction.nodes)
         if nodes == before:
             return
@@ -104,7 +108,7 @@ class World:
             return  # at this very moment; its end is the next event
         self.touched.add(job.name)
         self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
-        job.place(Spot(nodes=nodes, gpu=self._slowest(nodes)) if nodes else None)
+        job.place(Location(nodes=nodes, gpu=self._slowest(nodes)) if nodes else None)
 
     def _slowest(self, nodes: dict[str, int]) -> str:
         """Type of the GPUs; where a policy mixed them, the first by name stands for all."""

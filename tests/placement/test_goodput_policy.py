@@ -181,6 +181,16 @@ def test_on_a_crowded_cluster_the_longest_jobs_wait_and_only_those_that_can_be_s
     assert roomy["long"] >= 1
 
 
+def test_on_a_crowded_cluster_without_any_room_all_wait() -> None:
+    """So the policy is asked where those of a higher priority have taken everything."""
+    views = [gpu_view(f"j{i}", progress=length(3 + i), priority=i % 2) for i in range(4)]
+    nodes = parse_cluster("aws:1x4")
+    full = Cluster(nodes=tuple(dataclasses.replace(node, free={"GPU": 0.0}) for node in nodes.nodes))
+    assert set(sizes(views, full).values()) == {0}
+    one = Cluster(nodes=tuple(dataclasses.replace(node, free={"GPU": 1.0}) for node in nodes.nodes))
+    assert make_plan(GoodputPolicy(), views, one, 100.0).allocation.keys() == {"j1"}
+
+
 def test_the_length_of_an_epoch_is_known_from_other_jobs_of_the_model() -> None:
     fresh = Progress(done=5.0, epochs=10.0, usual_epoch=100.0)
     assert remaining(fresh) == 995.0

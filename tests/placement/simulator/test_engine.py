@@ -15,7 +15,7 @@ from placement.policies import POLICIES, FixedPolicy, Target, ThroughputEfficien
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.disturbances import Disturbances
-from placement.simulator.rules import PolluxRules, SiaRules, Spot
+from placement.simulator.rules import Location, PolluxRules, SiaRules
 from tests.placement.simulator.worlds import profiles, step_s, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]
@@ -141,11 +141,11 @@ def test_a_policy_that_promises_too_much_is_refused_and_named(folder: Path) -> N
 
 
 def test_whose_change_costs_what() -> None:
-    here, moved = Spot(nodes={"a": 2, "b": 1}, gpu="t4"), Spot(nodes={"c": 1, "a": 2}, gpu="t4")
+    here, moved = Location(nodes={"a": 2, "b": 1}, gpu="t4"), Location(nodes={"c": 1, "a": 2}, gpu="t4")
     assert PolluxRules().change("bert", here, here, moved).pause_s == 30.0
     assert PolluxRules().change("bert", here, here, here).pause_s == 0.0
     assert SiaRules().change("bert", here, here, moved).pause_s == 0.0
-    assert SiaRules().change("bert", here, here, Spot(nodes={"a": 3}, gpu="t4")).pause_s == 120.0
+    assert SiaRules().change("bert", here, here, Location(nodes={"a": 3}, gpu="t4")).pause_s == 120.0
     assert SiaRules(factor=0.1).change("bert", None, None, moved).pause_s == pytest.approx(12.0)
 
 
