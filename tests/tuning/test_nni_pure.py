@@ -60,7 +60,7 @@ def test_a_wrong_tuner_is_refused(given: Any, error: type[Exception], says: str)
 
 
 def test_assessors_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match="Curvefitting.* cannot minimize"):
+    with pytest.raises(ValueError, match=r"Curvefitting.* cannot minimize"):
         read_assessor("Curvefitting", "min")
     with pytest.raises(ValueError, match="assessor must be None with tuner='Hyperband'"):
         check_together(read_tuner("Hyperband", "max"), read_assessor("Medianstop", "max"))
@@ -75,7 +75,11 @@ def test_assessors_that_cannot_be_are_refused() -> None:
         ({"lr": 0.1}, ValueError, r"search_space\['lr'\] must be \{\"_type\": ..., \"_value\": \[...\]\}, but got 0.1"),
         ({"lr": tune.uniform(0, 1)}, ValueError, r"search_space\['lr'\] must be"),
         ({"lr": {"_type": "float", "_value": [0, 1]}}, ValueError, "_type of choice, .* but got 'float'"),
-        ({"lr": {"_type": "uniform", "_value": 3}}, ValueError, r"uniform, must have as _value \[low, high\], but got 3"),
+        (
+            {"lr": {"_type": "uniform", "_value": 3}},
+            ValueError,
+            r"uniform, must have as _value \[low, high\], but got 3",
+        ),
         ({"lr": {"_type": "uniform", "_value": [1, 0]}}, ValueError, "uniform, must have"),
         ({"lr": {"_type": "quniform", "_value": [0, 1]}}, ValueError, r"\[low, high, q\], but got \[0, 1\]"),
         ({"lr": {"_type": "loguniform", "_value": [0, 1]}}, ValueError, "both above 0"),
@@ -84,7 +88,9 @@ def test_assessors_that_cannot_be_are_refused() -> None:
         ({"num_workers": UNIFORM}, ValueError, "cannot be searched: the allocator changes a trial's workers"),
     ],
 )
-def test_a_wrong_search_space_is_refused_with_what_would_be_right(space: Any, error: type[Exception], says: str) -> None:
+def test_a_wrong_search_space_is_refused_with_what_would_be_right(
+    space: Any, error: type[Exception], says: str
+) -> None:
     with pytest.raises(error, match=says):
         check_space(space, read_tuner("TPE", "max"))
 
@@ -131,7 +137,11 @@ def test_what_nni_has_no_equal_for_is_refused(wrong: Any) -> None:
 
 
 def test_what_is_shown_of_a_report_is_the_metric_and_what_can_be_drawn() -> None:
-    assert shown({"acc": 0.5, "loss": 2, "note": "x", "tensor": object()}, "acc") == {"default": 0.5, "loss": 2.0, "note": "x"}
+    assert shown({"acc": 0.5, "loss": 2, "note": "x", "tensor": object()}, "acc") == {
+        "default": 0.5,
+        "loss": 2.0,
+        "note": "x",
+    }
     assert shown({"default": 0.5, FINAL: True}, "acc") == {"default": 0.5}
     for wrong in ({}, {"loss": 1.0}, {"acc": "high"}, {"acc": float("nan")}):
         with pytest.raises(ValueError, match="must report a finite number as 'acc', but reported"):
@@ -167,6 +177,8 @@ def test_the_best_is_the_best_of_those_that_finished() -> None:
 
 
 def test_the_error_keeps_the_results_also_pickled() -> None:
-    error = ExperimentFailedError("the cluster is gone", Results(experiment="e", trials=(outcome(0, "SUCCEEDED", 1.0),)))
+    error = ExperimentFailedError(
+        "the cluster is gone", Results(experiment="e", trials=(outcome(0, "SUCCEEDED", 1.0),))
+    )
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.results) == ("the cluster is gone", error.results)

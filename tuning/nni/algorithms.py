@@ -160,8 +160,8 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
     known = KNOWN[found]
     if known.broken:
         raise ValueError(
-            f"{what} {found!r} does not run on today's Python stack: {known.broken}. Take {known.instead!r}, which does "
-            f"(there are {', '.join(works(what))})"
+            f"{what} {found!r} does not run on today's Python stack: {known.broken}. Take {known.instead!r}, which "
+            f"does (there are {', '.join(works(what))})"
         )
     if in_tune and known.manager_only:
         raise ValueError(f"{what} {found!r} cannot be used in Ray Tune: {known.manager_only}")

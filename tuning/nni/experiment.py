@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
-import os
 import re
 import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import ray
 from ray.train.v2.api.config import ScalingConfig
@@ -21,21 +17,19 @@ from ray.train.v2.api.config import ScalingConfig
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.storage import resolve
 from elastic_ray.trainer import check_resources
-from tuning.nni.algorithms import Algorithm, check_together, read_assessor, read_tuner
+from tuning.nni.algorithms import check_together, read_assessor, read_tuner
+from tuning.nni.manager import HOSTS, Look, Manager, Plan
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
 from tuning.nni.serving import Place, TrialServer
 from tuning.nni.spaces import check_space
-from tuning.nni.wire import ADDRESS, DEFAULT
+from tuning.nni.wire import DEFAULT
 from tuning.trial_job import make_template
 from tuning.trials import Promise
-
-logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _LOST_AFTER_S = 10.0  # a head that was restarted is back by then
 _EXHAUSTED_AFTER_S = 4.0  # without a running trial, after the tuner had no more; it may have some after a trial's end
 _STOP_TIMEOUT_S = 10.0
-_HOSTS = ("127.0.0.1", "0.0.0.0")
 _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
@@ -100,19 +94,30 @@ class Experiment:
         name: str | None = None,
         storage_path: str | None = None,
         directory: str = "~/nni-experiments",
-        host: str = _HOSTS[0],
+        host: str = HOSTS[0],
     ) -> None:
-        self._tuner, self._assessor = read_tuner(tuner, mode), read_assessor(assessor, mode)
-        check_together(self._tuner, self._assessor)
-        self._space = check_space(search_space, self._tuner)
-        for label, value, least in (("trial_concurrency", trial_concurrency, 1), ("max_trial_number", max_trial_number, 0)):
-            _check_count(label, value, optional=not least)
+        chosen, judge = read_tuner(tuner, mode), read_assessor(assessor, mode)
+        check_together(chosen, judge)
+        _check_count("trial_concurrency", trial_concurrency)
+        if max_trial_number is not None:
+            _check_count("max_trial_number", max_trial_number)
         if not isinstance(metric, str) or not metric:
             raise ValueError(f"metric must be the name of a reported metric, but got {metric!r}")
         if name is not None and not re.fullmatch(_NAME, name):
             raise ValueError(f"name must be letters, digits or ._=,+- (actors are named after it), but got {name!r}")
-        if host not in _HOSTS:
-            raise ValueError(f"host must be {_HOSTS[0]!r} (this machine only) or {_HOSTS[1]!r} (all), but got {host!r}")
+        if host not in HOSTS:
+            raise ValueError(f"host must be {HOSTS[0]!r} (this machine only) or {HOSTS[1]!r} (all), but got {host!r}")
+        plan = Plan(
+            name=name,
+            space=check_space(search_space, chosen),
+            tuner=chosen,
+            assessor=judge,
+            trial_concurrency=trial_concurrency,
+            max_trial_number=max_trial_number,
+            max_experiment_duration=max_experiment_duration,
+            directory=directory,
+            host=host,
+        )
         self._template = make_template(
             train_loop_or_trainer,
             train_loop_config=train_loop_config,
@@ -123,22 +128,17 @@ class Experiment:
             weight=weight,
             promise=promise,
         )
-        self._metric, self._mode, self._host, self._storage_path = metric, mode, host, storage_path
-        self.nni = _make(name, directory)
-        config = self.nni.config
-        config.experiment_name = name
-        config.search_space = self._space
-        config.trial_concurrency = trial_concurrency
-        config.max_trial_number = max_trial_number
-        config.max_experiment_duration = max_experiment_duration
-        config.trial_command = f'exec "{sys.executable}" -m tuning.nni_trial'
-        config.tuner = _algorithm(self._tuner)
-        if self._assessor is not None:
-            config.assessor = _algorithm(self._assessor)
+        self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
+        self._manager = Manager(plan)
         self._server: TrialServer | None = None
         self._address = ""
-        self._statuses: dict[str, Mapping[str, Any]] = {}
+        self._last: Look | None = None
         self._answered_s = self._busy_s = 0.0
+
+    @property
+    def nni(self) -> Any:
+        """NNI's own ``Experiment``, for what has no word here: ``update_trial_concurrency``, ``export_data``..."""
+        return self._manager.nni
 
     @property
     def id(self) -> str:
@@ -148,17 +148,19 @@ class Experiment:
     @property
     def url(self) -> str:
         """Address of the web page; empty while there is none."""
-        return f"http://127.0.0.1:{self.nni.port}" if self.nni.port else ""
+        return self._manager.url
 
     def run(self, port: int = 8080) -> Results:
-        """Run the experiment to its end; Ctrl-C stops it. Its web page is there until then; ``nnictl view ID`` shows it
-        again.
+        """Run the experiment to its end; Ctrl-C stops it.
+
+        The web page is there until then; ``nnictl view ID`` shows it again.
 
         Args:
             port: of web page and REST API; 0 takes any that is free.
 
         Raises:
             ExperimentFailedError: the Ray cluster, NNI's manager or the tuner is gone; it has the results so far.
+            ImpossibleResourcesError: the cluster could never run a trial. RuntimeError: the port is taken.
         """
         self.start(port)
         try:
@@ -168,10 +170,9 @@ class Experiment:
         return self.results()
 
     def start(self, port: int = 8080) -> None:
-        """Start the experiment and return; ``stop()`` it in the end."""
+        """Start the experiment and return; ``stop()`` it in the end. Arguments and errors are those of :meth:`run`."""
         if self._server is not None:
-            raise RuntimeError(f"experiment {self.id} has been started already")
-        port = _free_port(port)
+            raise RuntimeError(f"experiment {self.id} has been started already; make another one")
         if not ray.is_initialized():
             ray.init()
         check_resources(self._template.spec)
@@ -179,39 +180,34 @@ class Experiment:
         self._answered_s = self._busy_s = time.monotonic()
         self._server = TrialServer(self._template, self._metric, self._place())
         try:
-            with _environment(self._server.address, self._host):
-                self.nni.start(port)
+            self._manager.start(port, self._server.address)
         except BaseException:
             self.stop()
             raise
         print(f"NNI experiment {self.id}: {self.url}", flush=True)
 
     def wait(self) -> None:
-        """Wait for the experiment's end.
-
-        Raises:
-            ExperimentFailedError: as for :meth:`run`.
-        """
+        """Wait for the experiment's end; raises as :meth:`run`."""
         while not self._over():
             time.sleep(_LOOK_S)
 
     def stop(self) -> None:
         """End the experiment and its trials, with all they hold."""
-        if self.nni.port is not None:
-            with contextlib.suppress(Exception):
-                self._look()
-            self.nni.stop()
+        if self._manager.running:
+            with contextlib.suppress(OSError):
+                self._last = self._manager.look()
+            self._manager.stop()
         if self._server is not None:
             self._server.close(_STOP_TIMEOUT_S if self._reachable() else 0.0)
 
     def results(self) -> Results:
         """What the experiment has come to so far."""
-        if self.nni.port is not None:
+        if self._manager.running:
             with contextlib.suppress(OSError):
-                self._look()
+                self._last = self._manager.look()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []
-        for trial, row in self._statuses.items():
+        for trial, row in (self._last.trials if self._last is not None else {}).items():
             found = known.get(trial) or Outcome(trial=trial, sequence=-1, status="")
             sequence = int(row.get("sequenceId", found.sequence))
             parameters = found.parameters or _parameters(row)
@@ -222,14 +218,16 @@ class Experiment:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _place(self) -> Place:
-        root = Path(self.nni.config.experiment_working_directory).expanduser().absolute()
-        path = self._storage_path or str(root / self.id / "elastic_trials")
+        where = str(self._manager.folder / "elastic_trials")
         if self._storage_path is not None:
-            path = f"{path.rstrip('/')}/{self.id}"
-        filesystem, path = resolve(path, None)
-        name = self.nni.config.experiment_name or f"nni-{self.id}"
+            where = f"{self._storage_path.rstrip('/')}/{self.id}"
+        filesystem, path = resolve(where, None)
         return Place(
-            experiment=self.id, sweep=name, path=path, filesystem=filesystem, reachable=self._reachable
+            experiment=self.id,
+            sweep=self._name or f"nni-{self.id}",
+            path=path,
+            filesystem=filesystem,
+            reachable=self._reachable,
         )
 
     def _reachable(self) -> bool:
@@ -241,116 +239,38 @@ class Experiment:
             return False
         return True
 
-    def _look(self) -> str:
-        """NNI's status, having asked for that of all trials."""
-        from nni.experiment import rest
-
-        rows = rest.get(self.nni.port, "/trial-jobs")
-        self._statuses = {row["trialJobId"]: row for row in rows}
-        return str(rest.get(self.nni.port, "/check-status")["status"])
-
     def _over(self) -> bool:
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s
         elif now_s > self._answered_s + _LOST_AFTER_S:
             self._fail(
-                f"the Ray cluster at {self._address} has not answered for {_LOST_AFTER_S:g} s, and took the running "
-                "trials with it; start a cluster and an experiment that goes on with what was learned here "
-                "(finished trials are in .results of this error, and in NNI's own records)"
+                f"the Ray cluster at {self._address} has not answered for {_LOST_AFTER_S:g} s, and the trials that ran "
+                "on it are lost; start it again, and another experiment. Finished trials are in the results of this "
+                "error, and in NNI's own records"
             )
         try:
-            status = self._look()
-        except OSError as error:  # requests' errors are
-            if self.nni._proc is not None and self.nni._proc.poll() is None:
-                return False  # busy
-            self._fail(f"NNI's manager has ended ({error}); its log is in {self._log()}")
-        if status == "ERROR":
-            self._fail(f"NNI's manager or its tuner has failed: {self._errors()}; its log is in {self._log()}")
-        if any(row["status"] in ("RUNNING", "WAITING") for row in self._statuses.values()):
-            self._busy_s = now_s
-        exhausted = status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
-        return exhausted or status in ("DONE", "STOPPED", "STOPPING")
-
-    def _fail(self, message: str) -> None:
-        results = self.results()
-        raise ExperimentFailedError(f"experiment {self.id}: {message}. {len(results.finished)} trials finished", results)
-
-    def _errors(self) -> str:
-        from nni.experiment import rest
-
-        with contextlib.suppress(OSError):
-            return "; ".join(rest.get(self.nni.port, "/check-status")["errors"])
-        return ""
-
-    def _log(self) -> Path:
-        return Path(self.nni.config.experiment_working_directory).expanduser() / self.id / "log"
-
-
-def _make(name: str | None, directory: str) -> Any:
-    try:
-        import nni
-        from nni.experiment import Experiment as NNIExperiment
-    except ImportError as error:
-        raise ImportError(f"NNI cannot be imported ({error}): pip install 'elastic-ray[nni]'") from error
-    nni.silence_stdout()  # it would name addresses that nobody listens at
-    experiment = NNIExperiment("local")
-    experiment.config.experiment_working_directory = directory
-    return experiment
-
-
-def _algorithm(algorithm: Algorithm) -> Any:
-    from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
-
-    arguments = dict(algorithm.class_args)
-    if algorithm.name:
-        return AlgorithmConfig(name=algorithm.name, class_args=arguments)
-    return CustomAlgorithmConfig(
-        class_name=algorithm.class_name, code_directory=algorithm.code_directory, class_args=arguments
-    )
-
-
-@contextlib.contextmanager
-def _environment(address: str, host: str) -> Iterator[None]:
-    """What NNI's manager, and by it every trial's command, finds in its environment."""
-    preload = Path(__file__).with_name("manager.js")
-    inherited = [each for each in (os.environ.get("PYTHONPATH"),) if each]
-    wanted = {
-        ADDRESS: address,
-        "ELASTIC_RAY_NNI_HOST": host,
-        "NODE_OPTIONS": f'{os.environ.get("NODE_OPTIONS", "")} --require {json.dumps(str(preload))}'.strip(),
-        # A trial's command runs in NNI's trial_code_directory and must find this package all the same.
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *inherited]),
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _free_port(port: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
+            look = self._last = self._manager.look()
         except OSError as error:
-            raise RuntimeError(
-                f"port {port} is taken ({error}): NNI's web page needs one of its own; port=0 takes any that is free"
-            ) from error
-        return int(probe.getsockname()[1])
+            if self._manager.alive:  # but busy
+                return False
+            self._fail(f"NNI's manager has ended ({error}); its log is in {self._manager.folder / 'log'}")
+        if look.status == "ERROR":
+            self._fail(f"NNI's manager has failed: {look.errors}; its log is in {self._manager.folder / 'log'}")
+        if any(row["status"] in ("RUNNING", "WAITING") for row in look.trials.values()):
+            self._busy_s = now_s
+        exhausted = look.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
+        return exhausted or look.status in ("DONE", "STOPPED", "STOPPING")
+
+    def _fail(self, why: str) -> NoReturn:
+        results = self.results()
+        done = len(results.finished)
+        raise ExperimentFailedError(f"experiment {self.id}: {why}. {done} trial(s) had finished", results)
 
 
-def _check_count(label: str, value: Any, *, optional: bool) -> None:
-    if value is None and optional:
-        return
+def _check_count(label: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{label} must be a whole number from 1{' or None' if optional else ''}, but got {value!r}")
+        raise ValueError(f"{label} must be a whole number from 1, but got {value!r}")
 
 
 def _parameters(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.job import train_loop
+from elastic_ray.job.train_loop import Packed
 from tuning.nni.wire import TrialId
 
 PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
 _CHANNEL = "import://tuning.nni.channel.ElasticChannel"
 
 
-class TrialLoop:
+class TrialLoop(Packed):
     """What a worker runs; NNI is imported only if the user's loop does that.
 
     Args:
@@ -24,7 +24,7 @@ class TrialLoop:
     """
 
     def __init__(self, packed: bytes, trial: TrialId) -> None:
-        self._packed = packed
+        super().__init__(packed)
         self._trial = trial
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
@@ -40,4 +40,4 @@ class TrialLoop:
             from tuning.nni.channel import adopt
 
             adopt(self._trial)
-        return train_loop.call(train_loop.with_config(self._packed, config))
+        return super().__call__(config)

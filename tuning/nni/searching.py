@@ -65,7 +65,9 @@ class NNISearch(Searcher):
             return not searched and metric in (None, self._metric) and mode in (None, self._mode)
         self._metric, self._mode = self._metric or metric, self._mode or mode
         if self._space is None and not searched:
-            raise ValueError("there is nothing to search: give Tuner(param_space=...) or NNISearch(space=...) a parameter")
+            raise ValueError(
+                "there is nothing to search: Tuner(param_space=...) and NNISearch(space=...) have no parameter"
+            )
         if self._metric is None or self._mode is None:
             raise ValueError("NNISearch needs to know what is good: TuneConfig(metric=..., mode='max')")
         self._open(self._space or searched)
@@ -100,7 +102,7 @@ class NNISearch(Searcher):
 
     def save(self, checkpoint_path: str) -> None:
         """Keep the tuner with all it knows, for ``Tuner.restore``."""
-        state = {name: value for name, value in vars(self).items() if name not in ("_tuner",)}
+        state = {name: value for name, value in vars(self).items() if name != "_tuner"}
         if self._tuner is not None and hasattr(self._tuner, "send_trial_callback"):
             self._tuner.send_trial_callback = None
         with open(checkpoint_path, "wb") as file:
@@ -214,13 +216,13 @@ def make(algorithm: Algorithm, kind: str) -> Any:
     """An instance of one of NNI's algorithms, or of the user's class of that sort; ``kind`` is NNI's."""
     try:
         import nni
-        from nni.tools.package_utils.tuner_factory import create_builtin_class_instance, create_customized_class_instance
+        from nni.tools.package_utils import tuner_factory
     except ImportError as error:
         raise ImportError(f"NNI cannot be imported ({error}): pip install 'elastic-ray[nni]'") from error
     nni.silence_stdout()
     if algorithm.name:
-        return create_builtin_class_instance(algorithm.name, dict(algorithm.class_args), kind)
-    return create_customized_class_instance(
+        return tuner_factory.create_builtin_class_instance(algorithm.name, dict(algorithm.class_args), kind)
+    return tuner_factory.create_customized_class_instance(
         {
             "codeDirectory": algorithm.code_directory,
             "className": algorithm.class_name,
