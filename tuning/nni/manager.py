@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from tuning.nni.algorithms import Algorithm
 from tuning.nni.wire import ADDRESS
 
 HOSTS = ("127.0.0.1", "0.0.0.0")
+_START_TIMEOUT_S = 60
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,7 @@ class Manager:
             RuntimeError: the port is taken.
         """
         port = _free_port(port)
-        with _environment(trials_at, self._host):
+        with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
 
     def look(self) -> Look:
@@ -161,6 +163,19 @@ def _environment(trials_at: str, host: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """NNI gives its manager 3 s to answer, which on a busy machine is not enough."""
+    from nni.experiment import launcher
+
+    before = launcher._check_rest_server
+    launcher._check_rest_server = functools.partial(before, retry=_START_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        launcher._check_rest_server = before
 
 
 def _free_port(port: int) -> int:

@@ -45,13 +45,13 @@ class NNISearch(Searcher):
     ) -> None:
         super().__init__(metric=metric, mode=mode)
         self._given = tuner
-        self._space = None if space is None else check_space(space, read_tuner(tuner, mode or "max", in_tune=True))
-        read_tuner(tuner, mode or "max", in_tune=True)
+        algorithm = read_tuner(tuner, mode or "max", in_tune=True)
+        self._space = None if space is None else check_space(space, algorithm)
         self._tuner: Any = None
         self._count = 0
         self._parameters: dict[int, Any] = {}
-        self._waiting: deque[int] = deque()  # what the tuner owes
-        self._ready: deque[int] = deque()  # what it has given since
+        self._ready: deque[int] = deque()  # what the tuner has given, at once or later
+        self._refused = False  # since the last result
         self._ids: dict[str, int] = {}
         if self._space is not None and metric and mode:
             self._open(self._space)
@@ -77,10 +77,7 @@ class NNISearch(Searcher):
         """Parameters of the next trial; None if the tuner waits for results, ``FINISHED`` if it has no more."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
-        if not self._ready:
-            # A tuner that owes some will give them when there are results.
-            if self._waiting and self._ids:
-                return None
+        if not self._ready and not self._refused:
             self._ask()
         if not self._ready:
             return None if self._ids else self.FINISHED
@@ -93,6 +90,7 @@ class NNISearch(Searcher):
         index = self._ids.pop(trial_id, None)
         if index is None:
             return
+        self._refused = False
         parameters = self._parameters.pop(index)
         value = None if error or result is None else result.get(self._metric)
         good = isinstance(value, int | float) and math.isfinite(value)
@@ -121,7 +119,7 @@ class NNISearch(Searcher):
         self._tuner.update_search_space(self._space)
 
     def _ask(self) -> None:
-        """Ask the tuner for one more."""
+        """Ask the tuner for one more; it may give it later."""
         from nni import NoMoreTrialError
 
         index, self._count = self._count, self._count + 1
@@ -129,15 +127,17 @@ class NNISearch(Searcher):
             given = self._tuner.generate_multiple_parameters([index], st_callback=self._later)
         except NoMoreTrialError:
             given = []
+        except RuntimeError:  # Evolution, while its whole population runs
+            if not self._ids:
+                raise
+            given = []
         if given:
             self._later(index, given[0])
-        elif hasattr(self._tuner, "send_trial_callback"):
-            self._waiting.append(index)
+        else:
+            self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """The tuner's answer, at once or when results have come in."""
-        if index in self._waiting:
-            self._waiting.remove(index)
+        """Parameters from the tuner."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 
