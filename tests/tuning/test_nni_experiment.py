@@ -109,7 +109,6 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
     ("tuner", "options"),
     [
         ({"name": "Hyperband", "class_args": {"R": 4, "eta": 2}}, {"max_trial_number": 7}),
-        ({"name": "BOHB", "class_args": {"min_budget": 1, "max_budget": 4, "eta": 2}}, {"max_trial_number": 7}),
         ("TPE", {"assessor": {"name": "Curvefitting", "class_args": {"epoch_num": 4}}, "max_trial_number": 3}),
         ("Anneal", {"max_trial_number": 2}),
         ({"name": "Evolution", "class_args": {"population_size": 2}}, {"max_trial_number": 4}),
@@ -167,7 +166,7 @@ def test_a_tuner_that_fails_ends_the_experiment_with_its_words(tmp_path: Path) -
         "    def generate_parameters(self, *args, **kwargs): raise KeyError('no idea')\n"
     )
     own = {"class_name": "broken_tuner.Broken", "code_directory": str(tmp_path)}
-    with pytest.raises(ExperimentFailedError, match=r"NNI's manager has failed: .*its log is in .*0 trial") as caught:
+    with pytest.raises(ExperimentFailedError, match=r"has failed: .*no idea.*logs are in .* 0 trial") as caught:
         experiment(tmp_path, QUALITY, tuner=own).run(0)
     assert caught.value.results.trials == ()
 

@@ -127,7 +127,7 @@ def test_what_is_missing_is_said() -> None:
         NNISearch("TPE", SPACE).set_search_properties(None, None, {})
     with pytest.raises(RuntimeError, match="no search space yet"):
         NNISearch("TPE").suggest("t0")
-    with pytest.raises(ValueError, match=r"cannot be used in Ray Tune: .*HyperBandForBOHB"):
+    with pytest.raises(ValueError, match=r"cannot be used in Ray Tune: .*HyperBandScheduler"):
         NNISearch("Hyperband")
     with pytest.raises(ValueError, match="assessor must be a name"):
         AssessorScheduler(None)

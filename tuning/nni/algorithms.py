@@ -21,7 +21,9 @@ class Known:
         broken: why it does not run on this stack; empty if it does.
         instead: one that runs and is nearest to it.
         not_types: types of search spaces that it cannot have.
-        needs: package that it needs, with the name of its module.
+        why_not: why.
+        needs: a package that it needs.
+        class_name: what is to be used in place of NNI's class.
     """
 
     kind: str = "tuner"
@@ -31,25 +33,26 @@ class Known:
     instead: str = "TPE"
     not_types: tuple[str, ...] = ()
     why_not: str = ""
-    needs: tuple[str, str] | None = None
+    needs: str = ""
+    class_name: str = ""
 
 
 _STEPS = "its trials are generations that NNI's manager starts; use ray.tune.schedulers.PopulationBasedTraining"
-_ROUNDS = "it is an advisor, driven by NNI's manager; use ray.tune.schedulers.HyperBandForBOHB with TuneBOHB"
+_ROUNDS = "it is an advisor, driven by NNI's manager; use ray.tune.schedulers.HyperBandScheduler"
 _QUANTIZED = ("quniform", "qloguniform")
 
 # Tried on Python 3.11, NumPy 2.4, SciPy 1.17.
 KNOWN: Mapping[str, Known] = {
     "TPE": Known(),
-    "TPE_legacy": Known(needs=("hyperopt", "hyperopt"), not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "TPE_legacy": Known(needs="hyperopt", not_types=_QUANTIZED, why_not=_HYPEROPT),
     "Random": Known(),
     "GridSearch": Known(),
-    "Anneal": Known(needs=("hyperopt", "hyperopt"), not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Anneal": Known(needs="hyperopt", not_types=_QUANTIZED, why_not=_HYPEROPT),
     "Evolution": Known(),
     "Batch": Known(optimizes=False),
     "PBT": Known(manager_only=_STEPS),
-    "Hyperband": Known(kind="advisor", manager_only=_ROUNDS),
-    "BOHB": Known(kind="advisor", manager_only=_ROUNDS, needs=("ConfigSpace", "ConfigSpace")),
+    "Hyperband": Known(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.advisors.Hyperband"),
+    "BOHB": Known(kind="advisor", broken="it needs ConfigSpace 0.7, which does not know NumPy 2", instead="Hyperband"),
     "GP": Known(broken=_OLD_SCIPY),
     "Metis": Known(broken=_OLD_SCIPY),
     "NetworkMorphism": Known(broken="it needs an older NumPy", instead="Evolution"),

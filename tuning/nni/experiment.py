@@ -30,6 +30,7 @@ _LOOK_S = 0.5
 _LOST_AFTER_S = 10.0  # a head that was restarted is back by then
 _EXHAUSTED_AFTER_S = 4.0  # without a running trial, after the tuner had no more; it may have some after a trial's end
 _STOP_TIMEOUT_S = 10.0
+_ENDS = ("DONE", "STOPPED", "STOPPING")
 _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
@@ -256,11 +257,16 @@ class Experiment:
                 return False
             self._fail(f"NNI's manager has ended ({error}); its log is in {self._manager.folder / 'log'}")
         if look.status == "ERROR":
-            self._fail(f"NNI's manager has failed: {look.errors}; its log is in {self._manager.folder / 'log'}")
+            why = f"{look.errors} ({self._manager.tuners_words()})"
+            self._fail(f"NNI's manager has failed: {why}; logs are in {self._manager.folder / 'log'}")
+        if not self._manager.tuner_alive and look.status not in _ENDS:
+            self._fail(
+                f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
+            )
         if any(row["status"] in ("RUNNING", "WAITING") for row in look.trials.values()):
             self._busy_s = now_s
         exhausted = look.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
-        return exhausted or look.status in ("DONE", "STOPPED", "STOPPING")
+        return exhausted or look.status in _ENDS
 
     def _fail(self, why: str) -> NoReturn:
         results = self.results()

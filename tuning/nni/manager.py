@@ -7,17 +7,20 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuning.nni.algorithms import Algorithm
+from tuning.nni.algorithms import KNOWN, Algorithm
 from tuning.nni.wire import ADDRESS
 
 HOSTS = ("127.0.0.1", "0.0.0.0")
 _START_TIMEOUT_S = 60
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+_PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run where this is found
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,17 @@ class Manager:
         return process is not None and process.poll() is None
 
     @property
+    def tuner_alive(self) -> bool:
+        """Whether the tuner's process is there; NNI does not always notice that it is gone."""
+        import psutil
+
+        try:
+            children = psutil.Process(self.nni._proc.pid).children()
+            return any("-m nni --exp_params" in " ".join(each.cmdline()) for each in children)
+        except psutil.Error:  # something ended while it was looked at
+            return True
+
+    @property
     def folder(self) -> Path:
         """NNI's directory of the experiment."""
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / self.nni.id
@@ -103,6 +117,13 @@ class Manager:
             trials={row["trialJobId"]: row for row in rows},
             errors="; ".join(status.get("errors") or ()),
         )
+
+    def tuners_words(self) -> str:
+        """The last error in the tuner's log."""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
+            return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")
+        return "it left no log"
 
     def stop(self) -> None:
         """Stop it, and the trials' commands with it."""
@@ -135,6 +156,9 @@ def _algorithm(algorithm: Algorithm) -> Any:
     from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
 
     arguments = dict(algorithm.class_args)
+    own = KNOWN[algorithm.name].class_name if algorithm.name else ""
+    if own:
+        return CustomAlgorithmConfig(class_name=own, code_directory=str(_PACKAGE), class_args=arguments)
     if algorithm.name:
         return AlgorithmConfig(name=algorithm.name, class_args=arguments)
     return CustomAlgorithmConfig(
@@ -146,12 +170,11 @@ def _algorithm(algorithm: Algorithm) -> Any:
 def _environment(trials_at: str, host: str) -> Iterator[None]:
     """What the manager, and by it every trial's command, finds in its environment."""
     preload = json.dumps(str(Path(__file__).with_name("manager.js")))
-    package = str(Path(__file__).resolve().parents[2])  # a trial's command need not run where it is found
     wanted = {
         ADDRESS: trials_at,
         "ELASTIC_RAY_NNI_HOST": host,
         "NODE_OPTIONS": f"{os.environ.get('NODE_OPTIONS', '')} --require {preload}".strip(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH")])),
     }
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
