@@ -60,6 +60,15 @@ def test_a_policy_of_ones_own_moves_the_sizes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_a_sweep_of_elastic_trials_beside_another_job() -> None:
+    output = run(sys.executable, "examples/tune_digits.py", timeout_s=380)
+    assert len(re.findall(r"^\d+ +0\.\d+ ", output, re.MULTILINE)) == 12, output
+    best = re.search(r"best configuration: \{'lr'.*accuracy (0\.\d+)", output)
+    assert best is not None and float(best[1]) >= 0.9, output
+    assert re.search(r"^neighbour: accuracy 0\.9", output, re.MULTILINE), output
+    assert int(re.search(r"changed size (\d+) times", output)[1]) >= 1, "sizes have moved"  # type: ignore[index]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("nni") is None, reason="NNI is not installed: pip install -e '.[nni]'")
 def test_an_nni_experiment_beside_an_ordinary_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TRIALS": "8", "PORT": "0", "HOME": str(tmp_path)}.items():

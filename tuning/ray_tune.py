@@ -19,7 +19,7 @@ from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from placement.snapshot import on_head
 from tuning.in_tune import in_tune
-from tuning.trial_job import Template, TrialJob, make_template
+from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise
 
 logger = logging.getLogger(__name__)
@@ -130,12 +130,16 @@ class ElasticTrainable(Trainable):
         self._job: TrialJob | None = None
         self._reported: str | None = None  # checkpoint of the last report
         self._saved: Any = None
+        self._asked_in_vain = 0  # how often Tune wanted a checkpoint before there was any
+        self._asked_last = False
 
     def step(self) -> dict[str, Any]:
         """The next report of the train loop."""
         if self._job is None:
             self._job = self._start()
-        job = self._job
+        job, self._asked_last = self._job, False
+        if self._asked_in_vain > 1:  # once may be too early, or the trial's end
+            raise NoCheckpointError(self.trial_id)
         while (report := job.next_report(_WAIT_S)) is None:
             if job.done:
                 return self._end(job)
@@ -151,7 +155,8 @@ class ElasticTrainable(Trainable):
             checkpoint = Checkpoint(self._reported, self._storage.storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
             self._reported = None
-        # Tune also asks at the end of every trial, so that only whoever is to go on from nothing can be refused.
+        if self._saved is None:  # Tune also asks at the end of every trial, so that this is not yet wrong
+            self._asked_in_vain, self._asked_last = self._asked_in_vain + 1, True
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -161,15 +166,10 @@ class ElasticTrainable(Trainable):
         """Go on from a checkpoint of this trial or another one.
 
         Raises:
-            RuntimeError: there is none.
+            NoCheckpointError: there is none.
         """
         if checkpoint_path.checkpoint is None:
-            raise RuntimeError(
-                f"Tune's scheduler wants trial {self.trial_id} to go on from a checkpoint, but the train loop has not "
-                "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and "
-                "load elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining and HyperBand cannot do "
-                "without"
-            )
+            raise NoCheckpointError(self.trial_id)
         super().restore(checkpoint_path)
         self._start_from = checkpoint_path.checkpoint.path
         self._saved = checkpoint_path
@@ -184,7 +184,7 @@ class ElasticTrainable(Trainable):
         """The trial is over, or makes way: everything that its job holds is given back."""
         job, self._job = self._job, None
         if job is not None:
-            job.stop()
+            job.stop(paused=self._asked_last and not job.done)
 
     def _start(self) -> TrialJob:
         storage = self._storage

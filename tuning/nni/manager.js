@@ -18,17 +18,31 @@ setInterval(() => {
   if (process.ppid !== parent) process.kill(process.pid, 'SIGTERM');
 }, 500).unref();
 
-// NNI 3.0 notes that an assessor has stopped a trial when the trial has ended, which is too late to show it as stopped.
-const load = Module._load;
-Module._load = function (request, ...rest) {
-  const loaded = load.call(this, request, ...rest);
-  if (request.endsWith('training_service/v3/compat')) {
-    Module._load = load;
-    const cancel = loaded.V3asV1.prototype.cancelTrialJob;
-    loaded.V3asV1.prototype.cancelTrialJob = function (id, isEarlyStopped) {
+const patches = {
+  // NNI 3.0 notes that an assessor has stopped a trial when the trial has ended, too late to show it as stopped.
+  'training_service/v3/compat': ({ V3asV1 }) => {
+    const cancel = V3asV1.prototype.cancelTrialJob;
+    V3asV1.prototype.cancelTrialJob = function (id, isEarlyStopped) {
       if (this.trialJobs[id] !== undefined) this.trialJobs[id].isEarlyStopped = Boolean(isEarlyStopped);
       return cancel.call(this, id, isEarlyStopped);
     };
+  },
+  // It gives up a tuner that has not connected after 10 s, which on a busy machine is about what its imports take.
+  // Whoever started this looks whether the tuner's process is there.
+  '/tuner_command_channel': ({ getTunerServer }) => {
+    getTunerServer().init = function () {
+      return this.connect.promise;
+    };
+  },
+};
+
+const load = Module._load;
+Module._load = function (request, ...rest) {
+  const loaded = load.call(this, request, ...rest);
+  const name = Object.keys(patches).find((ending) => request.endsWith(ending));
+  if (name !== undefined) {
+    patches[name](loaded);
+    delete patches[name];
   }
   return loaded;
 };
