@@ -69,6 +69,8 @@ def test_a_sweep_of_elastic_trials_beside_another_job() -> None:
     assert int(re.search(r"changed size (\d+) times", output)[1]) >= 1, "sizes have moved"  # type: ignore[index]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("nni") is None, reason="NNI is not installed: pip install -e '.[nni]'")
 def test_an_nni_experiment_beside_an_ordinary_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TRIALS": "8", "PORT": "0", "HOME": str(tmp_path)}.items():
