@@ -99,7 +99,8 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
     finals = [row for row in metrics if row["type"] == "FINAL"]
     assert [json.loads(json.loads(row["data"])) for row in finals] == [4.0, 12.0]
     assert not manager.is_running()
-    assert not [each for each in psutil.Process().children(recursive=True) if "nni" in " ".join(each.cmdline())]
+    left = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+    assert not [each for each in left if "nni_node" in each or "-m nni" in each or "tuning.nni_trial" in each]
     stderr = tmp_path / found.id / "environments" / "local-env" / "trials" / bad.trial / "trial.stderr"
     assert "the user's own mistake" in stderr.read_text()
 

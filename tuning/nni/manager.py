@@ -94,7 +94,7 @@ class Manager:
     @property
     def folder(self) -> Path:
         """NNI's directory of the experiment."""
-        return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / self.nni.id
+        return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
         """Start it; ``trials_at`` is where trials' commands connect to.

@@ -16,7 +16,7 @@ class Outcome:
         sequence: its number in the experiment, from 0.
         status: NNI's: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
         parameters: what the tuner chose.
-        value: the metric at the end; None if it did not come to that.
+        value: the metric as it was reported last; None if it never was.
         reports: the metric at each report.
         workers: the trial's size at each report.
         path: directory of its events and checkpoints, on the experiment's storage; empty if it never started.

@@ -73,7 +73,7 @@ class NNISearch(Searcher):
         self._open(self._space or searched)
         return True
 
-    def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+    def suggest(self, trial_id: str) -> Any:
         """Parameters of the next trial; None if the tuner waits for results, ``FINISHED`` if it has no more."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
@@ -92,7 +92,7 @@ class NNISearch(Searcher):
             return
         self._refused = False
         parameters = self._parameters.pop(index)
-        value = None if error or result is None else result.get(self._metric)
+        value = None if error or result is None else result.get(str(self._metric))
         good = isinstance(value, int | float) and math.isfinite(value)
         if good:
             self._tuner.receive_trial_result(index, parameters, value)
@@ -142,7 +142,7 @@ class NNISearch(Searcher):
         self._ready.append(index)
 
 
-class AssessorScheduler(FIFOScheduler):  # type: ignore[misc]  # Tune's have no types
+class AssessorScheduler(FIFOScheduler):
     """One of NNI's assessors for ``TuneConfig(scheduler=...)``: it stops trials that it finds hopeless.
 
     Args:
@@ -155,7 +155,7 @@ class AssessorScheduler(FIFOScheduler):  # type: ignore[misc]  # Tune's have no 
     """
 
     def __init__(self, assessor: Any = "Medianstop", *, metric: str | None = None, mode: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._given = assessor
         self._metric, self._mode = metric, mode
         self._assessor: Any = None
@@ -177,7 +177,7 @@ class AssessorScheduler(FIFOScheduler):  # type: ignore[misc]  # Tune's have no 
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the trial goes on."""
-        value = result.get(self._metric)
+        value = result.get(str(self._metric))
         if result.get("done") or not isinstance(value, int | float) or not math.isfinite(value):
             return str(TrialScheduler.CONTINUE)
         history = self._history.setdefault(trial.trial_id, [])

@@ -119,7 +119,8 @@ def _has_domain(value: Any) -> bool:
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
-    sampler, q = domain.get_sampler(), None
+    sampler: Any = domain.get_sampler()
+    q = None
     if isinstance(sampler, Quantized):
         sampler, q = sampler.sampler, sampler.q
     if isinstance(sampler, Normal):
