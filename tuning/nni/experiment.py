@@ -219,14 +219,15 @@ class Experiment:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _place(self) -> Place:
-        where = str(self._manager.folder / "elastic_trials")
+        root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
-            where = f"{self._storage_path.rstrip('/')}/{self.id}"
-        filesystem, path = resolve(where, None)
+            root, inside = self._storage_path, self.id
+        filesystem, path = resolve(root, None)
         return Place(
             experiment=self.id,
             sweep=self._name or f"nni-{self.id}",
-            path=path,
+            path=f"{path.rstrip('/')}/{inside}",
+            knowledge_path=path,
             filesystem=filesystem,
             reachable=self._reachable,
         )

@@ -46,13 +46,15 @@ class Place:
         experiment: NNI's id of it.
         sweep: name of the sweep that its trials are.
         path: directory of the trials' events and checkpoints.
-        filesystem: file system that it is on.
+        knowledge_path: directory under which what trials measure is kept, for other experiments too.
+        filesystem: file system that both are on.
         reachable: whether the Ray cluster answers.
     """
 
     experiment: str
     sweep: str
     path: str
+    knowledge_path: str
     filesystem: pyarrow.fs.FileSystem
     reachable: Callable[[], bool]
 
@@ -205,7 +207,7 @@ class TrialServer:
             config=parameters,
             directory=directory,
             filesystem=self._place.filesystem,
-            knowledge_path=posixpath.dirname(self._place.path),
+            knowledge_path=self._place.knowledge_path,
         )
 
     def _follow(self, link: socket.socket, channel: Channel, trial: TrialId, job: TrialJob) -> str:
