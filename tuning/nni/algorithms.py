@@ -22,7 +22,6 @@ class Known:
         instead: one that runs and is nearest to it.
         not_types: types of search spaces that it cannot have.
         why_not: why.
-        needs: a package that it needs.
         class_name: what is to be used in place of NNI's class.
     """
 
@@ -33,7 +32,6 @@ class Known:
     instead: str = "TPE"
     not_types: tuple[str, ...] = ()
     why_not: str = ""
-    needs: str = ""
     class_name: str = ""
 
 
@@ -44,10 +42,10 @@ _QUANTIZED = ("quniform", "qloguniform")
 # Tried on Python 3.11, NumPy 2.4, SciPy 1.17.
 KNOWN: Mapping[str, Known] = {
     "TPE": Known(),
-    "TPE_legacy": Known(needs="hyperopt", not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "TPE_legacy": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
     "Random": Known(),
     "GridSearch": Known(),
-    "Anneal": Known(needs="hyperopt", not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Anneal": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
     "Evolution": Known(),
     "Batch": Known(optimizes=False),
     "PBT": Known(manager_only=_STEPS),
