@@ -301,6 +301,7 @@ class Autoscaler:
             text = f"{short} of {wants[job].workers} workers find no node within the limits of the node types"
             notes[job] = f"{notes[job]}; {text}" if job in notes else text
         self._wanted, self._released = nodes, release
+        self._launches.watch(nodes, {name: len(each) for name, each in there.items()}, now_s)  # counts from now
         return ScalingDecision(
             nodes=nodes,
             add=add,
