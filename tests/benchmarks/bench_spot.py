@@ -1,7 +1,7 @@
 """Cost of a day's trace on spot nodes with real preemptions, against the same on demand at one size, in the simulator.
 
-Jobs arrive over eight hours (``workloads/pollux-0.5``, and ``pollux`` with ``--full``) and are done within the day. Spot
-places come and go as recorded (``spot/bamboo_g4dn.csv``: half a day of 64 T4 nodes under an autoscaling group, played
+Jobs arrive over eight hours (``workloads/pollux-0.5``, ``pollux`` with ``--full``) and are done within the day. Spot places
+come and go as recorded (``spot/bamboo_g4dn.csv``: half a day of 64 T4 nodes under an autoscaling group, played
 again until the end), with two minutes' notice; what cannot be had on spot falls back to on demand after a time-out.
 Prices are the price table's: T4 at 0.98 USD/h on demand, 0.35 on spot. On demand all 16 nodes are paid for from the
 first submission to the last completion.
@@ -39,8 +39,8 @@ def main() -> None:
     for number in options.traces:
         trace = str(folder / f"workload-{number}.csv")
         own = [_row(number, "on demand, 16 nodes", simulate(trace, DATA / "profiles", CLUSTER, **_COMMON))]
-        for value in VALUES[:1] if options.quick else VALUES:
-            own.append(_row(number, f"spot, {value:g} USD/h", _scaled(trace, value, spot=True)))
+        values = VALUES[:1] if options.quick else VALUES
+        own += [_row(number, f"spot, {value:g} USD/h", _scaled(trace, value, spot=True)) for value in values]
         if not options.quick:
             own.append(_row(number, f"on demand, {VALUES[0]:g} USD/h", _scaled(trace, VALUES[0], spot=False)))
         for row in own:

@@ -95,7 +95,8 @@ def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
     scaler = autoscaler(objective=name)
     decision = scaler.decide(running, there, NOW)
     assert all(0 <= decision.nodes[each.name] <= each.max_nodes for each in (FIRM, SPOT))
-    grown = Cluster(nodes=(*there.nodes, *_fresh(decision)))
+    stay = tuple(dataclasses.replace(n, draining=n.node_id in decision.leaving + decision.release) for n in there.nodes)
+    grown = Cluster(nodes=(*stay, *_fresh(decision)))
     plan = make_plan(policy, running, grown, NOW).allocation
     used = {node for place in plan.values() for node in place}
     assert all(node.node_id in used for node in _fresh(decision)), "a node that no job would use"
