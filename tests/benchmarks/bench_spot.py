@@ -1,7 +1,7 @@
 """Cost of a day's trace on spot nodes with real preemptions, against the same on demand at one size, in the simulator.
 
-Jobs arrive over eight hours (``workloads/pollux-0.5``, ``pollux`` with ``--full``) and are done within the day. Spot places
-come and go as recorded (``spot/bamboo_g4dn.csv``: half a day of 64 T4 nodes under an autoscaling group, played
+Jobs arrive over eight hours (``workloads/pollux-0.5``, ``pollux`` with ``--full``) and are done within the day. Spot
+places come and go as recorded (``spot/bamboo_g4dn.csv``: half a day of 64 T4 nodes under an autoscaling group, played
 again until the end), with two minutes' notice; what cannot be had on spot falls back to on demand after a time-out.
 Prices are the price table's: T4 at 0.98 USD/h on demand, 0.35 on spot. On demand all 16 nodes are paid for from the
 first submission to the last completion.
