@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from elastic_ray.faults import Faults
+from placement.jobs import SPOT_USES, SpotUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,9 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
+        spot: how the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them wherever
+            they are to be had, or ``mixed``: its minimum of workers on on-demand nodes, the others anywhere.
+        budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
     """
 
     priority: int = 0
@@ -93,6 +97,8 @@ class SchedulingConfig:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
+    spot: SpotUse = "prefer"
+    budget_usd: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -102,11 +108,13 @@ class SchedulingConfig:
         for name in ("preemptible", "whole_nodes"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
-        if self.deadline_s is None:
-            return
-        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):
-            raise TypeError(f"deadline_s must be a number of seconds or None, but got {self.deadline_s!r}")
-        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
-            raise ValueError(
-                f"deadline_s must be above 0 seconds (after submit()) and finite, but got {self.deadline_s}"
-            )
+        if self.spot not in SPOT_USES:
+            raise ValueError(f"spot must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
+        for name, unit, what in (("deadline_s", "seconds", " seconds (after submit())"), ("budget_usd", "USD", " USD")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number of {unit} or None, but got {value!r}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0{what} and finite, but got {value}")

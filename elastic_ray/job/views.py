@@ -79,6 +79,8 @@ def allocator_view(
         preemptible=spec.scheduling.preemptible,
         deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
         whole_nodes=spec.scheduling.whole_nodes,
+        spot=spec.scheduling.spot,
+        budget_usd=spec.scheduling.budget_usd,
         restarts=resizes,
         fingerprint=fingerprint(spec, desk.loader),
         progress=_progress(desk, resume_point),
