@@ -96,10 +96,9 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
-        spot: whether workers may run on nodes that their market may take away (label ``ray.io/market-type: spot``):
-            "prefer", "avoid", or "mixed", which keeps the minimum of workers on nodes that stay.
-        budget_usd: what the job may cost [USD], where the allocator decides about nodes; it is told at once, with the
-            best that can be had, if it cannot be kept.
+        spot: how the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them wherever
+            they are to be had, or ``mixed``: its minimum of workers on on-demand nodes, the others anywhere.
+        budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
         weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
             matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
             all the same.
@@ -137,13 +136,11 @@ class SchedulingConfig:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
         if self.spot not in SPOT_USES:
             raise ValueError(f"spot must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
-        if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
-            raise ValueError(f"budget_usd must be None or above 0 USD and finite, but got {self.budget_usd}")
-        if self.deadline_s is None:
-            return
-        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):
-            raise TypeError(f"deadline_s must be a number of seconds or None, but got {self.deadline_s!r}")
-        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
-            raise ValueError(
-                f"deadline_s must be above 0 seconds (after submit()) and finite, but got {self.deadline_s}"
-            )
+        for name, unit, what in (("deadline_s", "seconds", " seconds (after submit())"), ("budget_usd", "USD", " USD")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number of {unit} or None, but got {value!r}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0{what} and finite, but got {value}")

@@ -53,6 +53,7 @@ class ScalingDecision:
         nodes: by type, how many there should be; those that are there and stay included.
         add: by type, how many of these are not there yet; 0 is left out.
         release: ids of nodes that are given up: they get no workers, those on them move, and once empty they go.
+        leaving: ids of nodes that will be given up when what replaces them is there, or has not been needed for long.
         reasons: by type, a sentence for each that changes or is closed.
         wants: by job, the workers that it should have, and why.
         notes: by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short.
@@ -62,6 +63,7 @@ class ScalingDecision:
     nodes: Mapping[str, int]
     add: Mapping[str, int]
     release: tuple[str, ...]
+    leaving: tuple[str, ...]
     reasons: Mapping[str, str]
     wants: Mapping[str, Want]
     notes: Mapping[str, str]
@@ -144,10 +146,13 @@ class Autoscaler:
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h)
-        target = self._used(fleet.nodes, there, views, cluster, now_s)
+        order = self._order(there, views)
+        surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
+        target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)
         keep = self._kept(target, present, now_s)
-        release = self._give_up(keep, target, there, views, cluster, now_s)
-        return self._decided(target, release, fleet, wants, there, now_s)
+        release = self._give_up(keep, target, order, views, cluster, now_s)
+        leaving = tuple(sorted(surplus - set(release)))
+        return self._decided(target, release, leaving, fleet, wants, there, now_s)
 
     # What is there
     # ------------------------------------------------------------------------------------------------------------
@@ -160,6 +165,16 @@ class Autoscaler:
             if name is not None and not node.draining:
                 there[name].append(node)
         return there
+
+    def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
+        """Nodes by type, those first that are best kept: not given up before, and with most workers."""
+        load: collections.Counter[str] = collections.Counter()
+        for view in views:
+            load.update(dict(view.allocation))
+        return {
+            name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
+            for name, nodes in there.items()
+        }
 
     def _limited(self, present: Mapping[str, int], now_s: float) -> tuple[NodeType, ...]:
         """The types, those that are closed with what is there of them as their limit."""
@@ -211,7 +226,7 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> dict[str, int]:
-        """The same without new nodes on which the allocator would put no worker."""
+        """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
         fresh = {
             f"{each.name}~{i}": each
             for each in self._types
@@ -239,34 +254,28 @@ class Autoscaler:
         self,
         keep: Mapping[str, int],
         target: Mapping[str, int],
-        there: Mapping[str, Sequence[Node]],
+        order: Mapping[str, Sequence[Node]],
         views: Sequence[JobView],
         cluster: Cluster,
         now_s: float,
     ) -> tuple[str, ...]:
-        """Nodes beyond those that are kept, the emptiest first.
+        """Nodes beyond those that are kept.
 
         While something is still waited for, only empty ones: it may be what is to take the workers. Nor does a node go
         without which some running job would have to stop.
         """
-        load: collections.Counter[str] = collections.Counter()
-        for view in views:
-            load.update(dict(view.allocation))
-        waits = any(target[name] > len(nodes) for name, nodes in there.items())
-        release: list[str] = []
-        for name, nodes in there.items():
-            order = sorted(nodes, key=lambda n: (n.node_id not in self._released, load[n.node_id], n.node_id))
-            surplus = order[: max(len(nodes) - keep[name], 0)]
-            release += [node.node_id for node in surplus if not (waits and load[node.node_id])]
-        loaded = [node for node in release if load[node]]
+        busy = {node for view in views for node in view.allocation}
+        waits = any(target[name] > len(nodes) for name, nodes in order.items())
+        surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
+        release = [node for node in surplus if not (waits and node in busy)]
+        loaded = [node for node in release if node in busy]
         if loaded and not self._all_run(views, cluster, release, now_s):
-            release = [node for node in release if not load[node]]
+            release = [node for node in release if node not in busy]
         return tuple(sorted(release))
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
         """Whether every running job would still run without these nodes."""
-        nodes = tuple(dataclasses.replace(n, draining=True) if n.node_id in without else n for n in cluster.nodes)
-        plan = self._plan(views, Cluster(nodes=nodes), now_s)
+        plan = self._plan(views, _draining(cluster, without), now_s)
         return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
@@ -279,6 +288,7 @@ class Autoscaler:
         self,
         target: Mapping[str, int],
         release: tuple[str, ...],
+        leaving: tuple[str, ...],
         fleet: Fleet,
         wants: Mapping[str, Want],
         there: Mapping[str, Sequence[Node]],
@@ -301,15 +311,26 @@ class Autoscaler:
             text = f"{short} of {wants[job].workers} workers find no node within the limits of the node types"
             notes[job] = f"{notes[job]}; {text}" if job in notes else text
         self._wanted, self._released = nodes, release
+        self._launches.watch(nodes, {name: len(each) for name, each in there.items()}, now_s)  # counts from now
         return ScalingDecision(
             nodes=nodes,
             add=add,
             release=release,
+            leaving=leaving,
             reasons=reasons,
             wants=wants,
             notes=notes,
             usd_per_h=sum(each.usd_per_h * nodes[each.name] for each in self._types),
         )
+
+
+def _draining(cluster: Cluster, nodes: Collection[str]) -> Cluster:
+    """The cluster with these nodes on their way out."""
+    if not nodes:
+        return cluster
+    return Cluster(
+        nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in nodes else n for n in cluster.nodes)
+    )
 
 
 def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:

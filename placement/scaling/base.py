@@ -8,10 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
+from placement.goodput import GoodputModel
+from placement.goodput_table import Ints
 from placement.jobs import JobView
 from placement.node_types import NodeType
 from placement.policies.case import useful
-from placement.policies.speeds import Memory, table
+from placement.policies.speeds import Memory, model_of, table
 from placement.policies.worth import remaining
 from placement.throughput import Floats
 
@@ -145,7 +147,7 @@ def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memor
     firm_nodes = np.ceil(np.minimum(sizes, firm) / base.slots(view))
     rest = np.maximum(sizes - firm_nodes * (base.slots(view) if firm else 0), 0)
     nodes = firm_nodes + np.ceil(rest / per_node)
-    rate = table([free], kind.gpu_type, nodes.astype(np.int64)[np.newaxis], sizes[np.newaxis], memory)[0]
+    rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, memory)
     known = not np.isnan(rate).any()
     rate = np.where(sizes >= least, np.nan_to_num(rate) if known else sizes.astype(np.float64), 0.0)
     part = np.minimum(sizes, firm) * _usd(base, view) + np.maximum(sizes - firm, 0) * _usd(kind, view)
@@ -157,6 +159,36 @@ def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memor
         whole_usd=firm_nodes * base.usd_per_h + np.ceil(rest / per_node) * kind.usd_per_h,
         limit=max(useful(view, kind.gpu_type), least) if view.held_at is None else least,
     )
+
+
+def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, memory: Memory) -> Floats:
+    """Goodput [samples/s], beyond the largest size that was measured as if synchronisation took no longer than there.
+
+    A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
+    grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
+    change of size, which costs a second, shows what is true.
+    """
+    rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], memory)[0]
+    seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)
+    model = model_of(view, gpu)
+    if model is None or not 0 < seen < len(sizes) or not rate[seen - 1] > 0:
+        return rate
+    times = model.throughput_model
+    flat = dataclasses.replace(
+        times,
+        alpha_n=times.alpha_n + times.beta_n * max(seen - 2, 0),
+        alpha_r=times.alpha_r + times.beta_r * max(seen - 2, 0),
+        beta_n=0.0,
+        beta_r=0.0,
+    )
+    hope = GoodputModel(flat, model.noise, model.init_batch_size)
+    twin = dataclasses.replace(view, goodput=hope, models={gpu: hope}, observations={})
+    rest = slice(seen - 1, None)
+    hoped = table([twin], gpu, nodes[np.newaxis, rest], sizes[np.newaxis, rest], memory)[0]
+    if hoped[0] > 0:
+        rate = rate.copy()
+        rate[rest] = np.maximum(rate[rest], hoped * (rate[seen - 1] / hoped[0]))
+    return rate
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:

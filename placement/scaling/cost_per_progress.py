@@ -57,7 +57,7 @@ class CostPerProgress:
     """
 
     value_usd_per_h: float = 0.0
-    hysteresis: float = 0.05
+    hysteresis: float = 0.02
 
     def __post_init__(self) -> None:
         for field in ("value_usd_per_h", "hysteresis"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from placement.autoscale import Autoscaler
 from placement.cluster import Cluster, Node
@@ -12,6 +13,9 @@ from placement.simulator.job import SimulatedJob
 from placement.simulator.live import LiveDriver
 from placement.simulator.provider import Machine, Provider
 from placement.simulator.world import World
+
+_LEAVE_S = 30.0
+"""So long before a spot node's end its workers leave; from the notice on another node is asked for."""
 
 
 class ScalingDriver(LiveDriver):
@@ -43,6 +47,7 @@ class ScalingDriver(LiveDriver):
         self._provider = provider
         self._notice_s = notice_s
         self._noticed: set[str] = set()
+        self._ending: set[str] = set()
         self._released: frozenset[str] = frozenset()
         self._ready: set[str] = set()
         self._told: Cluster | None = None
@@ -61,7 +66,7 @@ class ScalingDriver(LiveDriver):
 
     def _scale(self, now_s: float) -> None:
         """Ask the autoscaler, carry out what it says, and tell the allocator."""
-        nodes = Cluster(nodes=tuple(self._nodes(released=False)))
+        nodes = Cluster(nodes=tuple(self._nodes(self._noticed)))
         decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
         self._released = frozenset(decision.release)
         for machine in self._provider.want(decision.nodes, now_s):
@@ -69,6 +74,8 @@ class ScalingDriver(LiveDriver):
             if machine.gone_s < float("inf"):
                 notice_s = max(machine.gone_s - self._notice_s, machine.since_s)
                 self._at(notice_s, lambda at_s, machine=machine: self._notice(machine, at_s))  # type: ignore[misc]
+                leave_s = max(machine.gone_s - min(_LEAVE_S, self._notice_s), machine.since_s)
+                self._at(leave_s, lambda at_s, machine=machine: self._leave(machine, at_s))  # type: ignore[misc]
                 self._at(machine.gone_s, lambda at_s, machine=machine: self._lose(machine, at_s))  # type: ignore[misc]
         self._tell_nodes(now_s)
         self._let_go(now_s)
@@ -91,8 +98,12 @@ class ScalingDriver(LiveDriver):
     def _notice(self, machine: Machine, now_s: float) -> None:
         if machine.node.node_id in self._provider.machines:
             self._noticed.add(machine.node.node_id)
-            self._tell_nodes(now_s)
             self._scale(now_s)
+
+    def _leave(self, machine: Machine, now_s: float) -> None:
+        if machine.node.node_id in self._provider.machines:
+            self._ending.add(machine.node.node_id)
+            self._tell_nodes(now_s)
 
     def _lose(self, machine: Machine, now_s: float) -> None:
         node_id = machine.node.node_id
@@ -106,9 +117,8 @@ class ScalingDriver(LiveDriver):
         self._tell_nodes(now_s)
         self._scale(now_s)
 
-    def _nodes(self, *, released: bool) -> list[Node]:
-        """Nodes that can take workers; draining those that are about to go, and if asked for those given up."""
-        away = self._noticed | (self._released if released else frozenset())
+    def _nodes(self, away: Collection[str]) -> list[Node]:
+        """Nodes that can take workers, those that are on their way out as draining."""
         machines = self._provider.machines
         return [
             dataclasses.replace(machines[n].node, draining=True) if n in away else machines[n].node
@@ -116,7 +126,7 @@ class ScalingDriver(LiveDriver):
         ]
 
     def _tell_nodes(self, now_s: float) -> None:
-        cluster = Cluster(nodes=tuple(self._nodes(released=True)))
+        cluster = Cluster(nodes=tuple(self._nodes(self._ending | self._released)))
         if cluster != self._told:
             self._told = cluster
             self._world.send(NodesChanged(cluster=cluster, obtainable=self._obtainable), now_s)
