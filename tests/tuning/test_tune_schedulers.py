@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,11 +207,17 @@ print("RESULTS", [len(result.metrics_dataframe) for result in grid if result.met
 """
 
 
-def driver(cluster: LocalCluster, folder: Path, epochs: int) -> subprocess.Popen[str]:
-    """A sweep in a process of its own."""
+@contextlib.contextmanager
+def driver(cluster: LocalCluster, folder: Path, epochs: int) -> Iterator[subprocess.Popen[str]]:
+    """A sweep in a process of its own, which ends with the test."""
     command = [sys.executable, "-c", _DRIVER, cluster.address, str(folder), str(epochs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait()
 
 
 def reports(folder: Path) -> list[int]:
@@ -221,10 +228,8 @@ def reports(folder: Path) -> list[int]:
 def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
     sweep_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    running = driver(sweep_cluster, tmp_path, epochs=25)
-    wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 3, 100)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    with driver(sweep_cluster, tmp_path, epochs=25):  # SIGKILL at the end
+        wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 3, 100)
     grid = tune.Tuner.restore(
         str(tmp_path / "sweep"), trainable(sweep="other", workers=1), resume_unfinished=True
     ).fit()
@@ -235,10 +240,10 @@ def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
 
 
 def test_ctrl_c_ends_trials_and_keeps_results(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
-    running = driver(sweep_cluster, tmp_path, epochs=500)
-    wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 2, 100)
-    running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
+    with driver(sweep_cluster, tmp_path, epochs=500) as running:
+        wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 2, 100)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=60)
     assert "RESULTS" in output
     wait_for(lambda: not slots_of_trials(), 15)  # the lease, where Tune did not wait for a step to end
     assert min(reports(tmp_path)) >= 2
