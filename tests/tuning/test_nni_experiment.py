@@ -110,6 +110,7 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
     ("tuner", "options"),
     [
         ({"name": "Hyperband", "class_args": {"R": 4, "eta": 2}}, {"max_trial_number": 7}),
+        ({"name": "BOHB", "class_args": {"min_budget": 1, "max_budget": 4, "eta": 2}}, {"max_trial_number": 7}),
         ("TPE", {"assessor": {"name": "Curvefitting", "class_args": {"epoch_num": 4}}, "max_trial_number": 3}),
         ("Anneal", {"max_trial_number": 2}),
         ({"name": "Evolution", "class_args": {"population_size": 2}}, {"max_trial_number": 4}),

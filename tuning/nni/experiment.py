@@ -260,7 +260,7 @@ class Experiment:
         if look.status == "ERROR":
             why = f"{look.errors} ({self._manager.tuners_words()})"
             self._fail(f"NNI's manager has failed: {why}; logs are in {self._manager.folder / 'log'}")
-        if not self._manager.tuner_alive and look.status not in _ENDS:
+        if look.status not in _ENDS and not self._manager.tuner_works():
             self._fail(
                 f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
             )

@@ -20,6 +20,7 @@ from tuning.nni.wire import ADDRESS
 HOSTS = ("127.0.0.1", "0.0.0.0")
 _START_TIMEOUT_S = 60
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+_THREAD_FAILED = b"ERROR (nni.runtime.msg_dispatcher_base/"
 _PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run where this is found
 
 
@@ -62,6 +63,8 @@ class Manager:
 
     def __init__(self, plan: Plan) -> None:
         self._host = plan.host
+        self._read = 0  # of the tuner's log
+        self._failed = False
         self.nni = _configured(plan)
 
     @property
@@ -80,16 +83,20 @@ class Manager:
         process = self.nni._proc
         return process is not None and process.poll() is None
 
-    @property
-    def tuner_alive(self) -> bool:
-        """Whether the tuner's process is there; NNI does not always notice that it is gone."""
+    def tuner_works(self) -> bool:
+        """Whether the tuner's process is there, and none of its threads has failed; NNI need not notice either."""
         import psutil
 
+        with contextlib.suppress(OSError), open(self.folder / "log" / "dispatcher.log", "rb") as log:
+            log.seek(self._read)
+            new = log.read()
+            self._read += len(new)
+            self._failed = self._failed or _THREAD_FAILED in new
         try:
             children = psutil.Process(self.nni._proc.pid).children()
-            return any("-m nni --exp_params" in " ".join(each.cmdline()) for each in children)
+            return not self._failed and any("-m nni --exp_params" in " ".join(each.cmdline()) for each in children)
         except psutil.Error:  # something ended while it was looked at
-            return True
+            return not self._failed
 
     @property
     def folder(self) -> Path:
