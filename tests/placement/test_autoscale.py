@@ -259,6 +259,13 @@ def test_what_the_limits_do_not_allow_is_said() -> None:
     assert "4 of 4 workers find no node within the limits" in decision.notes["b"]
 
 
+def test_all_types_together_have_a_limit_too() -> None:
+    scaler = Autoscaler((FIRM, SPOT), make_policy("goodput"), "utility_band", CONFIG, most_nodes=1)
+    decision = scaler.decide([job("a", max_workers=4), job("b", spot="avoid", submitted_s=1.0)], here(), NOW)
+    assert decision.nodes == {"firm": 0, "spot": 1}
+    assert "find no node within the limits" in decision.notes["b"]
+
+
 def test_expected_losses_make_spot_nodes_dearer() -> None:
     lasting, fleeting = offer("lasting", 1.0, spot=True), offer("fleeting", 0.95, spot=True, lasts_h=0.1)
     hours = {"lasting": 12.0, "fleeting": 0.1}
