@@ -85,6 +85,7 @@ class Autoscaler:
         objective: name of one, or one.
         config: times.
         constraints: the allocator's.
+        most_nodes: of all types together; None for no such limit.
 
     Raises:
         InputError: no node type, or two of one name.
@@ -98,8 +99,10 @@ class Autoscaler:
         objective: str | Objective = "cost_per_progress",
         config: AutoscalerConfig | None = None,
         constraints: Constraints = NO_CONSTRAINTS,
+        most_nodes: int | None = None,
     ) -> None:
         check_types(types)
+        self._most_nodes = most_nodes
         self._types = tuple(types)
         self._policy = policy
         self._objective = make_objective(objective)
@@ -145,7 +148,7 @@ class Autoscaler:
         demand = self._demand(views, cluster, limited, lasts_h)
         wants = self._objective.decide(demand, now_s)
         static = [node for node in cluster.nodes if type_of(node, self._types) is None]
-        fleet = build(wants, demand.jobs, limited, static, present, lasts_h)
+        fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
         order = self._order(there, views)
         surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
         target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)

@@ -43,7 +43,10 @@ class _Open:
 class _Builder:
     """Nodes so far, and what is left of them."""
 
-    def __init__(self, types: Sequence[NodeType], static: Iterable[Node], present: Mapping[str, int]) -> None:
+    def __init__(
+        self, types: Sequence[NodeType], static: Iterable[Node], present: Mapping[str, int], most: int | None
+    ) -> None:
+        self._most = most
         self.types = {each.name: each for each in types}
         self.counts = dict.fromkeys(self.types, 0)
         self.users: dict[str, set[str]] = {name: set() for name in self.types}
@@ -86,6 +89,8 @@ class _Builder:
     ) -> str | None:
         """The type on which so many workers cost least; one of which there are some already, if it is hardly dearer."""
         best: tuple[float, int, str] | None = None
+        if self._most is not None and sum(self.counts.values()) >= self._most:
+            return None
         for name, each in self.types.items():
             fits = each.slots(view)
             if not fits or each.gpu_type != gpu or self.counts[name] >= each.max_nodes or (firm and each.spot):
@@ -106,6 +111,7 @@ def build(
     static: Iterable[Node],
     present: Mapping[str, int],
     lasts_h: Mapping[str, float],
+    most: int | None = None,
 ) -> Fleet:
     """The cheapest nodes for these sizes.
 
@@ -120,8 +126,9 @@ def build(
         static: nodes that are there whatever is asked for.
         present: nodes of each type that are there.
         lasts_h: mean time until a node is taken away, by type [h].
+        most: nodes of all types together; None for no such limit.
     """
-    builder = _Builder(types, static, present)
+    builder = _Builder(types, static, present, most)
     short: dict[str, int] = {}
     for view in sorted(views, key=lambda v: (-v.priority, v.workers == 0, v.arrival)):
         want = wants.get(view.job)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from placement.cluster import MARKET_LABEL, SPOT, Node, Resources, slots
+from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
 from placement.errors import InputError
 from placement.jobs import JobView
 from placement.labels import matches
@@ -65,7 +65,7 @@ class NodeType:
     @property
     def gpu_type(self) -> str:
         """Type of its GPUs, empty where it does not say."""
-        return self.node("any").gpu_type
+        return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
         """A node of this type with nothing on it."""

@@ -25,7 +25,7 @@ from placement.simulator.spot import read_spot
 
 CLUSTER = "aws:16x4"
 MARKET = DATA / "spot" / "bamboo_g4dn.csv"
-VALUES = (1.0, 2.0, 5.0)
+VALUES = (0.5, 1.0, 2.0)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from placement.planning import make_plan
 from placement.policies import make_policy
 from placement.policies.speeds import Memory
 from placement.scaling import OBJECTIVES, Want, make_objective
-from placement.scaling.base import choices
+from placement.scaling.base import Demand, choices
 from placement.scaling.cost_per_progress import CostPerProgress
 from placement.scaling.utility_band import UtilityBand
 from tests.placement.views import model, view
@@ -145,6 +145,41 @@ def test_a_job_that_avoids_spot_gets_on_demand_nodes_and_a_mixed_one_both(name: 
     assert set(autoscaler(objective=name).decide([job()], here(), NOW).add) == {"spot"}
 
 
+class Stingy:
+    """A policy that gives every job one worker, and an objective that wants no worker for any."""
+
+    name = "stingy"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
+        return {each.job: 1 if cluster.nodes else 0 for each in jobs}
+
+
+class Careless:
+    name = "careless"
+
+    def decide(self, demand: Demand, now_s: float) -> dict[str, Want]:
+        return {each.job: Want(job=each.job, workers=0, gpu="T4", reason="careless") for each in demand.jobs}
+
+
+def test_a_node_that_the_allocator_would_not_use_is_not_asked_for() -> None:
+    scaler = Autoscaler([FIRM], Stingy(), CostPerProgress(value_usd_per_h=1e6), CONFIG)
+    decision = scaler.decide([job()], here(), NOW)
+    assert decision.wants["a"].workers > 4 and decision.add == {"firm": 1}
+
+
+def test_no_node_is_given_up_that_a_running_job_cannot_do_without() -> None:
+    scaler = autoscaler([FIRM], Careless())
+    assert scaler.decide([job().placed({"f0": 4})], here(2), NOW).release == ("f1",)
+
+
+def test_what_is_to_be_replaced_stays_until_all_that_replaces_it_is_there() -> None:
+    scaler = autoscaler()
+    running = [job(max_workers=8, min_workers=1).placed({"f0": 4, "f1": 4})]
+    decision = scaler.decide(running, here(2, 1), NOW)
+    assert decision.add == {"spot": 1} and decision.release == () and decision.leaving == ("f0", "f1")
+    assert scaler.decide(running, here(2, 2), NOW + 50.0).release == ("f0", "f1")
+
+
 # Time
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -257,6 +292,13 @@ def test_what_the_limits_do_not_allow_is_said() -> None:
     )
     assert decision.nodes == {"firm": 1}
     assert "4 of 4 workers find no node within the limits" in decision.notes["b"]
+
+
+def test_all_types_together_have_a_limit_too() -> None:
+    scaler = Autoscaler((FIRM, SPOT), make_policy("goodput"), "utility_band", CONFIG, most_nodes=1)
+    decision = scaler.decide([job("a", max_workers=4), job("b", spot="avoid", submitted_s=1.0)], here(), NOW)
+    assert decision.nodes == {"firm": 0, "spot": 1}
+    assert "find no node within the limits" in decision.notes["b"]
 
 
 def test_expected_losses_make_spot_nodes_dearer() -> None:
