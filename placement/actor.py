@@ -37,6 +37,7 @@ from placement.jobs import JobView
 from placement.keeping import Keeper
 from placement.knowledge import Knowledge, Prior
 from placement.knowledge_store import StorageRoot
+from placement.notice_watcher import Watchers
 from placement.parcel import PolicyParcel, pack_policy
 from placement.snapshot import RawNode, on_head, read_nodes, usable
 
@@ -150,6 +151,7 @@ class Allocator:
         self._knowledge = Knowledge()
         session = ray.get_runtime_context().get_session_name()
         self._keeper = Keeper(self._knowledge, session, lambda memory: self._handle(Recalled(memory=memory)))
+        self._watchers = Watchers((config or AllocatorConfig()).notices)
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
         self._controllers: dict[str, ActorHandle[Any]] = {}
@@ -256,6 +258,7 @@ class Allocator:
         now_s = time.time()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
         self._handle(NodesChanged(cluster=self._usable()))
+        self._watchers.watch(self._history[-1])
 
     def _usable(self, *newcomers: str) -> Cluster:
         assert self._core is not None, "the loop starts after the core"

@@ -17,6 +17,11 @@ Allocation: TypeAlias = Mapping[str, Mapping[str, int]]
 GPU_TYPE_LABEL = "ray.io/accelerator-type"
 """Node label that names the type of the node's GPUs (Ray's own)."""
 
+MARKET_LABEL = "ray.io/market-type"
+"""Node label that says whether the node may be taken away: ``spot`` or ``on-demand`` (Ray's own)."""
+
+SPOT = "spot"
+
 TOLERANCE = 1e-6
 """Ray counts resources in ten-thousandths, so that sums of fractions may be off by less than this."""
 
@@ -52,6 +57,11 @@ class Node:
     def gpu_type(self) -> str:
         """Type of the node's GPUs, empty where the node does not say."""
         return self.labels.get(GPU_TYPE_LABEL, "")
+
+    @property
+    def spot(self) -> bool:
+        """Whether the node may be taken away; one that does not say so stays."""
+        return self.labels.get(MARKET_LABEL) == SPOT
 
     def matches(self, label_selector: Mapping[str, str]) -> bool:
         """Whether this node satisfies every condition of the selector (``placement.labels``)."""

@@ -1,8 +1,8 @@
 """What real clusters ask for beyond a policy's own rules, kept for every policy without its knowing.
 
 Outermost first: deadlines raise minimums; tenants have their shares; within a tenant, priorities come one after the
-other; jobs that may not be stopped keep their minimum; sizes are whole nodes where that is preferred. Each of these
-asks the policy about some of the jobs on a part of the cluster. The order of tenants above priorities means that
+other; jobs that may not be stopped keep their minimum; sizes are whole nodes where that is preferred; mixed jobs stand
+with their minimum on on-demand nodes. Each of these asks the policy about some of the jobs on a part of the cluster. The order of tenants above priorities means that
 nobody gets more of the cluster by giving his jobs a higher priority.
 """
 
@@ -17,6 +17,7 @@ from placement.deadlines import promise
 from placement.jobs import JobView
 from placement.questions import Ask, Plan, Question, by_priority
 from placement.spanning import check_apart
+from placement.spot import on_firm_ground
 from placement.tenants import Tenant, by_tenant, check_tenants
 from placement.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
 
@@ -51,6 +52,7 @@ class Constraints:
             or not view.preemptible
             or view.deadline_s is not None
             or view.whole_nodes
+            or view.spot == "mixed"
             for view in views
         )
 
@@ -94,10 +96,12 @@ def _decide_once(
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
     inner: Ask = functools.partial(in_whole_nodes, ask=ask, worth=worth) if worth else ask
     refused: dict[str, str] = {}
+    least = {view.job: view.min_workers for view in question.views if view.spot == "mixed"}
     while True:
         raised, notes = promise(question.views, question.cluster, promised, now_s, refused)
         raised = dataclasses.replace(raised, spanned=question.spanned, apart=question.apart)
-        plan = by_tenant(raised, functools.partial(by_priority, ask=inner), tenants)
+        within = functools.partial(by_tenant, ask=functools.partial(by_priority, ask=inner), tenants=tenants)
+        plan = on_firm_ground(raised, within, least)
         failed = [job for job in sorted(raised.promised) if job not in plan.allocation]
         if not failed:
             break

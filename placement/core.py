@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
-from placement.cluster import Allocation, AllocationError, Cluster, check, diff
+from placement.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.constraints import Constraints
 from placement.events import (
     Allocate,
@@ -26,6 +26,7 @@ from placement.events import (
 from placement.explaining import Explanation, explain
 from placement.jobs import JobView
 from placement.knowledge import Knowledge
+from placement.notices import NoticeConfig
 from placement.planning import is_news, make_plan, unsatisfiable
 from placement.policies.base import Policy
 from placement.questions import Plan
@@ -48,6 +49,7 @@ class AllocatorConfig:
         rounds: decide at every ``Tick`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+        notices: how spot nodes learn that their cloud takes them away.
     """
 
     min_interval_s: float = 2.0
@@ -60,11 +62,12 @@ class AllocatorConfig:
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()
     one_multi_node_job_per_node: bool = False
+    notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "tenants" and not value >= 0:
+            if field.name not in ("tenants", "notices") and not value >= 0:
                 raise ValueError(f"{field.name} must be 0 or more, but got {value}")
         if self.log_length < 1:
             raise ValueError(f"log_length must be 1 or more, but got {self.log_length}")
@@ -118,6 +121,7 @@ class AllocatorCore:
         self._constraints = self._config.constraints
         self._promised: frozenset[str] = frozenset()
         self._cluster = Cluster()
+        self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, _Job] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
@@ -162,7 +166,7 @@ class AllocatorCore:
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
         now_s = self._event_s or 0.0
-        views = {view.job: view for view in self._views(now_s)}
+        views = {view.job: view for view in self.views(now_s)}
         known = self._jobs[job]
         view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
         plan = functools.partial(self._plan, now_s=now_s)
@@ -188,6 +192,7 @@ class AllocatorCore:
                         self._knowledge.learn(event.view, now_s)
                     self._knowledge.ended(event.job)
         elif isinstance(event, NodesChanged):
+            self._obtainable = event.obtainable
             self._take_nodes(event.cluster)
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
@@ -291,7 +296,7 @@ class AllocatorCore:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
         self._decided_s = now_s
-        views = self._views(now_s)
+        views = self.views(now_s)
         for job in self._jobs.values():
             job.decided_on = job.view
         try:
@@ -310,8 +315,8 @@ class AllocatorCore:
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
         return make_plan(self._policy, views, cluster, now_s, self._constraints, self._promised)
 
-    def _views(self, now_s: float) -> list[JobView]:
-        """What the policy sees: every job that could run, where it is to be, with what others know of its model."""
+    def views(self, now_s: float) -> list[JobView]:
+        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
@@ -351,12 +356,13 @@ class AllocatorCore:
         else:
             suspects = list(self._jobs.values()) if isinstance(event, NodesChanged) or self._unjudged else []
             self._unjudged = False
+        possible = Cluster(nodes=(*self._cluster.nodes, *self._obtainable)) if self._obtainable else self._cluster
         reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
-            kind = tuple(view.bundle.items()), tuple(view.label_selector.items()), view.min_workers
+            kind = tuple(view.bundle.items()), tuple(view.selector.items()), view.min_workers
             if kind not in reasons:
-                reasons[kind] = unsatisfiable(view, self._cluster)
+                reasons[kind] = unsatisfiable(view, possible)
             reason = reasons[kind]
             if reason is not None:
                 job.reason = reason

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, Node
 from placement.jobs import JobView
 from placement.memory import Memory
 
@@ -40,9 +40,16 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodesChanged:
-    """The cluster as it is now."""
+    """The cluster as it is now.
+
+    Attributes:
+        cluster: its nodes.
+        obtainable: nodes that are not there, but that the autoscaler could have; a job that fits onto these is not
+            impossible, it waits.
+    """
 
     cluster: Cluster
+    obtainable: tuple[Node, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,6 +94,6 @@ def _extra(view: JobView, cluster: Cluster) -> Node:
     """A node for one worker, of the kind that the job is on, or could be on."""
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
-    like = next(iter(own or [node for node in cluster.nodes if node.matches(view.label_selector)]), None)
-    labels = like.labels if like is not None else satisfying(view.label_selector)
+    like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)
+    labels = like.labels if like is not None else satisfying(view.selector)
     return Node(node_id=EXTRA, total=dict(view.bundle), free=dict(view.bundle), labels=labels)

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Resources
+from placement.cluster import MARKET_LABEL, SPOT, Resources
 from placement.facts import Oracle, Progress
 from placement.labels import check_selector
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from placement.fitting import Observation
     from placement.goodput import GoodputModel
 
+
+SpotUse = Literal["avoid", "prefer", "mixed"]
+"""How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
+
+SPOT_USES: tuple[str, ...] = get_args(SpotUse)
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
@@ -69,6 +74,8 @@ class JobView:
         whole_nodes: it prefers whole nodes, and nodes of its own.
         weight: what its speed counts beside that of the others that a policy is asked about with it.
         tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
+        spot: how it uses spot nodes; on a cluster without any, all are the same.
+        budget_usd: what it may cost [USD]; None if it does not matter.
     """
 
     job: str
@@ -105,6 +112,8 @@ class JobView:
     whole_nodes: bool = False
     weight: float = 1.0
     tenant_weight: float | None = None
+    spot: SpotUse = "prefer"
+    budget_usd: float | None = None
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -140,6 +149,10 @@ class JobView:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} {where} must be above 0 and finite, but got {value}")
+        if self.spot not in SPOT_USES:
+            raise ValueError(f"spot {where} must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
+        if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
+            raise ValueError(f"budget_usd {where} must be None or above 0 USD, but got {self.budget_usd}")
         if self.label_selector:
             check_selector(self.label_selector, f"label_selector {where}")
         self._check_batch(where)
@@ -173,6 +186,16 @@ class JobView:
     def placed(self, allocation: Mapping[str, int]) -> JobView:
         """The same job at another place."""
         return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
+
+    @property
+    def selector(self) -> Mapping[str, str]:
+        """Conditions on a worker's node: ``label_selector``, and no spot node for a job that avoids them.
+
+        Where the user's own selector already has a condition on the market, that one stands.
+        """
+        if self.spot != "avoid" or MARKET_LABEL in self.label_selector:
+            return self.label_selector
+        return {**self.label_selector, MARKET_LABEL: f"!{SPOT}"}
 
     @property
     def workers(self) -> int:

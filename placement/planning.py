@@ -129,7 +129,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         _check_nodes(view, targets[job], nodes)
         if not workers:
             continue
-        breed = tuple(view.bundle.items()), tuple(view.label_selector.items())
+        breed = tuple(view.bundle.items()), tuple(view.selector.items())
         if breed not in fits:
             fits[breed] = int(room.slots(view).sum())
         if workers > fits[breed]:
@@ -160,11 +160,11 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
         raise AllocationError(
             "nodes", f"job {view.job!r} was given {target.workers} workers, but placed as {dict(target.nodes)}"
         )
-    if view.label_selector:
+    if view.selector:
         for node_id in target.nodes:
-            if node_id in nodes and not nodes[node_id].matches(view.label_selector):
+            if node_id in nodes and not nodes[node_id].matches(view.selector):
                 raise AllocationError(
-                    "nodes", f"job {view.job!r} is placed on {node_id!r}, but wants {dict(view.label_selector)}"
+                    "nodes", f"job {view.job!r} is placed on {node_id!r}, but wants {dict(view.selector)}"
                 )
 
 
@@ -174,7 +174,7 @@ def _fits(view: JobView, room: Room) -> str:
 
 _LIMITS = (
     *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
-    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight"),
+    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
 )
 
 
@@ -227,9 +227,9 @@ def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
     """
     if not cluster.nodes:
         return None
-    nodes = [node for node in cluster.nodes if node.matches(view.label_selector)]
+    nodes = [node for node in cluster.nodes if node.matches(view.selector)]
     if not nodes:
-        return f"no node has the labels {dict(view.label_selector)}; change label_selector or add such a node"
+        return f"no node has the labels {dict(view.selector)}; change label_selector (or spot) or add such a node"
     for name, need in sorted(view.bundle.items()):
         most = max(node.total.get(name, 0.0) for node in nodes)
         if need > most + TOLERANCE:

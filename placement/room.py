@@ -102,7 +102,7 @@ class Room:
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _Kind:
-        key = tuple(view.bundle.items()), tuple(view.label_selector.items())
+        key = tuple(view.bundle.items()), tuple(view.selector.items())
         if key not in self._kinds:
             self._kinds[key] = self._new_kind(view)
         return self._kinds[key]
@@ -110,8 +110,8 @@ class Room:
     def _new_kind(self, view: JobView) -> _Kind:
         wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
         matching = None
-        if view.label_selector:
-            matching = np.array([node.matches(view.label_selector) for node in self._nodes], dtype=np.bool_)
+        if view.selector:
+            matching = np.array([node.matches(view.selector) for node in self._nodes], dtype=np.bool_)
         if not all(name in self._names for name in wanted):
             nothing = np.zeros(len(self._nodes), dtype=np.int64)
             return _Kind(needs=None, share=1.0, matching=matching, slots=nothing, seen=0)

@@ -60,7 +60,7 @@ def _order(question: Question) -> list[Node]:
 
 def _kinds(views: Sequence[JobView]) -> list[JobView]:
     """One job of each bundle and label selector."""
-    return list({(tuple(v.bundle.items()), tuple(v.label_selector.items())): v for v in views}.values())
+    return list({(tuple(v.bundle.items()), tuple(v.selector.items())): v for v in views}.values())
 
 
 class _Part:

@@ -43,7 +43,7 @@ def in_whole_nodes(question: Question, ask: Ask, worth: Mapping[str, int]) -> Pl
 
 def node_worth(view: JobView, cluster: Cluster) -> int:
     """How many of the job's workers the largest node that it may use holds when it is empty."""
-    fitting = [node for node in cluster.nodes if not node.draining and node.matches(view.label_selector)]
+    fitting = [node for node in cluster.nodes if not node.draining and node.matches(view.selector)]
     return max((slots(node.total, view.bundle) for node in fitting), default=0)
 
 

@@ -43,7 +43,7 @@ class Market:
 
 def breed(view: JobView) -> Breed:
     """The breed of a job."""
-    return tuple(sorted(view.bundle.items())), tuple(sorted(view.label_selector.items()))
+    return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
 
 
 def split(cluster: Cluster, samples: Mapping[Breed, JobView]) -> tuple[Market, ...]:

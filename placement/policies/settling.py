@@ -180,4 +180,4 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
 
 def alike(jobs: Sequence[JobView]) -> bool:
     """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
-    return len({(tuple(sorted(v.bundle.items())), tuple(sorted(v.label_selector.items()))) for v in jobs}) <= 1
+    return len({(tuple(sorted(v.bundle.items())), tuple(sorted(v.selector.items()))) for v in jobs}) <= 1

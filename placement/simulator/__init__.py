@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from placement.errors import InputError
     from placement.simulator.engine import simulate
-    from placement.simulator.errors import InputError
     from placement.simulator.report import JobReport, Placed, Report
 
 _HOMES = {
-    "InputError": "errors",
-    "JobReport": "report",
-    "Placed": "report",
-    "Report": "report",
-    "simulate": "engine",
+    "InputError": "placement.errors",
+    "JobReport": "placement.simulator.report",
+    "Placed": "placement.simulator.report",
+    "Report": "placement.simulator.report",
+    "simulate": "placement.simulator.engine",
 }
 
 __all__ = ["InputError", "JobReport", "Placed", "Report", "simulate"]
@@ -32,4 +32,4 @@ __all__ = ["InputError", "JobReport", "Placed", "Report", "simulate"]
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

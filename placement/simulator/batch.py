@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from placement.errors import InputError
 from placement.policies import make_policy
+from placement.price_table import PriceTable
 from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.engine import simulate
-from placement.simulator.errors import InputError
 from placement.simulator.lengths import Lengths
-from placement.simulator.price_table import PriceTable
 from placement.simulator.profiles import load_profiles
 from placement.simulator.report import Report
 from placement.simulator.rules import make_rules

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from placement.errors import InputError
 from placement.policies import POLICIES
+from placement.price_table import PriceTable, read_prices
 from placement.simulator.batch import Task, mean_records, run_all, write_json
-from placement.simulator.errors import InputError
 from placement.simulator.options import add_disturbances, add_facts, disturbances, lengths
-from placement.simulator.price_table import PriceTable, read_prices
 from placement.simulator.rules import RULES
 
 _POLICY_HELP = f"comma-separated, of {', '.join(sorted(POLICIES))}; or your own, module:name or path/to/file.py:name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from placement.cluster import GPU_TYPE_LABEL, Cluster, Node
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 
 _PART = re.compile(r"(?P<gpu>[A-Za-z][\w-]*):(?P<nodes>\d+)x(?P<gpus>\d+)")
 _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from placement.cluster import Cluster, Node
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 from placement.simulator.rules import Rules
 from placement.simulator.spot import SpotTrace
 

@@ -14,13 +14,13 @@ from placement.core import AllocatorConfig
 from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
+from placement.price_table import PriceTable
 from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
 from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
-from placement.simulator.price_table import PriceTable
 from placement.simulator.profiles import Application, load_profiles
 from placement.simulator.report import JobReport, Report
 from placement.simulator.rules import Rules, make_rules

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 from placement.simulator.profiles import Application
 
 

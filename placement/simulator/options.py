@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from placement.errors import InputError
 from placement.simulator.disturbances import Disturbances
-from placement.simulator.errors import InputError
 from placement.simulator.lengths import Lengths
 from placement.simulator.spot import SpotTrace, read_spot
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from placement.errors import InputError
 from placement.simulator.clusters import parse_cluster
-from placement.simulator.errors import InputError
 from placement.simulator.report import Report
 
 _COLOURS = {"cifar10": 0.60, "ncf": 0.45, "deepspeech2": 0.33, "bert": 0.13, "yolov3": 0.0, "imagenet": 0.80}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from placement.errors import InputError
 from placement.goodput import NoiseScale
-from placement.simulator.errors import InputError
 from placement.simulator.tables import Floats, StepTimes, numbers
 
 _LOCAL_CAPS = {"yolov3": {"aws": 8}}  # Pollux: the larger batches of this table do not fit beside the optimizer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 
 _SIA_RESTART_S: Mapping[str, float] = MappingProxyType(
     {"cifar10": 50.0, "deepspeech2": 25.0, "bert": 120.0, "yolov3": 80.0, "imagenet": 250.0, "ncf": 15.0}

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 
 Span = tuple[float, float]
 """(from, to) [s]."""

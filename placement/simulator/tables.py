@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = "tuple[int, ...]"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from placement.simulator.errors import InputError
+from placement.errors import InputError
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 """Columns that a trace file must have; others are ignored."""

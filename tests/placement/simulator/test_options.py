@@ -16,7 +16,7 @@ from placement.policies import GoodputPolicy, Target, registry
 from placement.simulator import InputError, Report, batch, simulate
 from placement.simulator.cli import main
 from placement.simulator.lengths import Lengths
-from placement.simulator.price_table import PriceTable, read_prices
+from placement.price_table import PriceTable, read_prices
 from placement.simulator.profiles import load_profiles
 from placement.simulator.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
@@ -105,7 +105,7 @@ def test_prices_are_read_and_paid(folder: Path, tmp_path: Path, name: str, text:
         ("p.csv", "", "must hold rows with type, on_demand, spot"),
         ("p.csv", "type,on_demand\nt4,1\n", "row 1 must have .* but spot is missing"),
         ("p.csv", "type,on_demand,spot\nt4,cheap,1\n", "row 1: could not convert"),
-        ("p.csv", "type,on_demand,spot\nt4,-1,1\n", "on_demand must be 0 USD per GPU-hour or more, but got -1"),
+        ("p.csv", "type,on_demand,spot\nt4,-1,1\n", "on_demand must be 0 USD per hour or more, but got -1"),
         ("p.csv", "type,on_demand,spot\nt4,1,1\nt4,2,1\n", "row 2: .* 't4' occurs more than once"),
         ("p.json", "{", "cannot be read"),
         ("p.json", '{"t4": 1}', "must hold rows"),

@@ -1,0 +1,133 @@
+"""What clouds say about the end of a spot node, as their metadata servers say it (pure).
+
+Sources: AWS "Spot Instance interruption notices" (``spot/instance-action``, two minutes ahead), Google Cloud "Spot VMs"
+(``instance/preempted``, 30 s ahead), Azure "Scheduled Events" (``Preempt``, 30 s ahead or more).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import email.utils
+import json
+from collections.abc import Mapping
+
+GOOGLE_NOTICE_S = 30.0
+CLOUDS = ("auto", "aws", "gcp", "azure")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeConfig:
+    """How nodes learn that their cloud takes them away.
+
+    Attributes:
+        cloud: "aws", "gcp" or "azure"; "auto" asks the metadata server which one it is.
+        address: of the metadata server.
+        poll_s: time between two looks [s].
+        markets: nodes whose label ``ray.io/market-type`` is one of these are watched.
+        enabled: False watches nothing.
+    """
+
+    cloud: str = "auto"
+    address: str = "http://169.254.169.254"
+    poll_s: float = 2.0
+    markets: tuple[str, ...] = ("spot",)
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.cloud not in CLOUDS:
+            raise ValueError(f"cloud must be one of {', '.join(CLOUDS)}, but got {self.cloud!r}")
+        if not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"address must be a URL such as http://169.254.169.254, but got {self.address!r}")
+        if not self.poll_s > 0:
+            raise ValueError(f"poll_s must be above 0 seconds, but got {self.poll_s}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to ask a metadata server, below its address."""
+
+    path: str
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    method: str = "GET"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A node is about to go.
+
+    Attributes:
+        deadline_s: when, in seconds since the epoch.
+        reason: as a sentence for the log.
+    """
+
+    deadline_s: float
+    reason: str
+
+
+AWS_TOKEN = Request(path="/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "21600"}, method="PUT")
+AZURE_NAME = Request(
+    path="/metadata/instance/compute/name?api-version=2021-02-01&format=text", headers={"Metadata": "true"}
+)
+
+
+def probe(cloud: str) -> Request:
+    """What only this cloud's metadata server answers."""
+    requests = {
+        "aws": AWS_TOKEN,
+        "gcp": Request(path="/computeMetadata/v1/instance/id", headers={"Metadata-Flavor": "Google"}),
+        "azure": AZURE_NAME,
+    }
+    return requests[cloud]
+
+
+def question(cloud: str, token: str = "") -> Request:
+    """What to ask for a notice; ``token`` is AWS's."""
+    if cloud == "aws":
+        return Request(path="/latest/meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token})
+    if cloud == "gcp":
+        return Request(path="/computeMetadata/v1/instance/preempted", headers={"Metadata-Flavor": "Google"})
+    return Request(path="/metadata/scheduledevents?api-version=2020-07-01", headers={"Metadata": "true"})
+
+
+def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
+    """The notice in a metadata server's answer; None where there is none.
+
+    Args:
+        cloud: whose it is.
+        answer: the body; None where there is nothing (404).
+        now_s: seconds since the epoch.
+        machine: Azure's name of this machine; its answers name all machines of a set.
+
+    Raises:
+        ValueError: an answer that cannot be understood; the message shows it.
+    """
+    if answer is None:
+        return None
+    try:
+        if cloud == "aws":
+            return _aws(json.loads(answer))
+        if cloud == "gcp":
+            gone = answer.strip().upper() == "TRUE"
+            return Notice(deadline_s=now_s + GOOGLE_NOTICE_S, reason="Google Cloud preempts it") if gone else None
+        return _azure(json.loads(answer), now_s, machine)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the metadata server's answer makes no sense ({error!r}): {answer[:200]!r}") from error
+
+
+def _aws(answer: Mapping[str, str]) -> Notice | None:
+    if answer["action"] not in ("terminate", "stop", "hibernate"):
+        return None
+    end = datetime.datetime.strptime(answer["time"], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=datetime.timezone.utc)
+    return Notice(deadline_s=end.timestamp(), reason=f"AWS will {answer['action']} it")
+
+
+def _azure(answer: Mapping[str, list[Mapping[str, object]]], now_s: float, machine: str) -> Notice | None:
+    for event in answer["Events"]:
+        resources = event.get("Resources") or []
+        if event["EventType"] not in ("Preempt", "Terminate") or (machine and machine not in resources):  # type: ignore[operator]
+            continue
+        begins = str(event.get("NotBefore") or "")  # empty once it has begun
+        deadline_s = email.utils.parsedate_to_datetime(begins).timestamp() if begins else now_s
+        return Notice(deadline_s=deadline_s, reason=f"Azure schedules {event['EventType']}")
+    return None
