@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.progress import status_fields
-from placement.cluster import GPU_TYPE_LABEL
-from placement.events import CoreSnapshot, DecisionRecord, JobState
+from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
-MARKET_LABEL = "ray.io/market-type"
+if TYPE_CHECKING:
+    from placement.events import CoreSnapshot, DecisionRecord, JobState
+
 SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
@@ -36,6 +38,11 @@ class Known:
     status: JobStatus | None = None
     spec: JobSpec | None = None
 
+    def comes_from(self, submission: str) -> bool:
+        """Whether a submission of this id or name has started it."""
+        own = "" if self.spec is None else self.spec.submission
+        return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
+
     @property
     def job(self) -> str:
         """The job's name; of a controller that does not answer, as good as its own."""
@@ -47,7 +54,8 @@ class Submission:
     """A script that Ray runs for ``elastic-ray submit``.
 
     Attributes:
-        submission: id; by default also the name of the script's first job.
+        submission: id.
+        name: of the script's first job, unless the script names it itself.
         status: ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``.
         message: Ray's, of one line.
         entrypoint: the command.
@@ -57,6 +65,7 @@ class Submission:
 
     submission: str
     status: str
+    name: str = ""
     message: str = ""
     entrypoint: str = ""
     started_s: float | None = None
@@ -126,7 +135,7 @@ def job_rows(
     rows = [_job_row(each, states.pop(each.job, None)) for each in known]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
     rows += [_job_row(Known(actor=f"job:{job}"), state) for job, state in states.items()]
-    begun = {row.submission for row in rows} | {row.job for row in rows}
+    begun = {row.submission for row in rows}
     rows += [_script_row(each) for each in submissions if each.submission not in begun]
     return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
 
@@ -165,7 +174,7 @@ def _job_row(known: Known, state: JobState | None) -> JobRow:
 
 def _script_row(script: Submission) -> JobRow:
     return JobRow(
-        job=script.submission,
+        job=script.name or script.submission,
         phase=script.phase,
         message=script.message,
         submitted_s=script.started_s,
