@@ -37,7 +37,9 @@ def parse_workers(text: str) -> tuple[int, int]:
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise ValueError(f"workers must be a number such as 4, or min:max with 1 <= min <= max such as 1:8: got {text!r}")
+        raise ValueError(
+            f"workers must be a number such as 4, or min:max with 1 <= min <= max such as 1:8: got {text!r}"
+        )
     return low, high
 
 
@@ -83,7 +85,11 @@ class Overrides:
             before = getattr(config, name)
             if given is not None and name in changes and changes[name] != before:
                 logger.warning(
-                    "ScalingConfig(%s=%r) of the script is replaced by %r: %s is set", name, before, changes[name], variable
+                    "ScalingConfig(%s=%r) of the script is replaced by %r: %s is set",
+                    name,
+                    before,
+                    changes[name],
+                    variable,
                 )
         return dataclasses.replace(config, **changes) if changes else given
 

@@ -12,13 +12,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.cli.rows import Known
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
@@ -31,6 +32,7 @@ HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOS
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
 _REACH_S = 5.0
+_LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
 
@@ -52,7 +54,11 @@ def connect() -> None:
     _probe(address)
     try:
         ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
         )
     except ConnectionError as error:
         where = "no Ray cluster runs on this machine" if address == "auto" else f"no Ray cluster answers at {address}"
@@ -236,3 +242,24 @@ def ray_nodes() -> list[dict[str, Any]]:
     """Nodes as Ray lists them, dead ones included."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
+
+
+def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
+    """The answers of a function by node id; where there is none, the reason as text."""
+    task: Any = ray.remote(look)
+    calls = {
+        node_id: task.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote()
+        for node_id in node_ids
+    }
+    deadline = time.monotonic() + _LOOK_S
+    answers: dict[str, Any] = {}
+    for node_id, call in calls.items():
+        try:
+            answers[node_id] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
+        except GetTimeoutError:
+            answers[node_id] = f"no answer within {_LOOK_S:g} s"
+        except RayError as error:
+            answers[node_id] = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+    return answers

@@ -39,5 +39,9 @@ class Size(click.ParamType):
         if value == "auto":
             return None
         if not str(value).isdigit() or int(value) < 1:
-            self.fail(f"must be a number of workers from 1, or auto to leave it to the allocator, but got {value!r}", param, ctx)
+            self.fail(
+                f"must be a number of workers from 1, or auto to leave it to the allocator, but got {value!r}",
+                param,
+                ctx,
+            )
         return int(value)

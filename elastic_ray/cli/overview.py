@@ -62,7 +62,13 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
     why = cluster.explain(job) if job is not None else None
     if as_json:
         show_json(
-            {"policy": seen.policy, "settled": seen.settled, "jobs": list(seen.jobs), "decisions": log, "explanation": why}
+            {
+                "policy": seen.policy,
+                "settled": seen.settled,
+                "jobs": list(seen.jobs),
+                "decisions": log,
+                "explanation": why,
+            }
         )
         return
     click.echo(headline(seen))

@@ -47,9 +47,7 @@ def free_id(name: str) -> str:
     return next(each for n in itertools.count(1) if (each := name if n == 1 else f"{name}.{n}") not in taken)
 
 
-def submit(
-    *, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]
-) -> None:
+def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
     """Let Ray run a command on the cluster.
 
     Raises:

@@ -93,6 +93,7 @@ def outlook(
         raise InputError(str(error)) from error
     core.handle(NodesChanged(cluster=cluster), now_s)
     running = {view.job: view if stay else view.placed({}) for view in views}
+    missing = {job: _missing(view) for job, view in running.items()}
     first: dict[str, Outlook] = {}
     ends: dict[str, float] = {}
     at_s = now_s
@@ -101,7 +102,7 @@ def outlook(
         rates = {job: _rate(view, targets[job][0], cluster) for job, view in running.items()}
         if not first:
             first = {job: _row(view, *targets[job], rates[job]) for job, view in running.items()}
-        left = {job: _left_s(view, rates[job]) for job, view in running.items()}
+        left = {job: missing[job] / rate if rate else math.inf for job, rate in rates.items()}
         job = min(sorted(left), key=lambda job: left[job])
         step_s = left[job]
         if step_s == math.inf:
@@ -110,7 +111,9 @@ def outlook(
         ends[job] = at_s - now_s
         del running[job]
         core.handle(JobEnded(job=job), at_s)
-        running = {name: _advanced(view, targets[name][0], rates[name], step_s) for name, view in running.items()}
+        done = {name: (rates[name] or 0.0) * step_s for name in running}
+        missing = {name: max(missing[name] - done[name], 0.0) for name in running}
+        running = {name: _advanced(view, targets[name][0], done[name]) for name, view in running.items()}
     return tuple(dataclasses.replace(first[view.job], ends_s=ends.get(view.job)) for view in views)
 
 
@@ -152,18 +155,22 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
     return float(goodput) / model.init_batch_size  # type: ignore[arg-type]
 
 
-def _left_s(view: JobView, rate: float | None) -> float:
-    """Seconds to its end; infinity where nobody knows, or it waits."""
-    missing = remaining(view.progress)
-    if missing is None or not rate:
+def _missing(view: JobView) -> float:
+    """Iterations to its end; infinity where nobody knows: no declared epochs, or none is over to tell how long one is."""
+    progress = view.progress
+    if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf
-    return missing / rate
+    missing = remaining(progress)
+    return math.inf if missing is None else missing
 
 
-def _advanced(view: JobView, nodes: Mapping[str, int], rate: float | None, seconds: float) -> JobView:
-    """The job after so long with these workers."""
+def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
+    """The job after so many iterations with these workers."""
     placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
-    if view.progress is None or not rate:
+    if view.progress is None or not done:
         return placed
-    progress = dataclasses.replace(view.progress, done=view.progress.done + rate * seconds)
+    progress = dataclasses.replace(view.progress, done=view.progress.done + done)
+    usual = progress.usual_epoch
+    if usual is not None and not progress.epoch_ends and progress.done >= usual:
+        progress = dataclasses.replace(progress, epoch_ends=(usual,))
     return dataclasses.replace(placed, progress=progress)
