@@ -1,11 +1,9 @@
 """What ``elastic-ray submit`` says of a script's jobs, as environment variables of the script's process (pure).
 
-| variable | example | |
-|---|---|---|
-| ``ELASTIC_RAY_WORKERS`` | ``1:8``, ``4`` | in place of ``ScalingConfig(num_workers)`` of every trainer in the script |
-| ``ELASTIC_RAY_USE_GPU`` | ``1`` | in place of ``ScalingConfig(use_gpu)``: one GPU for each worker, or as many as it asks for |
-| ``ELASTIC_RAY_NAME`` | ``bert`` | name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones |
-| ``ELASTIC_RAY_SUBMISSION`` | ``bert`` | Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output |
+- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
+- ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
+- ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
+- ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
 They may be set by hand as well. What they replace is logged.
 """

@@ -1,1 +1,1 @@
-"""``elastic-ray`` on the command line. Ray is loaded by the commands that need a cluster, torch by none but ``doctor``."""
+"""``elastic-ray`` on the command line. Commands that need a cluster load Ray; only ``doctor`` loads torch."""

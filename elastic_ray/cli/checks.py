@@ -133,7 +133,7 @@ def check_nccl() -> Check:
 
 
 def check_ports() -> Check:
-    """A store, as each job opens one on a free port, can be reached at the address by which others know this machine."""
+    """A store, as each job opens one on a free port, can be reached at this machine's address."""
     import ray
 
     from elastic_ray.membership.rendezvous import StoreAddress, connect_store, open_store

@@ -51,7 +51,7 @@ def connect() -> None:
             f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
             "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
         )
-    _probe(address)
+    _probe(_found(address))
     try:
         ray.init(
             address=address,
@@ -65,6 +65,18 @@ def connect() -> None:
         raise click.ClickException(f"{where}; {HOW_TO_START}") from error
     except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python, a token that is missing
         raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
+
+
+def _found(address: str) -> str:
+    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself."""
+    if address != "auto":
+        return address
+    try:
+        from ray._private.services import canonicalize_bootstrap_address  # private: `ray` itself finds clusters by it
+
+        return canonicalize_bootstrap_address(address) or address
+    except Exception:
+        return address
 
 
 def _probe(address: str) -> None:

@@ -14,7 +14,7 @@ from elastic_ray.cli.rows import SHORT_ID
 COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
 
 
-@click.command()
+@click.command(short_help="Check this installation.")
 @click.option("--storage", help="Path or URI of results and checkpoints; by default Ray's, ~/ray_results.")
 @click.option("--every-node", is_flag=True, help="Look at each node of the cluster, too.")
 @json_option

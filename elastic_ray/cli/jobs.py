@@ -22,7 +22,7 @@ _STOP_S = 30.0
 _POLL_S = 0.5
 
 
-@click.command()
+@click.command(short_help="List the jobs.")
 @click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
 @json_option
 def jobs(everything: bool, as_json: bool) -> None:
@@ -45,7 +45,7 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
     return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts)
 
 
-@click.command()
+@click.command(short_help="Show one job.")
 @job_argument
 @click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
 @json_option
@@ -108,7 +108,7 @@ def _show_events(job: str, events: Sequence[JobEvent]) -> None:
 # --- logs -------------------------------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(short_help="Print what a job prints.")
 @job_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
@@ -183,7 +183,7 @@ def _follow_events(found: Job, *, follow: bool) -> None:
 # --- stop and resize --------------------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(short_help="Stop a job.")
 @job_argument
 @click.option("--now", is_flag=True, help="In the middle of a step; else after the step in progress.")
 def stop(job: str, now: bool) -> None:
@@ -213,7 +213,7 @@ def stop(job: str, now: bool) -> None:
         click.echo(status_line(ended) if ended.phase.ended else f"job {name}: ended")
 
 
-@click.command()
+@click.command(short_help="Hold a job at a size, or release it.")
 @job_argument
 @click.argument("workers", type=Size())
 def resize(job: str, workers: int | None) -> None:

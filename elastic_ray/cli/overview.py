@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
 
 
-@click.command()
+@click.command(short_help="List the nodes.")
 @json_option
 def nodes(as_json: bool) -> None:
     """List the cluster's nodes, what elastic jobs may use of them, and which jobs are there."""
@@ -44,7 +44,7 @@ def nodes(as_json: bool) -> None:
         show_table(NODE_COLUMNS, [node_cells(row) for row in rows], empty="no nodes")
 
 
-@click.command()
+@click.command(short_help="Show decisions and their reasons.")
 @click.argument("job", required=False)
 @click.option("--last", default=20, show_default=True, type=click.IntRange(min=0), help="Decisions to show.")
 @json_option
@@ -92,7 +92,7 @@ def headline(seen: CoreSnapshot) -> str:
     return "; ".join(parts)
 
 
-@click.command()
+@click.command(short_help="Watch jobs and nodes.")
 @click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
 @click.option("--count", type=click.IntRange(min=1), help="End after so many looks; else with Ctrl-C.")
 def top(interval: float, count: int | None) -> None:

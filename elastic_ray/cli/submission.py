@@ -36,13 +36,13 @@ def client() -> Any:
         return JobSubmissionClient(address or None)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(
-            f"this cluster's dashboard does not answer, and scripts are submitted through it: {_line(error)}; start Ray "
-            "with its dashboard (`ray start --head`, ray[default] installed), or run the script yourself, as a driver"
+            f"this cluster's dashboard does not answer, and scripts are submitted through it: {_line(error)}; start "
+            "Ray with its dashboard (`ray start --head`, ray[default] installed), or run the script as a driver"
         ) from error
 
 
 def free_id(name: str) -> str:
-    """An id for a submission of this name: Ray wants each but once, and a job that is to go on has its name again."""
+    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
     taken = {each.submission for each in submissions()}
     return next(each for n in itertools.count(1) if (each := name if n == 1 else f"{name}.{n}") not in taken)
 

@@ -18,7 +18,7 @@ from elastic_ray.overrides import Overrides
 _FORMAT = "%m%d-%H%M%S"
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command(short_help="Run a script on the cluster.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--workers", type=Workers(), help="Number of workers, in place of what the script's trainers say.")
@@ -47,6 +47,7 @@ def submit(
 
     It runs on the head node as one of Ray's submitted jobs, and goes on when this command has ended.
 
+    \b
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
     """
     from elastic_ray.cli import submission as ray_jobs

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.output import ago, show_json, show_table
 from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import ago, show_json, show_table
 
 if TYPE_CHECKING:
     from placement.simulator.outlook import Outlook
@@ -20,6 +20,7 @@ COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
     add_help_option=False,
+    short_help="Ask what other nodes or policies would do.",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def simulate(arguments: tuple[str, ...]) -> None:
@@ -46,8 +47,8 @@ def simulate(arguments: tuple[str, ...]) -> None:
 def live(text: str, policy: str | None, as_json: bool) -> None:
     """What the jobs that run now would have on other nodes, and when they would be done.
 
-    Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one that
-    it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
+    Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one
+    that it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
     """
     from elastic_ray.cli import cluster
     from placement.errors import InputError

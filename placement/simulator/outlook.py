@@ -1,4 +1,4 @@
-"""What jobs that run now would have on other nodes, and when they would be done: no trace, no profiles, their own models."""
+"""What jobs that run now would have on other nodes, and when they would be done, by the models they have fitted."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def outlook(
 ) -> tuple[Outlook, ...]:
     """Let the allocator share the nodes out, again whenever a job is done, until all are whose length is known.
 
-    Between two such moments a job progresses by goodput / M0 iterations per second, with the model that it has now, that
-    of the type it knows on types it has not seen; resizes are free. Jobs without a declared length or a model keep their
-    workers to the end.
+    Between two such moments a job progresses by goodput / M0 iterations per second, with the model that it has now,
+    that of the type it knows on types it has not seen; resizes are free. Jobs without a declared length or a model keep
+    their workers to the end.
 
     Args:
         views: the jobs.
@@ -156,7 +156,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Iterations to its end; infinity where nobody knows: no declared epochs, or none is over to tell how long one is."""
+    """Iterations to its end; infinity where nobody knows: no epochs declared, or none over to tell how long one is."""
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf
