@@ -125,7 +125,7 @@ def check_nccl() -> Check:
 
     ones = [torch.ones(4, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
     sums = [torch.zeros_like(each) for each in ones]
-    nccl.all_reduce(ones, sums)
+    nccl.all_reduce(ones, sums)  # type: ignore[no-untyped-call]
     if any(float(each.sum()) != 4.0 * len(ones) for each in sums):
         return Check(name="NCCL", state="fail", detail=f"an all-reduce over {len(ones)} GPUs gave a wrong sum")
     version = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic_ray.cli.options import Size, job_argument, json_option
+from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import show_json, show_table
 from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
 from elastic_ray.events import JobEvent
@@ -153,9 +153,8 @@ def follow_script(submission: str) -> None:
     """
     from elastic_ray.cli import submission as ray_jobs
 
-    with contextlib.closing(ray_jobs.follow(submission)) as chunks:
-        for chunk in chunks:
-            click.echo(chunk, nl=False)
+    for chunk in ray_jobs.follow(submission):
+        click.echo(chunk, nl=False)
     ended = ray_jobs.wait(submission)
     if ended.status != "SUCCEEDED":
         click.echo(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
@@ -215,9 +214,9 @@ def stop(job: str, now: bool) -> None:
 
 @click.command(short_help="Hold a job at a size, or release it.")
 @job_argument
-@click.argument("workers", type=Size())
+@click.argument("workers", callback=read_size, metavar="N|auto")
 def resize(job: str, workers: int | None) -> None:
-    """Hold a job at so many WORKERS, or give its size back to the allocator with `auto`."""
+    """Hold a job at N workers, or give its size back to the allocator with `auto`."""
     from elastic_ray.cli import cluster
 
     cluster.connect()

@@ -25,6 +25,8 @@ from elastic_ray.cli.rows import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from placement.events import CoreSnapshot
 
 _NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
@@ -148,7 +150,7 @@ class _Screen(_Scroll):
         from rich.text import Text
 
         now_s = time.time()
-        parts = [
+        parts: list[Text | Table] = [
             Text(time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR), style="bold"),
             rich_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]),
             Text(),

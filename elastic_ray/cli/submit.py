@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from elastic_ray.cli.options import Workers, json_option
+from elastic_ray.cli.options import json_option, read_workers
 from elastic_ray.cli.output import show_json
 from elastic_ray.overrides import Overrides
 
@@ -21,7 +21,12 @@ _FORMAT = "%m%d-%H%M%S"
 @click.command(short_help="Run a script on the cluster.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--workers", type=Workers(), help="Number of workers, in place of what the script's trainers say.")
+@click.option(
+    "--workers",
+    callback=read_workers,
+    metavar="[MIN:]MAX",
+    help="Number of workers, in place of what the script's trainers say.",
+)
 @click.option("--gpus", is_flag=True, help="Train on GPUs, in place of what the script's trainers say.")
 @click.option("--name", help="Name of the job, if the script names none; by default the script's, with the time.")
 @click.option(

@@ -152,7 +152,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
         atomic_bsz_range=view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range),
         accumulation=view.accumulation,
     )
-    return float(goodput) / model.init_batch_size  # type: ignore[arg-type]
+    return float(goodput) / model.init_batch_size
 
 
 def _missing(view: JobView) -> float:
