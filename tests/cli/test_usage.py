@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from elastic_ray.cli.app import cli
+from elastic_ray.cli.app import _HOMES, cli
 from elastic_ray.cli.submit import command, fresh_name
 from elastic_ray.overrides import Overrides
 
@@ -25,20 +25,7 @@ def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
     check = "print([name for name in ('ray', 'torch', 'numpy') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True)
     assert answer.stdout.splitlines()[-1] == "[]"
-    for name in [
-        "submit",
-        "jobs",
-        "status",
-        "logs",
-        "stop",
-        "resize",
-        "nodes",
-        "allocator",
-        "top",
-        "simulate",
-        "doctor",
-        "completion",
-    ]:
+    for name in _HOMES:
         assert f"\n  {name} " in answer.stdout
 
 
