@@ -8,7 +8,7 @@ import click
 
 from elastic_ray.cli.checks import Check, check_storage, default_storage, machine_checks
 from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import show_json, show_table
+from elastic_ray.cli.output import count, show_json, show_table
 from elastic_ray.cli.rows import SHORT_ID
 
 COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
@@ -61,7 +61,7 @@ def check_cluster(nodes: int) -> Check:
 
     seen = cluster.snapshot()
     parts = [
-        f"{nodes} node{'s' if nodes != 1 else ''}",
+        count(nodes, "node"),
         "an autoscaler may add some" if may_autoscale() else "no autoscaler",
         f"allocator with policy {seen.policy}" if seen is not None else "no allocator yet (the first job starts it)",
     ]

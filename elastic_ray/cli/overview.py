@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from typing import TYPE_CHECKING
 
 import click
 
 from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import on_terminal, plain_table, rich_table, show_json, show_table
+from elastic_ray.cli.output import count, on_terminal, plain_table, rich_table, show_json, show_table
 from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
     JOB_COLUMNS,
@@ -86,8 +87,8 @@ def headline(seen: CoreSnapshot) -> str:
     workers = sum(sum(state.target.values()) for state in seen.jobs.values())
     parts = [
         f"policy {seen.policy}",
-        f"{len(seen.jobs)} jobs" + (f", {waiting} waiting" if waiting else ""),
-        f"{workers} workers on {len(seen.cluster.nodes)} nodes",
+        count(len(seen.jobs), "job") + (f", {waiting} waiting" if waiting else ""),
+        f"{count(workers, 'worker')} on {count(len(seen.cluster.nodes), 'node')}",
     ]
     if not seen.settled:
         parts.append("has just started, and still listens to jobs")
@@ -96,21 +97,19 @@ def headline(seen: CoreSnapshot) -> str:
 
 @click.command(short_help="Watch jobs and nodes.")
 @click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
-@click.option("--count", type=click.IntRange(min=1), help="End after so many looks; else with Ctrl-C.")
-def top(interval: float, count: int | None) -> None:
+@click.option("--count", "looks", type=click.IntRange(min=1), help="End after so many looks; else with Ctrl-C.")
+def top(interval: float, looks: int | None) -> None:
     """Watch jobs, nodes and the last decision; into a pipe, one table after the other."""
     from elastic_ray.cli import cluster
 
     cluster.connect()
     screen = _Screen() if on_terminal() else _Scroll()
     with contextlib.suppress(KeyboardInterrupt), screen:
-        looks = 0
-        while True:
+        for look in itertools.count(1):
             seen = cluster.snapshot()
             rows = job_rows(cluster.known_jobs(), seen)
             screen.show(seen, rows, node_rows(cluster.ray_nodes(), seen))
-            looks += 1
-            if looks == count:
+            if look == looks:
                 break
             time.sleep(interval)
 

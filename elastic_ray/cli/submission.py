@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""
 
 _POLL_S = 0.5
+_AGENT_S = 15.0  # a cluster that has just started has no agent yet that could run a script
+_NO_AGENT = "No available agent"
 
 
 def client() -> Any:
@@ -32,6 +35,8 @@ def client() -> Any:
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         connect()  # says it better if there is no cluster at all
+    for parent in JobSubmissionClient.__mro__:  # its modules set themselves to INFO, and tell of every upload
+        logging.getLogger(parent.__module__).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address or None)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -54,15 +59,20 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
         ClickException: Ray refuses it; in its words.
     """
     there = client()
-    try:
-        there.submit_job(
-            entrypoint=entrypoint,
-            submission_id=submission,
-            runtime_env={**runtime_env, "working_dir": str(working_dir)},
-            metadata={_NAME: name},
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise click.ClickException(f"Ray did not take the submission {submission!r}: {_line(error)}") from error
+    deadline = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            there.submit_job(
+                entrypoint=entrypoint,
+                submission_id=submission,
+                runtime_env={**runtime_env, "working_dir": str(working_dir)},
+                metadata={_NAME: name},
+            )
+            return
+        except (RuntimeError, ValueError, OSError) as error:
+            if _NO_AGENT not in str(error) or time.monotonic() > deadline:
+                raise click.ClickException(f"Ray did not take the submission {submission!r}: {_line(error)}") from error
+        time.sleep(_POLL_S)
 
 
 def submissions() -> tuple[Submission, ...]:

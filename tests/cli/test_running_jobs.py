@@ -50,7 +50,7 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     (node,) = json.loads(run(ray_cluster, "nodes", "--json").stdout)
     assert node["node_id"] == ray_cluster.head_id and node["total"]["CPU"] == 4.0 and "seen" in node["jobs"]
     decisions = run(ray_cluster, "allocator", "--last", "50").stdout
-    assert decisions.startswith("policy goodput; 1 jobs") and "arrival" in decisions
+    assert decisions.startswith("policy goodput; 1 job;") and "arrival" in decisions
     assert "one more worker" in run(ray_cluster, "allocator", "seen").stdout
     assert "no job 'other'" in run(ray_cluster, "allocator", "other", code=1).stderr
     seen = run(ray_cluster, "top", "--count", "1").stdout
