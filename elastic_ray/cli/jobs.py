@@ -153,8 +153,7 @@ def follow_script(submission: str) -> None:
     """
     from elastic_ray.cli import submission as ray_jobs
 
-    for chunk in ray_jobs.follow(submission):
-        click.echo(chunk, nl=False)
+    ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = ray_jobs.wait(submission)
     if ended.status != "SUCCEEDED":
         click.echo(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,20 @@ def output(submission: str) -> str:
     return text
 
 
-def follow(submission: str) -> Iterator[str]:
-    """What a script prints, as it does, until it ends. One that has not started yet is waited for."""
+def follow(submission: str, show: Callable[[str], None]) -> None:
+    """Show what a script prints, as it does, until it ends. One that has not started yet is waited for."""
     there = client()
     while str(there.get_job_status(submission).value) == "PENDING":
         time.sleep(_POLL_S)
-    lines = there.tail_job_logs(submission)
-    loop = asyncio.new_event_loop()
+
+    async def read() -> None:
+        async for chunk in there.tail_job_logs(submission):
+            show(chunk)
+
     try:
-        while True:
-            try:
-                yield loop.run_until_complete(anext(lines))
-            except StopAsyncIteration:
-                return
-            except (RuntimeError, OSError) as error:
-                raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
-    finally:
-        loop.close()
+        asyncio.run(read())
+    except (RuntimeError, OSError) as error:
+        raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
 
 
 def wait(submission: str) -> Submission:

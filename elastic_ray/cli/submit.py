@@ -35,6 +35,7 @@ _FORMAT = "%m%d-%H%M%S"
     help="Folder that is sent to the cluster, the script in it; by default the script's own.",
 )
 @click.option("--runtime-env-json", "env_json", default="{}", help="Ray's runtime environment: pip, env_vars...")
+@click.option("--python", default="python", show_default=True, help="Interpreter on the head node.")
 @click.option("--wait", "-w", is_flag=True, help="Show the script's output to its end; exit code 1 if it fails.")
 @json_option
 def submit(
@@ -45,6 +46,7 @@ def submit(
     name: str | None,
     working_dir: Path | None,
     env_json: str,
+    python: str,
     wait: bool,
     as_json: bool,
 ) -> None:
@@ -66,7 +68,7 @@ def submit(
         raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
     submission = ray_jobs.free_id(name)
     told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
-    entrypoint = command(script.resolve().relative_to(folder), arguments, told)
+    entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
     ray_jobs.submit(submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env)
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
@@ -78,10 +80,10 @@ def submit(
         follow_script(submission)
 
 
-def command(script: Path, arguments: tuple[str, ...], told: Overrides) -> str:
+def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
     """The shell command that Ray runs; the variables reach the script's process only, not what it starts on Ray."""
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
-    return " ".join([*words, "python", shlex.join([script.as_posix(), *arguments])])
+    return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 
 
 def fresh_name(stem: str, now: datetime.datetime) -> str:
