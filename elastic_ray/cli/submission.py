@@ -84,9 +84,8 @@ def submissions() -> tuple[Submission, ...]:
 
 
 def find(name: str) -> Submission | None:
-    """The submission with this id, or the last one of this name; None if there is none, or no dashboard to ask."""
-    found = submissions()
-    same = [each for each in found if each.submission == name] or [each for each in found if each.name == name]
+    """The last submission of this name, or with this id; None if there is none, or no dashboard to ask."""
+    same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
 

@@ -86,7 +86,8 @@ def test_a_script_runs_to_its_end_at_the_size_that_the_command_line_says(cluster
 
 
 def test_a_script_that_fails_is_exit_code_1_and_its_name_may_be_used_again(cluster: Any, script: Path) -> None:
-    failed = submit(cluster, script, "--name", "fails", "--wait", epochs=1, more=("--raise_at", "2"), code=1)
+    wrong = ("--raise_at", "2")
+    failed = submit(cluster, script, "--name", "fails", "--workers", "2", "--wait", epochs=1, more=wrong, code=1)
     assert "the user's own mistake" in failed.stdout and "submission fails: failed" in failed.stderr
     run(cluster, "status", "fails", code=1)
     run(cluster, "logs", "fails", "-f", code=1)
