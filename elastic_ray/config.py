@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from elastic_ray.faults import Faults
+from placement.jobs import SPOT_USES, SpotUse
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,9 @@ class SchedulingConfig:
         deadline_s: seconds after ``submit()`` by which the job should be done. Once an epoch is over and its length
             is known, the allocator keeps as many workers for it as that takes, if it can.
         whole_nodes: prefer whole nodes, and nodes that no other job uses, where nothing is left idle for it.
+        spot: how the job uses spot nodes (label ``ray.io/market-type: spot``): ``avoid`` them, ``prefer`` them wherever
+            they are to be had, or ``mixed``: its minimum of workers on on-demand nodes, the others anywhere.
+        budget_usd: what the job may cost [USD]; the autoscaler plans with it and says at once if it cannot be kept.
         weight: how much its speed counts beside that of other jobs of its tenant and priority: where growing is a
             matter of choice, a job of weight 2 gets about twice the workers of one of weight 1. Minimums come first
             all the same.
@@ -107,6 +111,8 @@ class SchedulingConfig:
     preemptible: bool = True
     deadline_s: float | None = None
     whole_nodes: bool = False
+    spot: SpotUse = "prefer"
+    budget_usd: float | None = None
     weight: float = 1.0
     tenant_weight: float | None = None
 
@@ -128,11 +134,13 @@ class SchedulingConfig:
                 raise ValueError(f"{name} must be above 0 and finite, but got {value}")
         if self.tenant_weight is not None and not self.tenant:
             raise ValueError(f"tenant_weight needs a tenant to weigh, but got {self.tenant_weight} and tenant=''")
-        if self.deadline_s is None:
-            return
-        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float):
-            raise TypeError(f"deadline_s must be a number of seconds or None, but got {self.deadline_s!r}")
-        if not (self.deadline_s > 0 and math.isfinite(self.deadline_s)):
-            raise ValueError(
-                f"deadline_s must be above 0 seconds (after submit()) and finite, but got {self.deadline_s}"
-            )
+        if self.spot not in SPOT_USES:
+            raise ValueError(f"spot must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
+        for name, unit, what in (("deadline_s", "seconds", " seconds (after submit())"), ("budget_usd", "USD", " USD")):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number of {unit} or None, but got {value!r}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be above 0{what} and finite, but got {value}")

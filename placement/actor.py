@@ -11,14 +11,16 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
 
+from placement.autoscale import ScalingDecision
 from placement.cluster import Cluster
+from placement.cluster_scaler import ClusterScaler
 from placement.core import AllocatorConfig, AllocatorCore
 from placement.events import (
     Allocate,
@@ -152,6 +154,8 @@ class Allocator:
         session = ray.get_runtime_context().get_session_name()
         self._keeper = Keeper(self._knowledge, session, lambda memory: self._handle(Recalled(memory=memory)))
         self._watchers = Watchers((config or AllocatorConfig()).notices)
+        scaling = config.autoscaling if config is not None else None
+        self._scaler = ClusterScaler(scaling, parcel.open(), config.constraints) if config and scaling else None
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
         self._controllers: dict[str, ActorHandle[Any]] = {}
@@ -201,6 +205,10 @@ class Allocator:
         """
         return (await self._start()).explain(job)
 
+    async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
+        """The last decision about the cluster's size, and what each job has cost so far [USD]."""
+        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
+
     async def rule_by(self, identity: str) -> Rule | None:
         """Somebody wants the policy with this identity: None if it rules already; else what is in the way.
 
@@ -227,7 +235,7 @@ class Allocator:
                     await asyncio.sleep(_POLL_S)
                 running = any(node.reserved for node in nodes)
                 core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
-                core.handle(NodesChanged(cluster=usable(self._history, ())), time.time())
+                core.handle(self._nodes_changed(usable(self._history, ())), time.time())
                 self._core = core
             return self._core
 
@@ -240,6 +248,7 @@ class Allocator:
                 if await self._read() is not None:
                     self._take_nodes()
                 self._handle(Tick())
+                self._scale()
                 self._ask_the_quiet()
                 self._spawn(self._keeper.save())
             except Exception:
@@ -257,17 +266,35 @@ class Allocator:
     def _take_nodes(self) -> None:
         now_s = time.time()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
-        self._handle(NodesChanged(cluster=self._usable()))
+        self._handle(self._nodes_changed(self._usable()))
         self._watchers.watch(self._history[-1])
+
+    def _nodes_changed(self, cluster: Cluster) -> NodesChanged:
+        scaling = self._config.autoscaling if self._config is not None else None
+        return NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
 
     def _usable(self, *newcomers: str) -> Cluster:
         assert self._core is not None, "the loop starts after the core"
+        cluster = self._present(newcomers)
+        return cluster if self._scaler is None else self._scaler.marked(cluster)
+
+    def _present(self, newcomers: Iterable[str] = ()) -> Cluster:
+        assert self._core is not None, "the loop starts after the core"
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
+
+    def _scale(self) -> None:
+        """The cluster's size; decided beside everything else, which never waits for nodes."""
+        assert self._core is not None, "the loop starts after the core"
+        if self._scaler is not None:
+            now_s = time.time()
+            self._scaler.look(self._core.views(now_s), self._present(), now_s)
 
     def _forget(self, job: str, view: JobView | None = None) -> None:
         self._controllers.pop(job, None)
         self._heard_s.pop(job, None)
         self._ended_s[job] = time.time()
+        if self._scaler is not None:
+            logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
         self._handle(JobEnded(job=job, view=view))
         self._keeper.ended(job)
         self._spawn(self._keeper.save())

@@ -1,9 +1,9 @@
 """What real clusters ask for beyond a policy's own rules, kept for every policy without its knowing.
 
-Outermost first: deadlines raise minimums; tenants have their shares; within a tenant, priorities come one after the
-other; jobs that may not be stopped keep their minimum; sizes are whole nodes where that is preferred; mixed jobs stand
-with their minimum on on-demand nodes. Each of these asks the policy about some of the jobs on a part of the cluster. The order of tenants above priorities means that
-nobody gets more of the cluster by giving his jobs a higher priority.
+Outermost first: deadlines raise minimums; mixed jobs stand with their minimum on on-demand nodes; tenants have their
+shares; within a tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are
+whole nodes where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The
+order of tenants above priorities means that nobody gets more of the cluster by giving his jobs a higher priority.
 """
 
 from __future__ import annotations

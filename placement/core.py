@@ -30,6 +30,7 @@ from placement.notices import NoticeConfig
 from placement.planning import is_news, make_plan, unsatisfiable
 from placement.policies.base import Policy
 from placement.questions import Plan
+from placement.scaling.config import Autoscaling
 from placement.tenants import Tenant, check_tenants
 
 
@@ -50,6 +51,7 @@ class AllocatorConfig:
         tenants: weights and quotas of tenants (``Constraints``).
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
         notices: how spot nodes learn that their cloud takes them away.
+        autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
     """
 
     min_interval_s: float = 2.0
@@ -63,11 +65,12 @@ class AllocatorConfig:
     tenants: tuple[Tenant, ...] = ()
     one_multi_node_job_per_node: bool = False
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
+    autoscaling: Autoscaling | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("tenants", "notices") and not value >= 0:
+            if field.name not in ("tenants", "notices", "autoscaling") and not value >= 0:
                 raise ValueError(f"{field.name} must be 0 or more, but got {value}")
         if self.log_length < 1:
             raise ValueError(f"log_length must be 1 or more, but got {self.log_length}")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-_BATCHES = 12  # batch sizes tried for each shape, in geometric steps; the peak is flat, a finer grid gains under 1 %
+_STEPS = 12  # batch sizes tried for each shape, in geometric steps; the peak is flat, a finer grid gains under 1 %
+_BATCHES = _STEPS + 1  # and the largest micro-batch: where a larger one would need accumulation, the peak is a corner
 _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor's cache
 
 
@@ -97,8 +98,9 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
     possible = (least <= most) & (most >= 1)
     least, most = np.maximum(np.minimum(least, most), 1.0), np.maximum(most, 1.0)
     batch, micro, grad, larger, last = work[:, :, : len(workers)]
-    np.power(most / least, np.linspace(0.0, 1.0, _BATCHES)[:, np.newaxis], out=batch)
-    batch *= least
+    np.power(most / least, np.linspace(0.0, 1.0, _STEPS)[:, np.newaxis], out=batch[:_STEPS])
+    batch[:_STEPS] *= least
+    np.minimum(np.maximum(high, least), most, out=batch[_STEPS])
     np.divide(batch, high, out=micro)
     micro -= 1e-9
     np.maximum(np.ceil(micro, out=micro), 1.0, out=micro)

@@ -120,11 +120,11 @@ class NoticeWatcher:
 
 def drain(node_id: str, notice: Notice) -> None:
     """Let Ray drain a node that is preempted; what ``ray drain-node`` does, for which there is no public call."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
     deadline_ms = int(max(notice.deadline_s, time.time() + 1.0) * 1000)
     accepted, message = client.drain_node(node_id, reason, notice.reason, deadline_ms)
     if accepted:

@@ -1,14 +1,14 @@
 """Jobs that keep their minimum off spot nodes: ``JobView.spot`` = ``mixed``, kept for every policy.
 
-``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is one
-on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets and
-where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
+``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is
+one on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets
+and where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
 from placement.jobs import JobView
@@ -40,18 +40,21 @@ def on_firm_ground(question: Question, ask: Ask, least: Mapping[str, int]) -> Pl
     mixed = {view.job: view for view in question.views if view.job in least}
     if not mixed or not any(node.spot for node in question.cluster.nodes):
         return ask(question)
+    order = [view.job for view in by_precedence(question)]
     shut = _shut_out(question, least)
     waits = {job: _WAITS.format(least[job]) for job in shut}
-    plan = ask(question.only(view.job for view in question.views if view.job not in shut))
     while True:
+        plan = ask(question.only(job for job in order if job not in shut))
         settled, unsettled = _settle(plan, question, {job: least[job] for job in mixed if job in plan.allocation})
+        # What fitted beside minimums may not fit beside what the policy gave to others. Whoever starts gives way.
         starting = [job for job in unsettled if not mixed[job].workers]
+        waits |= {job: _WAITS.format(least[job]) for job in starting}
+        if not starting and unsettled:
+            starting = _newcomers(plan, question, order[order.index(unsettled[0]) :])[-1:]
+            waits |= dict.fromkeys(starting, f"waits: on-demand nodes are kept for the minimum of {unsettled[0]}")
         if not starting:
             break
-        # It fitted beside minimums, not beside what the policy gave to others: it is asked about those without.
         shut |= set(starting)
-        waits |= {job: _WAITS.format(least[job]) for job in starting}
-        plan = ask(question.only(view.job for view in question.views if view.job not in shut))
     notes = {job: _LEFT.format(least[job]) for job in unsettled}
     return settled.noted(notes).plus(Plan(allocation={}, reasons=waits))
 
@@ -66,6 +69,13 @@ def _shut_out(question: Question, least: Mapping[str, int]) -> set[str]:
         if not served and view.spot == "mixed" and not view.workers:
             shut.add(view.job)
     return shut
+
+
+def _newcomers(plan: Plan, question: Question, order: Sequence[str]) -> list[str]:
+    """Those of these jobs that this plan starts on on-demand nodes."""
+    nodes = question.cluster.by_id()
+    waiting = {view.job for view in question.views if not view.workers}
+    return [job for job in order if job in waiting and firm(plan.allocation.get(job, {}), nodes)]
 
 
 def _settle(plan: Plan, question: Question, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
@@ -86,7 +96,7 @@ def _settle(plan: Plan, question: Question, least: Mapping[str, int]) -> tuple[P
 def _exchanged(
     allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
 ) -> Allocation | None:
-    """The same counts at places where these jobs have their minimum on firm ground; None if there are none."""
+    """The same counts, or fewer where it must be, with these jobs' minimums on firm ground; None if that cannot be."""
     nodes = cluster.by_id()
     bundles = {job: view.bundle for job, view in views.items()}
     ground = {}
@@ -103,13 +113,13 @@ def _exchanged(
         counts[job] = sum(place.values()) - sum(has.values())
         left = {node: place.get(node, 0) - has.get(node, 0) for node in place}
         view = _of_type(views[job], place, nodes)
-        least = max(view.min_workers - sum(has.values()), 1)
-        view = dataclasses.replace(view, min_workers=least, held_at=None)
+        low = max(view.min_workers - sum(has.values()), 1)
+        view = dataclasses.replace(view, min_workers=low, held_at=None)
         rest.append(view.placed({node: workers for node, workers in left.items() if workers > 0}))
     second = pack(counts, rest, without(cluster, first.allocation, bundles))
-    if second.short:
-        return None
-    return {job: _sum(first.allocation.get(job, {}), second.allocation.get(job, {})) for job in allocation}
+    found = {job: _sum(first.allocation.get(job, {}), second.allocation.get(job, {})) for job in allocation}
+    # What others have beyond their minimum gives way to a minimum, as everywhere.
+    return found if all(sum(place.values()) >= views[job].min_workers for job, place in found.items()) else None
 
 
 def _grounded(view: JobView) -> JobView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -55,3 +56,28 @@ def test_a_policy_of_ones_own_moves_the_sizes() -> None:
     assert any(re.fullmatch(r"long [12], short [23]", size) for size in sizes), "the shorter one comes first"
     assert sizes.index("long 4, short 0") < len(sizes) - 1 and "after 12 epochs" in output, "all slots again"
     assert "decided by least_left_first" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_sweep_of_elastic_trials_beside_another_job() -> None:
+    output = run(sys.executable, "examples/tune_digits.py", timeout_s=380)
+    assert len(re.findall(r"^\d+ +0\.\d+ ", output, re.MULTILINE)) == 12, output
+    best = re.search(r"best configuration: \{'lr'.*accuracy (0\.\d+)", output)
+    assert best is not None and float(best[1]) >= 0.9, output
+    assert re.search(r"^neighbour: accuracy 0\.9", output, re.MULTILINE), output
+    assert int(re.search(r"changed size (\d+) times", output)[1]) >= 1, "sizes have moved"  # type: ignore[index]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("nni") is None, reason="NNI is not installed: pip install -e '.[nni]'")
+def test_an_nni_experiment_beside_an_ordinary_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"TRIALS": "8", "PORT": "0", "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    output = run(sys.executable, "examples/nni_digits.py", timeout_s=380)
+    assert len(re.findall(r"^\d +\d\.\d{4} .* (?:SUCCEEDED|EARLY_STOPPED) ", output, re.MULTILINE)) == 8, output
+    best = re.search(r"best configuration: .*, accuracy (0\.\d+)", output)
+    assert best is not None and float(best[1]) >= 0.9, output
+    moved = re.search(r"8 trials in \d+ s; trials changed size (\d+) times", output)
+    assert moved is not None and int(moved[1]) > 0, output

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import posixpath
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray.train import Checkpoint
-from ray.train._internal.checkpoint_manager import _TrainingResult
+from ray.train._internal.session import _TrainingResult
+from ray.train._internal.storage import StorageContext
 from ray.train.v2.api.config import ScalingConfig
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from tuning.trial_job import Template, TrialJob, make_template
+from placement.snapshot import on_head
+from tuning.in_tune import in_tune
+from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise
 
 logger = logging.getLogger(__name__)
 
-# The trial itself only waits. Tune refuses 0 CPU; how many trials run at a time is TuneConfig(max_concurrent_trials).
-_DRIVER = {"CPU": 0.001}
+# The trial itself only waits, and Tune refuses a trial that holds nothing. How many run at a time is
+# TuneConfig(max_concurrent_trials). A thousandth of a CPU would take a whole one from workers that need whole ones.
+_WITHOUT_HEAD = {"CPU": 0.001}
 _WAIT_S = 5.0
 _SIZES = ("num_workers", "scaling_config")
 
@@ -42,13 +48,15 @@ def elastic(
 ) -> type[Trainable]:
     """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
 
-    ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the train
-    loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics, checkpoint)``
-    are the trial's results. A learning rate among the parameters is the one at the loader's initial batch size; it is
-    scaled from there when the batch grows. The initial batch size may be a parameter as well.
+    ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
+    train loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics,
+    checkpoint)``, or ``ray.tune.report``, are the trial's results. A learning rate among the parameters is the one at
+    the loader's initial batch size; it is scaled from there when the batch grows. The initial batch size may be a
+    parameter as well.
 
-    The trial itself is a light driver with 0.001 CPU, so that ``TuneConfig(max_concurrent_trials)`` says how many trials
-    run at a time. ``num_workers`` cannot be searched: sizes change while a trial runs.
+    The trial itself is a light driver on the head node that holds neither CPU nor GPU, so that
+    ``TuneConfig(max_concurrent_trials)`` says how many trials run at a time. ``num_workers`` cannot be searched: sizes
+    change while a trial runs.
 
     Args:
         train_loop_or_trainer: a train loop, or an ``ElasticTrainer`` whose settings trials are to have (its
@@ -64,8 +72,8 @@ def elastic(
             be cut do not; None lets them compete by their speed alone.
         reports_ahead: how many reports training may be ahead of Tune's decision on the last one. 1 hides the time that
             Tune takes; 0 trains nothing that a stop would throw away, and waits at every report.
-        keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no resources.
-            10 s after the last trial they end anyway.
+        keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no
+            resources. 10 s after the last trial they end anyway.
         sweep: name of the sweep, also its tenant: sweeps of one name share weight and processes. By default the name of
             the Tune experiment.
 
@@ -88,6 +96,8 @@ def elastic(
         keep_s=keep_s,
         sweep=sweep,
     )
+    spec = dataclasses.replace(template.spec, train_loop=in_tune(template.spec.train_loop))
+    template = dataclasses.replace(template, spec=spec)
     name = getattr(train_loop_or_trainer, "__name__", "trial")
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
 
@@ -101,16 +111,17 @@ class ElasticTrainable(Trainable):
         """Refuse what ``tune.with_resources`` makes."""
         if "default_resource_request" in vars(cls):
             raise ValueError(
-                "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a worker "
-                "needs in ScalingConfig(resources_per_worker) and how many trials run at a time in "
+                "an elastic trainable asks for no resources of its own: leave tune.with_resources out, say what a "
+                "worker needs in ScalingConfig(resources_per_worker) and how many trials run at a time in "
                 "TuneConfig(max_concurrent_trials)"
             )
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """What the trial's own process holds: next to nothing."""
+        """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
         _check_space(config)
-        return PlacementGroupFactory([_DRIVER])
+        on = on_head() if ray.is_initialized() else {}
+        return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any]) -> None:
         """Called by Tune; the job starts with the first step, once it is known where from."""
@@ -120,12 +131,16 @@ class ElasticTrainable(Trainable):
         self._job: TrialJob | None = None
         self._reported: str | None = None  # checkpoint of the last report
         self._saved: Any = None
+        self._asked_in_vain = 0  # how often Tune wanted a checkpoint before there was any
+        self._asked_last = False
 
     def step(self) -> dict[str, Any]:
         """The next report of the train loop."""
         if self._job is None:
             self._job = self._start()
-        job = self._job
+        job, self._asked_last = self._job, False
+        if self._asked_in_vain > 1:  # once may be too early, or the trial's end
+            raise NoCheckpointError(self.trial_id)
         while (report := job.next_report(_WAIT_S)) is None:
             if job.done:
                 return self._end(job)
@@ -138,10 +153,11 @@ class ElasticTrainable(Trainable):
     def save(self, checkpoint_dir: str | None = None) -> Any:
         """The last checkpoint that the train loop reported, where the job has stored it; none if it reported none."""
         if self._reported is not None:
-            checkpoint = Checkpoint(self._reported, self._storage.storage_filesystem)
+            checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
             self._reported = None
-        # Tune also asks at the end of every trial, so that only whoever is to go on from nothing can be refused.
+        if self._saved is None:  # Tune also asks at the end of every trial, so that this is not yet wrong
+            self._asked_in_vain, self._asked_last = self._asked_in_vain + 1, True
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
@@ -151,15 +167,10 @@ class ElasticTrainable(Trainable):
         """Go on from a checkpoint of this trial or another one.
 
         Raises:
-            RuntimeError: there is none.
+            NoCheckpointError: there is none.
         """
         if checkpoint_path.checkpoint is None:
-            raise RuntimeError(
-                f"Tune's scheduler wants trial {self.trial_id} to go on from a checkpoint, but the train loop has not "
-                "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and "
-                "load elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining and HyperBand cannot do "
-                "without"
-            )
+            raise NoCheckpointError(self.trial_id)
         super().restore(checkpoint_path)
         self._start_from = checkpoint_path.checkpoint.path
         self._saved = checkpoint_path
@@ -174,10 +185,15 @@ class ElasticTrainable(Trainable):
         """The trial is over, or makes way: everything that its job holds is given back."""
         job, self._job = self._job, None
         if job is not None:
-            job.stop()
+            job.stop(paused=self._asked_last and not job.done)
+
+    def _place(self) -> StorageContext:
+        """Where Tune keeps this trial's results."""
+        assert self._storage is not None, "Tune gives every trial a place"
+        return self._storage
 
     def _start(self) -> TrialJob:
-        storage = self._storage
+        storage = self._place()
         return TrialJob(
             self._template,
             sweep=storage.experiment_dir_name,

@@ -39,9 +39,26 @@ logger = logging.getLogger(__name__)
 
 _NAME = r"[A-Za-z0-9._=,+-]{1,128}"
 _NOTE = "elastic_trial.json"
+_PAUSED = "paused"
 _STOP_TIMEOUT_S = 5.0
 # Trials come and go: a process that waits for its job to grow would cost each of them a start.
 _ELASTIC = ElasticConfig(warm_workers_per_node=0)
+
+
+class NoCheckpointError(RuntimeError):
+    """A trial is to go on from a checkpoint, and there is none."""
+
+    def __init__(self, trial: str) -> None:
+        super().__init__(
+            f"the sweep's scheduler wants trial {trial} to go on from a checkpoint, but the train loop has not "
+            "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and load "
+            "elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining, PB2, HyperBand and BOHB cannot do "
+            "without, nor can Ray Tune's CheckpointConfig(checkpoint_frequency=...)"
+        )
+        self._trial = trial
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoCheckpointError, (self._trial,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +149,7 @@ class TrialJob:
 
     Raises:
         ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
+        NoCheckpointError: it was paused, and there is nothing to go on from.
     """
 
     def __init__(
@@ -188,8 +206,14 @@ class TrialJob:
         """Raise what the ended job failed with, if it did."""
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
-    def stop(self) -> None:
-        """End the job, at once: its workers and their room are given back, and nobody's reports are lost by it."""
+    def stop(self, *, paused: bool = False) -> None:
+        """End the job, at once: its workers and their room are given back, and nobody's reports are lost by it.
+
+        Args:
+            paused: the sweep may want the trial to go on, but there is no checkpoint from which it could.
+        """
+        if paused:
+            self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})
         if not self._handle.done():
             with contextlib.suppress(TimeoutError):
                 self._handle.stop(now=True)
@@ -204,6 +228,8 @@ class TrialJob:
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
         template, base = self._template, self._template.spec
+        if self._start_from is None and _PAUSED in (self._read_note() or {}):
+            raise NoCheckpointError(self.job)
         check_resources(base)
         storage_path = self._new_run()
         scheduling = base.scheduling

@@ -160,7 +160,8 @@ class JobController:
         self._vacated: asyncio.Task[dict[str, list[Any]]] | None = None
         self._closed = asyncio.Event()
         self._dismissed = asyncio.Event()
-        self._renewed = asyncio.Event()
+        self._next: asyncio.Future[JobSpec] = asyncio.get_event_loop().create_future()
+        self._begun = asyncio.Event()
 
     # -- for drivers -------------------------------------------------------------------------------------------
 
@@ -242,11 +243,10 @@ class JobController:
 
         Everything but the train function, its config, and the places of results and checkpoints is to be the same.
         """
-        if self._vacated is None or not self._closed.is_set() or self._renewed.is_set():
+        if self._vacated is None or not self._closed.is_set() or self._next.done():
             return ""
-        renewed = self._renewed
-        renewed.set()
-        self._begin(spec, await self._vacated, self._machine.named)
+        self._next.set_result(spec)
+        await self._begun.wait()
         return self._name
 
     # -- for the allocator -------------------------------------------------------------------------------------
@@ -531,17 +531,16 @@ class JobController:
         """Wait for another trial, if this job is one whose processes are kept."""
         if self._vacated is None or self._spec.trial is None or not self._closed.is_set():
             return False
-        job, renewed = self._spec.job, self._renewed
-        waits = [asyncio.ensure_future(event.wait()) for event in (renewed, self._dismissed)]
-        await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
-        for each in waits:
-            each.cancel()
-        if not renewed.is_set():
-            renewed.set()  # whoever comes now is late
-            await self._vacated
+        waits: set[asyncio.Future[Any]] = {self._next, asyncio.ensure_future(self._dismissed.wait())}
+        _, pending = await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
+        for each in pending:
+            each.cancel()  # whoever comes now is late
+        kept = await self._vacated
+        if self._next.cancelled():
             return False
-        while self._spec.job == job and self._renewed is renewed:
-            await asyncio.sleep(0.01)  # until it is set up
+        begun = self._begun
+        self._begin(self._next.result(), kept, self._machine.named)
+        begun.set()
         return True
 
     def _over(self) -> bool:

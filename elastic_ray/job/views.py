@@ -81,6 +81,8 @@ def allocator_view(
         preemptible=spec.scheduling.preemptible,
         deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
         whole_nodes=spec.scheduling.whole_nodes,
+        spot=spec.scheduling.spot,
+        budget_usd=spec.scheduling.budget_usd,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=resizes,

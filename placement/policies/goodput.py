@@ -26,10 +26,10 @@ class GoodputPolicy:
 
     * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
       model (``placement.policies.speeds``).
-    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea (``worth.rank_weights``). It
-      uses declared epochs x measured progress per epoch; jobs that declare nothing weigh as much as the middle one.
-      A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs more by that ratio, at
-      most ten times, so that nobody starves.
+    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
+      (``worth.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing weigh
+      as much as the middle one. A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs
+      more by that ratio, at most ten times, so that nobody starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =

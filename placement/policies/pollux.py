@@ -29,10 +29,10 @@ class PolluxPolicy:
         speed-up       = best goodput of the shape / best goodput of the job's fair share (slots / jobs, 1 or more)
         restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
 
-    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs count by ``JobView.weight``. Where the paper searches genetically,
-    the sizes are found here by dynamic programming over the cluster's slots, exactly for one kind of worker and
-    node shapes (any part of a node, or whole nodes), and are then placed whole nodes first, moving as few others
-    as possible. A job may grow to ``JobView.growth_limit``.
+    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs count by ``JobView.weight``. Where
+    the paper searches genetically, the sizes are found here by dynamic programming over the cluster's slots,
+    exactly for one kind of worker and node shapes (any part of a node, or whole nodes), and are then placed whole
+    nodes first, moving as few others as possible. A job may grow to ``JobView.growth_limit``.
 
     Jobs whose workers differ in kind are not comparable slot by slot: they keep their minimum and grow one after
     the other.

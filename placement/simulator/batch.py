@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from placement.errors import InputError
+from placement.jobs import SpotUse
 from placement.policies import make_policy
 from placement.price_table import PriceTable
+from placement.scaling import make_objective
 from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.engine import simulate
 from placement.simulator.lengths import Lengths
 from placement.simulator.profiles import load_profiles
+from placement.simulator.provider import Autoscaling
 from placement.simulator.report import Report
 from placement.simulator.rules import make_rules
 from placement.simulator.traces import read_trace
@@ -39,6 +42,9 @@ class Task:
     lengths: Lengths = dataclasses.field(default_factory=Lengths)
     disturbances: Disturbances = dataclasses.field(default_factory=Disturbances)
     prices: PriceTable = dataclasses.field(default_factory=PriceTable)
+    autoscale: Autoscaling | None = None
+    statistical: bool = True
+    spot_use: SpotUse = "prefer"
 
     def check(self) -> None:
         """Look at all input.
@@ -51,6 +57,9 @@ class Task:
         types = gpu_types(nodes)
         self.disturbances.check(make_rules(self.rules), nodes)
         self.prices.rates(types)
+        if self.autoscale is not None:
+            self.autoscale.check(make_rules(self.rules), self.disturbances)
+            make_objective(self.autoscale.objective)
         make_policy(self.policy)
         read_trace(self.trace, load_profiles(self.profiles, types))
 

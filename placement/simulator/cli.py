@@ -12,7 +12,14 @@ from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.price_table import PriceTable, read_prices
 from placement.simulator.batch import Task, mean_records, run_all, write_json
-from placement.simulator.options import add_disturbances, add_facts, disturbances, lengths
+from placement.simulator.options import (
+    add_autoscaling,
+    add_disturbances,
+    add_facts,
+    autoscaling,
+    disturbances,
+    lengths,
+)
 from placement.simulator.rules import RULES
 
 _PROG = "python -m placement.simulator"
@@ -34,6 +41,7 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     made.add_argument("--processes", type=int, default=None, help="simulations at a time; by default one per core")
     made.add_argument("--quiet", action="store_true", help="no progress")
     add_facts(made.add_argument_group("what a policy may know"))
+    add_autoscaling(made.add_argument_group("a cluster whose size follows the jobs (with --rules live)"))
     add_disturbances(made.add_argument_group("what goes wrong (all but --noise: with --rules live)"))
     return made
 
@@ -67,6 +75,8 @@ def _run(options: argparse.Namespace) -> int:
         lengths=lengths(options),
         disturbances=disturbances(options),
         prices=read_prices(options.prices) if options.prices else PriceTable(),
+        autoscale=autoscaling(options),
+        spot_use=options.spot_use,
     )
     tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in policies]
     for target in filter(None, (options.json, options.plot)):
@@ -101,6 +111,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
         ("changes/job", "restarts_per_job", "{:.2f}"),
         ("rho>2", "rho_above_2", "{:.1%}"),
         ("USD", "cost_usd", "{:.0f}"),
+        ("rent USD", "rented_usd", "{:.0f}"),
         ("decision ms", "decision_ms_mean", "{:.1f}"),
         ("max", "decision_ms_max", "{:.1f}"),
     ]

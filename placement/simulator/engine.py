@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from placement.autoscale import Autoscaler
 from placement.cluster import Cluster
 from placement.core import AllocatorConfig
+from placement.jobs import SpotUse
 from placement.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
 from placement.price_table import PriceTable
+from placement.scaling import make_objective
 from placement.simulator.clusters import gpu_types, parse_cluster
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.fairness import rho
@@ -22,8 +25,10 @@ from placement.simulator.job import SimulatedJob
 from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
 from placement.simulator.profiles import Application, load_profiles
-from placement.simulator.report import JobReport, Report
+from placement.simulator.provider import Autoscaling, Provider
+from placement.simulator.report import JobReport, Rented, Report
 from placement.simulator.rules import Rules, make_rules
+from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
 from placement.simulator.traces import TraceJob, in_order, read_trace
 from placement.simulator.world import World
@@ -50,6 +55,9 @@ def simulate(
     lengths: Lengths | None = None,
     disturbances: Disturbances | None = None,
     prices: PriceTable | None = None,
+    autoscale: Autoscaling | None = None,
+    statistical: bool = True,
+    spot_use: SpotUse = "prefer",
     on_progress: OnProgress | None = None,
 ) -> Report:
     """Replay one trace under one policy.
@@ -66,6 +74,9 @@ def simulate(
         lengths: how long jobs are and what they declare; by default as profiled, and truly.
         disturbances: what goes wrong; nothing by default.
         prices: of GPUs; rounded defaults if None.
+        autoscale: how the cluster's size follows the jobs, within ``cluster``; None keeps it as it is.
+        statistical: whether jobs know of statistical efficiency; if not, they choose batches by throughput alone.
+        spot_use: how jobs use spot nodes, where those of an autoscaled cluster are.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -78,20 +89,41 @@ def simulate(
     specs = _read(trace, applications)
     wrong = disturbances or Disturbances()
     wrong.check(make_rules(rules), nodes)
-    rates = (prices or PriceTable()).rates(gpu_types(nodes), wrong.spot_types(gpu_types(nodes)))
+    table = prices or PriceTable()
+    if autoscale is not None:
+        autoscale.check(make_rules(rules), wrong)
+        make_objective(autoscale.objective)
+    # Of an autoscaled cluster nodes of both markets are paid for, each at its own price (``Provider``).
+    spot = wrong.spot_types(gpu_types(nodes)) if autoscale is None else ()
+    rates = table.rates(gpu_types(nodes), spot)
     chosen = _priced(make_policy(policy), rates)
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
-    case = _Case(nodes, make_rules(rules), chosen, seed, rigid, knowledge, lengths or Lengths(), wrong)
+    case = _Case(
+        nodes=nodes,
+        rules=make_rules(rules),
+        policy=chosen,
+        seed=seed,
+        requested=rigid,
+        knowledge=knowledge,
+        lengths=lengths or Lengths(),
+        wrong=wrong,
+        prices=table,
+        autoscale=autoscale,
+        statistical=statistical,
+        spot_use=spot_use,
+    )
     with one_thread():
         jobs = case.jobs(specs, applications)
-        world = case.run(jobs, on_progress)
+        world, rented = case.run(jobs, on_progress)
         fairness = rho(jobs, nodes)
     name = str(trace) if isinstance(trace, (str, Path)) else "jobs"
     reports = tuple(_report(job, fairness[job.name]) for job in jobs)
-    return case.report(world, trace=name, cluster=cluster, prices=rates, jobs=reports)
+    if rented is None:
+        rented = _rent(nodes, rates, max(job.finish_s for job in reports) - min(job.arrival_s for job in reports))
+    return case.report(world, rented, trace=name, cluster=cluster, prices=rates, jobs=reports)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Case:
     """What is simulated, checked."""
 
@@ -103,6 +135,10 @@ class _Case:
     knowledge: bool
     lengths: Lengths
     wrong: Disturbances
+    prices: PriceTable
+    autoscale: Autoscaling | None
+    statistical: bool
+    spot_use: SpotUse
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """The jobs before anything has happened to them."""
@@ -119,23 +155,54 @@ class _Case:
                 sigma=self.wrong.noise,
                 seed=self.seed,
                 declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
+                statistical=self.statistical,
+                spot=self.spot_use,
             )
             jobs.append(job)
         return jobs
 
-    def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> World:
-        """Simulate until all jobs are done."""
+    def run(self, jobs: Sequence[SimulatedJob], on_progress: OnProgress | None) -> tuple[World, Rented | None]:
+        """Simulate until all jobs are done; what was rented meanwhile, where that followed the jobs."""
         rounds = self.rules.round_s is not None
         known = Knowledge() if self.knowledge else None
-        world = World(jobs, self.nodes, self.policy, _ROUNDS if rounds else _LIVE, known)
+        nodes = self.nodes if self.autoscale is None else Cluster()
+        world = World(jobs, nodes, self.policy, _ROUNDS if rounds else _LIVE, known)
+        if self.autoscale is not None:
+            return world, self._run_scaled(world, jobs, self.autoscale, on_progress)
         if self.rules.round_s is not None:
             _run_rounds(world, jobs, self.rules.round_s, on_progress)
         else:
             LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S).run(jobs, on_progress)
-        return world
+        return world, None
+
+    def _run_scaled(
+        self, world: World, jobs: Sequence[SimulatedJob], scale: Autoscaling, on_progress: OnProgress | None
+    ) -> Rented:
+        types = scale.types(self.nodes, self.prices, self.wrong.spot)
+        provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
+        autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
+        driver = ScalingDriver(
+            world,
+            autoscaler,
+            provider,
+            self.wrong,
+            notice_s=scale.notice_s,
+            seed=self.seed,
+            longest_s=_LONGEST_S,
+        )
+        driver.run(jobs, on_progress)
+        provider.close(max(job.finished_s or 0.0 for job in jobs))
+        return Rented(node_hours=provider.rented_h, usd=provider.usd)
 
     def report(
-        self, world: World, *, trace: str, cluster: str, prices: Mapping[str, float], jobs: tuple[JobReport, ...]
+        self,
+        world: World,
+        rented: Rented,
+        *,
+        trace: str,
+        cluster: str,
+        prices: Mapping[str, float],
+        jobs: tuple[JobReport, ...],
     ) -> Report:
         """What came of it."""
         return Report(
@@ -147,6 +214,7 @@ class _Case:
             settings=self._settings(),
             gpus=int(sum(node.total["GPU"] for node in self.nodes.nodes)),
             prices=prices,
+            rented=rented,
             jobs=jobs,
             placed=tuple(world.placed),
             log=world.core.log,
@@ -161,6 +229,8 @@ class _Case:
             "requested": self.requested,
             "shared_knowledge": self.knowledge,
             "lengths": dataclasses.asdict(self.lengths),
+            "statistical": self.statistical,
+            "autoscale": None if self.autoscale is None else str(self.autoscale),
             "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
         }
 
@@ -169,6 +239,14 @@ def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, App
     if isinstance(trace, (str, Path)):
         return read_trace(trace, applications)
     return in_order(trace, applications, "jobs")
+
+
+def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
+    """All nodes, for so long."""
+    hours = seconds / 3600.0
+    usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
+    counts = collections.Counter(node.gpu_type for node in nodes.nodes)
+    return Rented(node_hours={gpu: count * hours for gpu, count in sorted(counts.items())}, usd=usd)
 
 
 def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:

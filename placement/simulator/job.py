@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from placement.facts import Oracle, Progress
 from placement.fitting import Observation, fit
 from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView
+from placement.jobs import JobView, SpotUse
 from placement.simulator.profiles import Application
 from placement.simulator.rules import Location, Rules
 from placement.simulator.traces import TraceJob
@@ -21,6 +21,7 @@ _SINGLE = {"ncf": 32768}
 _ALIKE = math.log(1.1)  # local batches closer than this are measured once
 _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long after the job has left it
 _EPS = 1e-8
+_ALL_NOISE = NoiseScale(sqr=0.0, var=1.0)  # every sample of any batch is worth the same
 _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time would stand still
 
 
@@ -53,6 +54,9 @@ class SimulatedJob:
         sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
         seed: of that noise.
         declared: epochs that it says it runs; None if it does not say.
+        statistical: whether it knows of statistical efficiency; if not, its batch and its speeds are those of most
+            samples per second, whatever they are worth.
+        spot: how it uses spot nodes.
 
     Attributes:
         slowdown: factor on its step times from outside: a slow node, a shared link.
@@ -74,6 +78,8 @@ class SimulatedJob:
         sigma: float = 0.0,
         seed: int = 0,
         declared: float | None = None,
+        statistical: bool = True,
+        spot: SpotUse = "prefer",
     ) -> None:
         self.trace = trace
         self.app = application
@@ -99,6 +105,8 @@ class SimulatedJob:
         self.shared: Mapping[str, GoodputModel] = {}
         self._gpus_per_node = dict(gpus_per_node)
         self._declared = declared
+        self._statistical = statistical
+        self._spot: SpotUse = spot
         self._slow: dict[str, tuple[float, float]] = {}
         self._last_gpu = ""
         self._epoch_ends: list[float] = []
@@ -277,7 +285,8 @@ class SimulatedJob:
         replicas, gpu = self.training.workers, self.training.gpu
         least, most = self.app.local_bsz_range(gpu)
         batch = self.fixed_batch
-        model = None if self.requested else self.shared.get(gpu) or self._model(gpu)
+        shared = self.shared.get(gpu) if self._statistical else None
+        model = None if self.requested else shared or self._model(gpu)
         if batch is None and model is not None:
             asked = model, len(self.training.nodes), replicas, self.app.max_batch_size, least, most
             self.atomic_bsz, self.accum_steps = best_batch(*asked)
@@ -292,9 +301,10 @@ class SimulatedJob:
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
             return None  # nothing known, or nobody to ask: a rigid job's batch is given
+        noise = self._noise if self._statistical else _ALL_NOISE
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
-            return GoodputModel(self.shared[gpu].throughput_model, self._noise, self.app.init_batch_size)
-        return GoodputModel(fitted(tuple(known.values())), self._noise, self.app.init_batch_size)
+            return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
+        return GoodputModel(fitted(tuple(known.values())), noise, self.app.init_batch_size)
 
     # What it tells
     # ------------------------------------------------------------------------------------------------------------
@@ -331,6 +341,7 @@ class SimulatedJob:
             atomic_bsz_ranges={g: self.app.local_bsz_range(g) for g in self.app.step_times},
             oracle=self._oracle(gpu) if self.requested else None,
             slow_nodes=self._slow_nodes(),
+            spot=self._spot,
         )
 
     def _oracle(self, gpu: str) -> Oracle:

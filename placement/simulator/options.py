@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from placement.errors import InputError
+from placement.jobs import SPOT_USES
+from placement.scaling import OBJECTIVES, make_objective
+from placement.scaling.cost_per_progress import CostPerProgress
 from placement.simulator.disturbances import Disturbances
 from placement.simulator.lengths import Lengths
+from placement.simulator.provider import Autoscaling
 from placement.simulator.spot import SpotTrace, read_spot
 
 _TYPED = re.compile(r"(?P<gpu>[A-Za-z][\w-]*)=(?P<file>.+)")
@@ -56,6 +60,46 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
         metavar="[TYPE=]FILE",
         help="spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated",
     )
+
+
+def add_autoscaling(group: argparse._ArgumentGroup) -> None:
+    """A cluster whose size follows the jobs."""
+    defaults, cost = Autoscaling(), CostPerProgress()
+    group.add_argument(
+        "--autoscale",
+        choices=sorted(OBJECTIVES),
+        metavar="OBJECTIVE",
+        help=f"{', '.join(sorted(OBJECTIVES))}; --cluster is then the most nodes, --spot offers spot nodes beside them",
+    )
+    group.add_argument(
+        "--value",
+        type=float,
+        default=cost.value_usd_per_h,
+        metavar="USD",
+        help=f"with cost_per_progress: what an hour less is worth, for each job; {cost.value_usd_per_h:g} by default",
+    )
+    for field, meaning in (
+        ("startup_s", "until a node that was asked for can be used"),
+        ("notice_s", "between a spot node's notice and its end"),
+    ):
+        value = getattr(defaults, field)
+        option = {"startup_s": "--node-startup", "notice_s": "--spot-notice"}[field]
+        group.add_argument(
+            option, dest=field, type=float, default=value, metavar="SECONDS", help=f"{meaning}; {value:g} by default"
+        )
+    group.add_argument("--spot-use", choices=SPOT_USES, default="prefer", help="how jobs use such spot nodes")
+
+
+def autoscaling(options: argparse.Namespace) -> Autoscaling | None:
+    """What was asked for."""
+    if options.autoscale is None:
+        if options.value != CostPerProgress().value_usd_per_h:
+            raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
+        return None
+    objective = make_objective(options.autoscale)
+    if options.autoscale == "cost_per_progress":
+        objective = CostPerProgress(value_usd_per_h=options.value)
+    return Autoscaling(objective=objective, startup_s=options.startup_s, notice_s=options.notice_s)
 
 
 def lengths(options: argparse.Namespace) -> Lengths:

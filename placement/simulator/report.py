@@ -53,6 +53,19 @@ class JobReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rented:
+    """What the nodes cost, whether or not jobs used them.
+
+    Attributes:
+        node_hours: hours for which nodes were paid for, by node type.
+        usd: for these.
+    """
+
+    node_hours: Mapping[str, float]
+    usd: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """One trace under one policy. Times in seconds; decision times are CPU time and the only part that differs
     between two runs with the same seed.
@@ -66,6 +79,8 @@ class Report:
         settings: what else was asked for: ``requested``, ``shared_knowledge``, ``lengths``, ``disturbances``.
         gpus: GPUs of the cluster.
         prices: USD per GPU and hour that were paid, by GPU type.
+        rented: what all nodes cost: those of a cluster of one size from the first submission to the last completion,
+            those of an autoscaled one from their start.
         jobs: in the order of submission.
         placed: every change of a job's place.
         log: the core's decision log.
@@ -80,6 +95,7 @@ class Report:
     settings: Mapping[str, Any]
     gpus: int
     prices: Mapping[str, float]
+    rented: Rented
     jobs: tuple[JobReport, ...]
     placed: tuple[Placed, ...]
     log: tuple[DecisionRecord, ...]
@@ -141,6 +157,8 @@ class Report:
             "rho_max": float(rho.max()),
             "rho_above_2": self.unfair,
             "cost_usd": self.cost,
+            "rented_usd": self.rented.usd,
+            "node_hours": dict(self.rented.node_hours),
             "refused_decisions": sum(1 for record in self.log if record.trigger == "refused"),
             "decision_ms_mean": float(decision_ms.mean()),
             "decision_ms_p99": float(np.percentile(decision_ms, 99)),

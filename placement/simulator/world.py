@@ -46,7 +46,7 @@ class World:
         self.placed: list[Placed] = []
         self.decision_s: list[float] = []
         self.touched: set[str] = set()
-        self._gpu = {node.node_id: node.gpu_type for node in cluster.nodes}
+        self._gpu: dict[str, str] = {}
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
@@ -69,6 +69,8 @@ class World:
 
     def send(self, event: Event, now_s: float) -> None:
         """Tell the core, and carry out its answer."""
+        if isinstance(event, NodesChanged):
+            self._gpu |= {node.node_id: node.gpu_type for node in event.cluster.nodes}
         start = time.process_time()
         instructions = self.core.handle(event, now_s)
         if instructions or isinstance(event, Tick):

@@ -65,10 +65,43 @@ def _first(path: str) -> bool:
     return True
 
 
-def trainable(*, workers: Any = (1, 2), **options: Any) -> Any:
-    """The loop above as an elastic trainable."""
+def in_tune_words(config: dict[str, Any]) -> None:
+    """Four epochs of nothing, reported as in a function of Ray Tune; raises once in epoch ``raise_at``."""
+    import torch
+    from ray import tune
+
+    import elastic_ray as er
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=4)
+    resumed_from = 0
+    if (checkpoint := tune.get_checkpoint()) is not None:
+        with checkpoint.as_directory() as folder:
+            resumed_from = int((Path(folder) / "epoch").read_text()) + 1
+    for epoch in er.remaining_epochs_until(4):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        if epoch == config["raise_at"] and _first(config["once"]):
+            raise KeyError("the user's own mistake")
+        metrics = {
+            "score": 1.0,
+            "epoch": epoch,
+            "resumed_from": resumed_from,
+            "trial": tune.get_context().get_trial_id(),
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "epoch").write_text(str(epoch))
+            tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
+
+
+def trainable(*, loop: Any = train, workers: Any = (1, 2), **options: Any) -> Any:
+    """One of the loops above as an elastic trainable."""
     scaling = ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"slot": 1})
-    return tuning.elastic(train, scaling_config=scaling, **{"sweep": "tests", **options})
+    return tuning.elastic(loop, scaling_config=scaling, **{"sweep": "tests", **options})
 
 
 def fit(folder: Path, space: dict[str, Any], *, elastic: Any = None, run: Any = None, **config: Any) -> Any:

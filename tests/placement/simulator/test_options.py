@@ -13,10 +13,10 @@ import pytest
 from placement.cluster import Cluster
 from placement.jobs import JobView
 from placement.policies import GoodputPolicy, Target, registry
+from placement.price_table import PriceTable, read_prices
 from placement.simulator import InputError, Report, batch, simulate
 from placement.simulator.cli import main
 from placement.simulator.lengths import Lengths
-from placement.price_table import PriceTable, read_prices
 from placement.simulator.profiles import load_profiles
 from placement.simulator.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace

@@ -1,0 +1,342 @@
+"""How many nodes of which type: a state machine over jobs, node types and the present cluster, without a clock.
+
+An objective says how many workers each job should have (``placement.scaling``), ``placement.fleet`` which nodes that
+takes, and the allocator's own policy is asked whether it would use them. What comes out is a ``ScalingDecision``;
+asking for nodes and letting them go is the shell's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from placement.cluster import Allocation, Cluster, Node, Resources
+from placement.constraints import Constraints
+from placement.fleet import Fleet, build
+from placement.jobs import JobView
+from placement.launches import Launches, Lifetimes
+from placement.node_types import NodeType, check_types, type_of
+from placement.planning import NO_CONSTRAINTS, make_plan
+from placement.policies.base import Policy
+from placement.policies.speeds import Memory
+from placement.scaling.base import Demand, Objective, Want, choices
+from placement.scaling.registry import make_objective
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerConfig:
+    """Times of the autoscaler [s].
+
+    Attributes:
+        linger_s: a node that nobody needs is kept for so long; somebody may need it again.
+        launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
+            another type (on-demand instead of spot) is asked for.
+        retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
+    """
+
+    linger_s: float = 120.0
+    launch_timeout_s: float = 120.0
+    retry_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) >= 0:
+                raise ValueError(f"{field.name} must be 0 seconds or more, but got {getattr(self, field.name)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecision:
+    """What the cluster should be.
+
+    Attributes:
+        nodes: by type, how many there should be; those that are there and stay included.
+        add: by type, how many of these are not there yet; 0 is left out.
+        release: ids of nodes that are given up: they get no workers, those on them move, and once empty they go.
+        leaving: ids of nodes that will be given up when what replaces them is there, or has not been needed for long.
+        reasons: by type, a sentence for each that changes or is closed.
+        wants: by job, the workers that it should have, and why.
+        notes: by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short.
+        usd_per_h: price of these nodes [USD/h].
+    """
+
+    nodes: Mapping[str, int]
+    add: Mapping[str, int]
+    release: tuple[str, ...]
+    leaving: tuple[str, ...]
+    reasons: Mapping[str, str]
+    wants: Mapping[str, Want]
+    notes: Mapping[str, str]
+    usd_per_h: float
+
+    def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
+        """The nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
+        return tuple(
+            (dict(each.resources), dict(each.labels)) for each in types for _ in range(self.nodes.get(each.name, 0))
+        )
+
+
+class Autoscaler:
+    """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
+
+    Args:
+        types: node types on offer.
+        policy: the allocator's: a node that it would not use is not asked for.
+        objective: name of one, or one.
+        config: times.
+        constraints: the allocator's.
+
+    Raises:
+        InputError: no node type, or two of one name.
+        ValueError: no objective has that name.
+    """
+
+    def __init__(
+        self,
+        types: Sequence[NodeType],
+        policy: Policy,
+        objective: str | Objective = "cost_per_progress",
+        config: AutoscalerConfig | None = None,
+        constraints: Constraints = NO_CONSTRAINTS,
+    ) -> None:
+        check_types(types)
+        self._types = tuple(types)
+        self._policy = policy
+        self._objective = make_objective(objective)
+        self._config = config or AutoscalerConfig()
+        self._constraints = constraints
+        self._launches = Launches(types, timeout_s=self._config.launch_timeout_s, retry_s=self._config.retry_s)
+        self._lifetimes = Lifetimes(types)
+        self._memory = Memory()
+        self._wanted: Mapping[str, int] = {}
+        self._released: tuple[str, ...] = ()
+        self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
+        self._spent: dict[str, float] = {}
+        self._seen_s: float | None = None
+
+    @property
+    def spent_usd(self) -> Mapping[str, float]:
+        """What each job has cost [USD]: its part of the nodes that it had workers on."""
+        return dict(self._spent)
+
+    def forget(self, job: str) -> float:
+        """The job has ended; what it has cost [USD]."""
+        return self._spent.pop(job, 0.0)
+
+    def refuse(self, name: str, why: str, now_s: float) -> None:
+        """The provider says that it has no node of this type now; another one is asked for instead."""
+        self._launches.refuse(name, why, now_s)
+
+    def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
+        """What the cluster should be.
+
+        Args:
+            views: every job, running and waiting, where it is to be (``AllocatorCore.views``).
+            cluster: the nodes that are there, those on their way out marked as draining.
+            now_s: present time [s since the epoch], never decreasing.
+        """
+        there = self._there(cluster)
+        present = {name: len(nodes) for name, nodes in there.items()}
+        self._lifetimes.watch(cluster, self._released, now_s)
+        self._launches.watch(self._wanted, present, now_s)
+        self._count_costs(views, cluster, now_s)
+        lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
+        limited = self._limited(present, now_s)
+        demand = self._demand(views, cluster, limited, lasts_h)
+        wants = self._objective.decide(demand, now_s)
+        static = [node for node in cluster.nodes if type_of(node, self._types) is None]
+        fleet = build(wants, demand.jobs, limited, static, present, lasts_h)
+        order = self._order(there, views)
+        surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
+        target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)
+        keep = self._kept(target, present, now_s)
+        release = self._give_up(keep, target, order, views, cluster, now_s)
+        leaving = tuple(sorted(surplus - set(release)))
+        return self._decided(target, release, leaving, fleet, wants, there, now_s)
+
+    # What is there
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
+        """Nodes by type, without those on their way out."""
+        there: dict[str, list[Node]] = {each.name: [] for each in self._types}
+        for node in cluster.nodes:
+            name = type_of(node, self._types)
+            if name is not None and not node.draining:
+                there[name].append(node)
+        return there
+
+    def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
+        """Nodes by type, those first that are best kept: not given up before, and with most workers."""
+        load: collections.Counter[str] = collections.Counter()
+        for view in views:
+            load.update(dict(view.allocation))
+        return {
+            name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
+            for name, nodes in there.items()
+        }
+
+    def _limited(self, present: Mapping[str, int], now_s: float) -> tuple[NodeType, ...]:
+        """The types, those that are closed with what is there of them as their limit."""
+        return tuple(
+            each
+            if self._launches.closed(each.name, now_s) is None
+            else dataclasses.replace(
+                each, max_nodes=present[each.name], min_nodes=min(each.min_nodes, present[each.name])
+            )
+            for each in self._types
+        )
+
+    def _demand(
+        self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
+    ) -> Demand:
+        gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
+        jobs = tuple(sorted(views, key=lambda view: view.arrival))
+        return Demand(
+            jobs=jobs,
+            choices={view.job: choices(view, types, lasts_h, self._memory) for view in jobs},
+            spent_usd=self._spent,
+            gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
+        )
+
+    def _count_costs(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
+        """Each job pays its workers' part of their nodes; one that is new here, for the time it says it has had."""
+        types = {each.name: each for each in self._types}
+        of = {node.node_id: types.get(type_of(node, self._types) or "") for node in cluster.nodes}
+        passed_h = 0.0 if self._seen_s is None else max(now_s - self._seen_s, 0.0) / 3600.0
+        for view in views:
+            usd_per_h = 0.0
+            for node, workers in view.allocation.items():
+                kind = of.get(node)
+                usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
+            if view.job in self._spent:
+                self._spent[view.job] += usd_per_h * passed_h
+            else:
+                self._spent[view.job] = usd_per_h / max(view.workers, 1) * view.attained_s / 3600.0
+        self._seen_s = now_s
+
+    # What should be there
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _used(
+        self,
+        target: Mapping[str, int],
+        there: Mapping[str, Sequence[Node]],
+        views: Sequence[JobView],
+        cluster: Cluster,
+        now_s: float,
+    ) -> dict[str, int]:
+        """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
+        fresh = {
+            f"{each.name}~{i}": each
+            for each in self._types
+            for i in range(len(there[each.name]), target[each.name])
+            if i >= each.min_nodes
+        }
+        if not fresh:
+            return dict(target)
+        nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
+        used = {node for place in self._plan(views, Cluster(nodes=nodes), now_s).values() for node in place}
+        left = dict(target)
+        for node_id, each in fresh.items():
+            if node_id not in used:
+                left[each.name] -= 1
+        return left
+
+    def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
+        """The most that was wanted of each type within the last ``linger_s``, of what is there."""
+        self._targets.append((now_s, target))
+        while self._targets[0][0] < now_s - self._config.linger_s:
+            self._targets.popleft()
+        return {name: min(n, max(past.get(name, 0) for _, past in self._targets)) for name, n in present.items()}
+
+    def _give_up(
+        self,
+        keep: Mapping[str, int],
+        target: Mapping[str, int],
+        order: Mapping[str, Sequence[Node]],
+        views: Sequence[JobView],
+        cluster: Cluster,
+        now_s: float,
+    ) -> tuple[str, ...]:
+        """Nodes beyond those that are kept.
+
+        While something is still waited for, only empty ones: it may be what is to take the workers. Nor does a node go
+        without which some running job would have to stop.
+        """
+        busy = {node for view in views for node in view.allocation}
+        waits = any(target[name] > len(nodes) for name, nodes in order.items())
+        surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
+        release = [node for node in surplus if not (waits and node in busy)]
+        loaded = [node for node in release if node in busy]
+        if loaded and not self._all_run(views, cluster, release, now_s):
+            release = [node for node in release if node not in busy]
+        return tuple(sorted(release))
+
+    def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
+        """Whether every running job would still run without these nodes."""
+        plan = self._plan(views, _draining(cluster, without), now_s)
+        return all(view.job in plan for view in views if view.workers)
+
+    def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
+        return make_plan(self._policy, views, cluster, now_s, self._constraints).allocation
+
+    # What is said
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _decided(
+        self,
+        target: Mapping[str, int],
+        release: tuple[str, ...],
+        leaving: tuple[str, ...],
+        fleet: Fleet,
+        wants: Mapping[str, Want],
+        there: Mapping[str, Sequence[Node]],
+        now_s: float,
+    ) -> ScalingDecision:
+        gone = set(release)
+        stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
+        nodes = {name: max(target[name], n) for name, n in stay.items()}
+        add = {name: n - stay[name] for name, n in nodes.items() if n > stay[name]}
+        reasons = {}
+        for each in self._types:
+            name, closed = each.name, self._launches.closed(each.name, now_s)
+            said = [] if closed is None else [f"no more are asked for: {closed}"]
+            if name in add or len(there[name]) != stay[name]:
+                said.append(_why(fleet.users[name], wants))
+            if said:
+                reasons[name] = f"{name}: {len(there[name])} -> {nodes[name]} nodes; {'; '.join(said)}"
+        notes = {job: want.note for job, want in wants.items() if want.note}
+        for job, short in fleet.short.items():
+            text = f"{short} of {wants[job].workers} workers find no node within the limits of the node types"
+            notes[job] = f"{notes[job]}; {text}" if job in notes else text
+        self._wanted, self._released = nodes, release
+        self._launches.watch(nodes, {name: len(each) for name, each in there.items()}, now_s)  # counts from now
+        return ScalingDecision(
+            nodes=nodes,
+            add=add,
+            release=release,
+            leaving=leaving,
+            reasons=reasons,
+            wants=wants,
+            notes=notes,
+            usd_per_h=sum(each.usd_per_h * nodes[each.name] for each in self._types),
+        )
+
+
+def _draining(cluster: Cluster, nodes: Collection[str]) -> Cluster:
+    """The cluster with these nodes on their way out."""
+    if not nodes:
+        return cluster
+    return Cluster(
+        nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in nodes else n for n in cluster.nodes)
+    )
+
+
+def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:
+    """The reason of the job that wants most of it."""
+    if not users:
+        return "no job needs them"
+    first = max(users, key=lambda job: wants[job].workers)
+    others = f" (and {len(users) - 1} other jobs)" if len(users) > 1 else ""
+    return f"job {first}{others}: {wants[first].reason}"

@@ -1,0 +1,85 @@
+"""Shell: carries out what :class:`placement.autoscale.Autoscaler` decides about the cluster's nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+from placement.autoscale import Autoscaler, ScalingDecision
+from placement.cluster import Cluster
+from placement.constraints import Constraints
+from placement.jobs import JobView
+from placement.node_requests import NodeRequests, refusals
+from placement.policies.base import Policy
+from placement.scaling.config import Autoscaling
+
+logger = logging.getLogger("placement.nodes")
+
+
+class ClusterScaler:
+    """One of the allocator: looks every ``interval_s``; a look never holds up running jobs.
+
+    Args:
+        config: node types, objective, times.
+        policy: of the allocator's kind, but not its own instance: looks take place in a thread.
+        constraints: the allocator's.
+    """
+
+    def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
+        self._config = config
+        self._autoscaler = Autoscaler(config.node_types, policy, config.objective, config.times, constraints)
+        self._requests = NodeRequests()
+        self._looked_s = 0.0
+        self._refused_s: float | None = None
+        self._look: asyncio.Task[None] | None = None
+        self.decision: ScalingDecision | None = None
+
+    @property
+    def spent_usd(self) -> Mapping[str, float]:
+        """What each job has cost so far [USD]."""
+        return self._autoscaler.spent_usd
+
+    def marked(self, cluster: Cluster) -> Cluster:
+        """The cluster as jobs are to see it: a node that is given up is one that drains."""
+        if self.decision is None or not self.decision.release:
+            return cluster
+        gone = set(self.decision.release)
+        return Cluster(
+            nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in gone else n for n in cluster.nodes)
+        )
+
+    def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
+        """Decide anew, if it is time and the last look is over."""
+        if now_s - self._looked_s < self._config.interval_s or (self._look is not None and not self._look.done()):
+            return
+        self._looked_s = now_s
+        self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
+
+    async def _carry_out(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
+        try:
+            await asyncio.to_thread(self._decide, views, cluster, now_s)
+        except Exception:
+            logger.exception("a look at the cluster's size failed; the next follows in %g s", self._config.interval_s)
+
+    def _decide(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
+        if self._refused_s is None:
+            self._refused_s = now_s
+        for refusal in refusals(self._refused_s):
+            self._refused_s = max(self._refused_s, refusal.at_s)
+            logger.warning("no node of type %s: %s", refusal.node_type, refusal.why)
+            self._autoscaler.refuse(refusal.node_type, refusal.why, now_s)
+        before, decision = self.decision, self._autoscaler.decide(views, cluster, now_s)
+        self._requests.ask(decision.bundles(self._config.node_types))
+        if before is None or (before.nodes, before.release) != (decision.nodes, decision.release):
+            for reason in decision.reasons.values():
+                logger.info("nodes: %s", reason)
+        for job, note in decision.notes.items():
+            if before is None or before.notes.get(job) != note:
+                logger.warning("job %s: %s", job, note)
+        self.decision = decision
+
+    def forget(self, job: str) -> float:
+        """The job has ended; what it has cost [USD]."""
+        return self._autoscaler.forget(job)

@@ -1,0 +1,72 @@
+"""When which slots were at work for which trial: a file per worker process, a line per step, and what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Some slots at work for a trial, from ``begin_s`` to ``end_s`` [s since the epoch]."""
+
+    begin_s: float
+    end_s: float
+    slots: int
+    trial: str
+
+
+class WorkLog:
+    """A file per process, a line per step."""
+
+    def __init__(self, folder: str, trial: str) -> None:
+        self._file = open(Path(folder) / f"{trial}.{os.getpid()}.{time.time_ns()}.work", "a", buffering=1)  # noqa: SIM115
+        self._trial = trial
+        self._last_s: float | None = None
+
+    def begin(self) -> None:
+        """The first batch of an epoch has come."""
+        self._last_s = time.time()
+
+    def worked(self, slots: int = 1) -> None:
+        """At work since the last call."""
+        assert self._last_s is not None, "begin() comes first"
+        now_s = time.time()
+        self._file.write(f"{self._last_s:.4f} {now_s:.4f} {slots} {self._trial}\n")
+        self._last_s = now_s
+
+
+def read_work(folder: Path) -> list[Work]:
+    """All that was logged."""
+    lines = [line.split() for file in folder.glob("*.work") for line in file.read_text().splitlines()]
+    return [Work(begin_s=float(b), end_s=float(e), slots=int(n), trial=t) for b, e, n, t in lines]
+
+
+def idle_share(work: Sequence[Work], slots: int, begin_s: float, end_s: float) -> float:
+    """Part of all slots' time within [begin_s, end_s] in which they were not at work."""
+    busy = sum(w.slots * max(0.0, min(w.end_s, end_s) - max(w.begin_s, begin_s)) for w in work)
+    return 1.0 - busy / (slots * (end_s - begin_s))
+
+
+def back_at_work(work: Sequence[Work], at_s: float, trial: str) -> float | None:
+    """From a trial's stop until other trials have as many slots at work as all had just before it [s].
+
+    None if the trial was not at work in the last second.
+    """
+    own = max((w.end_s for w in work if w.trial == trial and w.end_s <= at_s + 0.5), default=None)
+    if own is None or own < at_s - 1.0:
+        return None
+    wanted = busy_at(work, own - 0.01)
+    others = [w for w in work if w.trial != trial]
+    for moment in sorted({w.begin_s for w in others if w.end_s > own}):
+        if busy_at(others, moment + 1e-4) >= wanted:
+            return max(0.0, moment - at_s)
+    return None  # nobody had any use for them
+
+
+def busy_at(work: Sequence[Work], moment_s: float) -> int:
+    """Slots at work."""
+    return sum(w.slots for w in work if w.begin_s <= moment_s < w.end_s)

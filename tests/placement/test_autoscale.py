@@ -1,0 +1,295 @@
+"""The autoscaler: what every objective promises, known values, launches that fall back, deadlines and budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.autoscale import Autoscaler, AutoscalerConfig, ScalingDecision
+from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
+from placement.errors import InputError
+from placement.facts import Progress
+from placement.fleet import build
+from placement.jobs import JobView, speeds
+from placement.node_types import NodeType
+from placement.planning import make_plan
+from placement.policies import make_policy
+from placement.policies.speeds import Memory
+from placement.scaling import OBJECTIVES, Want, make_objective
+from placement.scaling.base import choices
+from placement.scaling.cost_per_progress import CostPerProgress
+from placement.scaling.utility_band import UtilityBand
+from tests.placement.views import model, view
+
+NOW = 1000.0
+CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
+every = pytest.mark.parametrize("name", sorted(OBJECTIVES))
+
+
+def offer(name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, **fields: Any) -> NodeType:
+    labels = {MARKET_LABEL: "spot" if spot else "on-demand", GPU_TYPE_LABEL: "T4"}
+    fields = {"max_nodes": 4, "startup_s": 50.0, "lasts_h": 12.0 if spot else float("inf"), **fields}
+    return NodeType(name=name, resources={"CPU": cpus}, labels=labels, usd_per_h=usd, **fields)
+
+
+FIRM, SPOT = offer("firm"), offer("spot", 1.0, spot=True)
+
+
+def here(firm: int = 0, spot: int = 0) -> Cluster:
+    return Cluster(nodes=(*(FIRM.node(f"f{i}") for i in range(firm)), *(SPOT.node(f"s{i}") for i in range(spot))))
+
+
+def job(name: str = "a", **fields: Any) -> JobView:
+    """A job that scales well and has told how long it is: 9 more epochs of 1000 iterations."""
+    done = {"progress": Progress(done=1000.0, epoch_ends=(1000.0,), epochs=10.0), "max_workers": 16}
+    return view(name, **{**done, **fields})
+
+
+def autoscaler(
+    types: Sequence[NodeType] = (FIRM, SPOT), objective: Any = "utility_band", policy: str = "goodput"
+) -> Autoscaler:
+    return Autoscaler(types, make_policy(policy), objective, CONFIG)
+
+
+# What every objective promises
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[JobView]:
+    found = []
+    for i in range(draw(st.integers(0, 4))):
+        least = draw(st.integers(1, 3))
+        found.append(
+            job(
+                f"j{i}",
+                min_workers=least,
+                max_workers=draw(st.integers(least, 12)),
+                goodput=draw(st.sampled_from([None, model(), model(noise=1.0), model(sync_s=0.5)])),
+                spot=draw(st.sampled_from(["avoid", "prefer", "mixed"])),
+                submitted_s=float(i),
+                priority=draw(st.integers(0, 1)),
+            )
+        )
+    return found
+
+
+def placed(views: Sequence[JobView], allocation: Allocation) -> list[JobView]:
+    return [each.placed(allocation.get(each.job, {})) for each in views]
+
+
+@every
+@settings(max_examples=8)
+@given(views=jobs(), firm=st.integers(0, 4), spot=st.integers(0, 4))
+def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
+    name: str, views: list[JobView], firm: int, spot: int
+) -> None:
+    policy, there = make_policy("goodput"), here(firm, spot)
+    running = placed(views, make_plan(policy, views, there, NOW).allocation)
+    scaler = autoscaler(objective=name)
+    decision = scaler.decide(running, there, NOW)
+    assert all(0 <= decision.nodes[each.name] <= each.max_nodes for each in (FIRM, SPOT))
+    stay = tuple(dataclasses.replace(n, draining=n.node_id in decision.leaving + decision.release) for n in there.nodes)
+    grown = Cluster(nodes=(*stay, *_fresh(decision)))
+    plan = make_plan(policy, running, grown, NOW).allocation
+    used = {node for place in plan.values() for node in place}
+    assert all(node.node_id in used for node in _fresh(decision)), "a node that no job would use"
+    shrunk = tuple(dataclasses.replace(n, draining=n.node_id in decision.release) for n in there.nodes)
+    after = make_plan(policy, running, Cluster(nodes=shrunk), NOW).allocation
+    assert all(each.job in after for each in running if each.workers), "a running job is stranded"
+    assert set(decision.add) <= set(decision.reasons)
+    assert all(want.reason for want in decision.wants.values())
+    assert len(decision.bundles((FIRM, SPOT))) == sum(decision.nodes.values())
+
+
+def _fresh(decision: ScalingDecision) -> list[Any]:
+    types = {each.name: each for each in (FIRM, SPOT)}
+    return [types[name].node(f"{name}~{i}") for name, n in decision.add.items() for i in range(n)]
+
+
+@every
+def test_what_was_asked_for_and_came_is_not_changed(name: str) -> None:
+    """A cluster that follows the decisions comes to rest, with all that every job should have."""
+    scaler, policy = autoscaler(objective=name), make_policy("goodput")
+    views, firm, spot, seen = [job("a", max_workers=6), job("b", max_workers=3, submitted_s=1.0)], 0, 0, []
+    for i in range(40):
+        now_s = NOW + 60.0 * i
+        there = here(firm, spot)
+        views = placed(views, make_plan(policy, views, there, now_s).allocation)
+        decision = scaler.decide(views, there, now_s)
+        firm, spot = decision.nodes["firm"], decision.nodes["spot"]
+        seen.append((firm, spot))
+    assert len(set(seen[-15:])) == 1, seen
+    assert all(each.workers >= each.min_workers for each in views)
+
+
+@every
+def test_without_jobs_nothing_is_kept_but_the_minimum(name: str) -> None:
+    scaler = autoscaler([dataclasses.replace(FIRM, min_nodes=1), SPOT], objective=name)
+    assert len(scaler.decide([], here(3, 1), NOW).release) == 3
+    assert scaler.decide([], here(1, 0), NOW + 10.0).nodes == {"firm": 1, "spot": 0}
+
+
+@every
+def test_a_job_that_avoids_spot_gets_on_demand_nodes_and_a_mixed_one_both(name: str) -> None:
+    avoiding = autoscaler(objective=name).decide([job(spot="avoid")], here(), NOW)
+    assert set(avoiding.add) == {"firm"}
+    mixed = autoscaler(objective="utility_band").decide([job(spot="mixed", min_workers=4, max_workers=8)], here(), NOW)
+    assert mixed.add["firm"] == 1 and mixed.add.get("spot", 0) >= 1
+    assert set(autoscaler(objective=name).decide([job()], here(), NOW).add) == {"spot"}
+
+
+# Time
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_spot_that_does_not_come_is_replaced_by_on_demand_and_asked_for_again() -> None:
+    scaler, views = autoscaler(), [job(max_workers=4)]
+    assert scaler.decide(views, here(), NOW).add == {"spot": 1}
+    assert scaler.decide(views, here(), NOW + 99.0).add == {"spot": 1}
+    fallback = scaler.decide(views, here(), NOW + 100.0)
+    assert fallback.add == {"firm": 1}
+    assert "asked for 100 s ago did not come; asked again in 500 s" in fallback.reasons["spot"]
+    running = [views[0].placed({"f0": 4})]
+    assert scaler.decide(running, here(1), NOW + 300.0).nodes == {"firm": 1, "spot": 0}
+    again = scaler.decide(running, here(1), NOW + 600.0)
+    assert again.add == {"spot": 1} and again.release == ()  # first there, then away
+    both = scaler.decide(running, here(1, 1), NOW + 660.0)
+    assert both.nodes["spot"] == 1
+    done = scaler.decide(running, here(1, 1), NOW + 800.0)
+    assert done.release == ("f0",) and done.nodes == {"firm": 0, "spot": 1}
+
+
+def test_a_refusal_by_the_provider_falls_back_at_once() -> None:
+    scaler = autoscaler()
+    scaler.decide([job(max_workers=4)], here(), NOW)
+    scaler.refuse("spot", "InsufficientInstanceCapacity", NOW + 1.0)
+    decision = scaler.decide([job(max_workers=4)], here(), NOW + 1.0)
+    assert decision.add == {"firm": 1} and "InsufficientInstanceCapacity" in decision.reasons["spot"]
+
+
+def test_nodes_linger_before_they_are_given_up() -> None:
+    scaler = autoscaler([FIRM])
+    small = job(max_workers=4).placed({"f0": 4})
+    assert scaler.decide([job(max_workers=8).placed({"f0": 4, "f1": 4})], here(2), NOW).release == ()
+    assert scaler.decide([small], here(2), NOW + 50.0).release == ()
+    assert scaler.decide([small], here(2), NOW + 101.0).release == ("f1",)
+
+
+def test_jobs_pay_their_part_of_their_nodes() -> None:
+    scaler = autoscaler([FIRM])
+    views = [job(max_workers=2).placed({"f0": 2})]
+    scaler.decide(views, here(1), NOW)
+    scaler.decide(views, here(1), NOW + 3600.0)
+    assert scaler.spent_usd == {"a": pytest.approx(2.0)}
+    assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
+
+
+# Known values
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_band_takes_the_size_whose_utility_is_nearest_to_its_middle() -> None:
+    alone = job(max_workers=16)
+    per_node = [4] * 4
+    speed = speeds(alone, per_node)
+    utility = speed[1:] / np.arange(1, len(speed))
+    wanted = 1 + int(np.argmin(np.abs(utility - 0.9)))
+    assert 1 < wanted < 16
+    decision = autoscaler([FIRM], UtilityBand(low=0.85, high=0.95)).decide([alone], here(), NOW)
+    assert decision.wants["a"].workers == wanted
+
+
+def test_the_least_money_is_the_smallest_size_and_dear_time_the_fastest() -> None:
+    sizes = [
+        autoscaler([FIRM], CostPerProgress(value_usd_per_h=value)).decide([job()], here(), NOW).wants["a"].workers
+        for value in (0.0, 5.0, 50.0, 1e6)
+    ]
+    assert sizes[0] <= 4 and sizes == sorted(sizes) and sizes[-1] > sizes[0]
+
+
+def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
+    scaler = CostPerProgress(value_usd_per_h=20.0, hysteresis=0.0)
+    running = job().placed({"f0": 4})
+    demand = autoscaler([FIRM])._demand(
+        [running], here(1), [dataclasses.replace(FIRM, startup_s=0.0)], {"firm": np.inf}
+    )
+    choice = demand.choices["a"][0]
+    score = (choice.whole_usd + 20.0) / choice.rate
+    assert scaler.decide(demand, NOW)["a"].workers == 1 + int(np.argmin(score))
+
+
+@pytest.mark.parametrize("field", ["deadline_s", "budget_usd"])
+def test_what_cannot_be_met_is_said_at_once_with_the_best_that_can_be_had(field: str) -> None:
+    limit = {"deadline_s": NOW + 1.0} if field == "deadline_s" else {"budget_usd": 1e-6}
+    decision = autoscaler([FIRM], "cost_per_progress").decide([job(**limit)], here(), NOW)
+    assert "cannot be met; the best that can be had is" in decision.notes["a"]
+    assert "USD more in" in decision.notes["a"]
+
+
+def test_a_deadline_is_met_at_the_least_cost_and_a_budget_used_for_speed() -> None:
+    scaler = CostPerProgress()
+
+    def want(**limits: Any) -> Want:
+        return autoscaler([FIRM], scaler).decide([job(**limits)], here(), NOW).wants["a"]
+
+    free = want()
+    tight = want(deadline_s=NOW + 0.5 * 3600.0)
+    rich = want(budget_usd=1000.0)
+    assert free.note == tight.note == rich.note == ""
+    assert free.workers <= tight.workers <= rich.workers and rich.workers > free.workers
+
+
+def test_a_job_of_unknown_length_says_that_its_deadline_cannot_be_planned_for() -> None:
+    decision = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, deadline_s=NOW + 9.0)], here(), NOW)
+    assert decision.notes["a"].startswith("not known yet how long the job takes")
+
+
+def test_what_the_limits_do_not_allow_is_said() -> None:
+    decision = autoscaler([dataclasses.replace(FIRM, max_nodes=1)], "utility_band").decide(
+        [job("a", max_workers=4, min_workers=4), job("b", max_workers=4, min_workers=4, submitted_s=1.0)], here(), NOW
+    )
+    assert decision.nodes == {"firm": 1}
+    assert "4 of 4 workers find no node within the limits" in decision.notes["b"]
+
+
+def test_expected_losses_make_spot_nodes_dearer() -> None:
+    lasting, fleeting = offer("lasting", 1.0, spot=True), offer("fleeting", 0.95, spot=True, lasts_h=0.1)
+    hours = {"lasting": 12.0, "fleeting": 0.1}
+    rates = {c.kind.name: c.rate for c in choices(job(), (lasting, fleeting), hours, Memory())}
+    assert (rates["fleeting"] < rates["lasting"]).all()
+    want = {"a": Want(job="a", workers=8, gpu="T4", reason="")}
+    fleet = build(want, [job()], (lasting, fleeting), (), {}, hours)
+    assert fleet.nodes == {"lasting": 2, "fleeting": 0} and fleet.users["lasting"] == ("a",)
+
+
+def test_small_rests_go_to_small_nodes() -> None:
+    large, small = offer("large", 4.0), offer("small", 1.1, cpus=1.0)
+    want = {"a": Want(job="a", workers=5, gpu="T4", reason="")}
+    fleet = build(want, [job()], (large, small), (), {}, {"large": np.inf, "small": np.inf})
+    assert fleet.nodes == {"large": 1, "small": 1}
+
+
+# Bad input
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(InputError, match="must name one or more"):
+        autoscaler([])
+    with pytest.raises(InputError, match="firm occurs more than once"):
+        autoscaler([FIRM, FIRM])
+    with pytest.raises(ValueError, match=r"objective must be one of cost_per_progress, .* but got 'cheap'"):
+        make_objective("cheap")
+    with pytest.raises(InputError, match="0 <= min <= max, but got 5 and 4"):
+        offer("x", min_nodes=5)
+    with pytest.raises(ValueError, match="linger_s must be 0 seconds or more, but got -1"):
+        AutoscalerConfig(linger_s=-1.0)
+    with pytest.raises(ValueError, match="low < high"):
+        UtilityBand(low=0.7, high=0.6)

@@ -1,0 +1,148 @@
+"""Spot nodes: jobs that avoid them or keep their minimum off them, under every policy; launches and lifetimes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster import MARKET_LABEL, Cluster, check
+from placement.jobs import JobView
+from placement.launches import Launches, Lifetimes
+from placement.node_types import NodeType, type_of
+from placement.planning import make_plan
+from placement.policies import POLICIES, make_policy
+from placement.spot import firm
+from tests.placement.views import node, view
+
+every = pytest.mark.parametrize("name", sorted(POLICIES))
+
+
+def nodes(on_demand: int, spot: int, cpus: float = 4.0) -> Cluster:
+    firm_nodes = [node(f"d{i}", cpus, labels={MARKET_LABEL: "on-demand"}) for i in range(on_demand)]
+    return Cluster(nodes=(*firm_nodes, *(node(f"s{i}", cpus, labels={MARKET_LABEL: "spot"}) for i in range(spot))))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[JobView]:
+    found = []
+    for i in range(draw(st.integers(1, 5))):
+        least = draw(st.integers(1, 3))
+        fields: dict[str, Any] = {
+            "min_workers": least,
+            "max_workers": draw(st.integers(least, 8)),
+            "submitted_s": float(i),
+            "spot": draw(st.sampled_from(["avoid", "prefer", "mixed"])),
+            "priority": draw(st.integers(0, 1)),
+        }
+        found.append(view(f"j{i}", **fields))
+    return found
+
+
+@every
+@settings(max_examples=12)
+@given(views=jobs(), on_demand=st.integers(0, 3), spot=st.integers(0, 3))
+def test_every_policy_keeps_jobs_where_they_want_to_be(
+    name: str, views: list[JobView], on_demand: int, spot: int
+) -> None:
+    there = nodes(on_demand, spot)
+    plan = make_plan(make_policy(name), views, there, 0.0)
+    check(plan.allocation, {each.job: each.bundle for each in views}, there)
+    for each in views:
+        place = plan.allocation.get(each.job, {})
+        if each.spot == "avoid":
+            assert not any(there.by_id()[node_id].spot for node_id in place)
+        if each.spot == "mixed" and place:
+            assert firm(place, there.by_id()) >= each.min_workers, plan.reasons[each.job]
+        assert plan.reasons[each.job]
+
+
+@every
+def test_a_mixed_job_that_waits_does_not_start_on_spot_nodes_alone(name: str) -> None:
+    plan = make_plan(make_policy(name), [view("a", spot="mixed", min_workers=2)], nodes(0, 2), 0.0)
+    assert plan.allocation == {}
+    assert "at least 2 of its workers are to be on on-demand nodes" in plan.reasons["a"]
+
+
+def test_a_mixed_job_that_runs_goes_on_where_on_demand_nodes_were_lost() -> None:
+    running = view("a", spot="mixed", min_workers=2, allocation={"s0": 2})
+    plan = make_plan(make_policy("goodput"), [running], nodes(0, 1), 0.0)
+    assert plan.allocation["a"] == {"s0": 4}
+    assert "fewer than 2 of its workers are on on-demand nodes" in plan.reasons["a"]
+
+
+def test_workers_are_exchanged_so_that_a_mixed_job_stands_firm() -> None:
+    anywhere = view("a", max_workers=4, allocation={"d0": 4})
+    mixed = view("b", spot="mixed", min_workers=2, max_workers=4, allocation={"s0": 4}, submitted_s=1.0)
+    plan = make_plan(make_policy("fixed"), [anywhere, mixed], nodes(1, 1), 0.0)
+    there = nodes(1, 1).by_id()
+    assert firm(plan.allocation["b"], there) == 2
+    assert {job: sum(place.values()) for job, place in plan.allocation.items()} == {"a": 4, "b": 4}
+
+
+def test_a_condition_of_the_users_own_on_the_market_stands() -> None:
+    assert dict(view("a", spot="avoid").selector) == {MARKET_LABEL: "!spot"}
+    assert dict(view("a", spot="avoid", label_selector={MARKET_LABEL: "spot"}).selector) == {MARKET_LABEL: "spot"}
+
+
+@pytest.mark.parametrize(("field", "value"), [("spot", "never"), ("budget_usd", 0.0), ("budget_usd", float("nan"))])
+def test_bad_values_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} of job 'a' must be"):
+        view("a", **{field: value})
+
+
+# Launches and lifetimes
+# ----------------------------------------------------------------------------------------------------------------------
+
+SPOT = NodeType(name="spot", resources={"CPU": 4.0}, labels={MARKET_LABEL: "spot"}, startup_s=60.0, lasts_h=4.0)
+
+
+def test_what_does_not_come_is_closed_and_asked_for_again_later() -> None:
+    launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
+    for now_s in (0.0, 50.0, 99.0):
+        launches.watch({"spot": 2}, {"spot": 0}, now_s)
+        assert launches.closed("spot", now_s) is None
+    launches.watch({"spot": 2}, {"spot": 0}, 100.0)
+    assert launches.closed("spot", 100.0) == "2 x spot asked for 100 s ago did not come; asked again in 600 s"
+    assert launches.closed("spot", 700.0) is None
+    launches.watch({"spot": 2}, {"spot": 0}, 700.0)
+    launches.watch({"spot": 2}, {"spot": 0}, 800.0)
+    assert "asked again in 1200 s" in str(launches.closed("spot", 800.0))
+
+
+def test_a_node_that_comes_gives_the_others_more_time() -> None:
+    launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
+    launches.watch({"spot": 2}, {"spot": 0}, 0.0)
+    launches.watch({"spot": 2}, {"spot": 1}, 90.0)
+    launches.watch({"spot": 2}, {"spot": 1}, 150.0)
+    assert launches.closed("spot", 150.0) is None
+    launches.watch({"spot": 2}, {"spot": 1}, 190.0)
+    assert launches.closed("spot", 190.0) is not None
+
+
+def test_a_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
+    launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
+    launches.refuse("spot", "InsufficientInstanceCapacity", 5.0)
+    launches.refuse("other", "?", 5.0)
+    assert launches.closed("spot", 5.0) == "InsufficientInstanceCapacity; asked again in 600 s"
+    assert launches.closed("other", 5.0) is None
+
+
+def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
+    lifetimes = Lifetimes([SPOT])
+    here = Cluster(nodes=(SPOT.node("a"), SPOT.node("b")))
+    lifetimes.watch(here, (), 0.0)
+    assert lifetimes.hours("spot") == 4.0
+    lifetimes.watch(Cluster(nodes=(SPOT.node("b"),)), (), 3600.0)
+    assert lifetimes.hours("spot") == pytest.approx((4.0 + 2.0) / 2)
+    lifetimes.watch(Cluster(), ("b",), 7200.0)  # given up, not lost
+    assert lifetimes.hours("spot") == pytest.approx((4.0 + 3.0) / 2)
+
+
+def test_a_nodes_type_is_its_group_or_what_it_looks_like() -> None:
+    assert type_of(SPOT.node("a"), [SPOT]) == "spot"
+    assert type_of(node("x", 4.0, labels={MARKET_LABEL: "spot"}), [SPOT]) == "spot"
+    assert type_of(node("x", 4.0), [SPOT]) is None
+    assert type_of(node("x", 4.0, labels={"ray.io/node-group": "head"}), [SPOT]) is None

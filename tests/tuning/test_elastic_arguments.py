@@ -1,0 +1,87 @@
+"""What cannot be meant is refused where it is said, with the way out; no cluster needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import ray.train
+from ray import tune
+
+import elastic_ray
+import tuning
+from elastic_ray.job.train_loop import call, pack, with_config
+from tests.tuning.sweeps import trainable
+from tuning.in_tune import in_tune
+
+
+def loop(config: dict[str, Any]) -> None:
+    """Never run."""
+
+
+def test_fixed_resources_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"leave tune\.with_resources out, say what a worker needs in ScalingConfig"):
+        tune.with_resources(trainable(), {"CPU": 2})
+
+
+@pytest.mark.parametrize("name", ["num_workers", "scaling_config"])
+def test_workers_are_not_searched(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name!r} cannot be a parameter of an elastic trial: the allocator changes"):
+        trainable().default_resource_request({"lr": 0.1, name: 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ({"promise": "accuracy"}, TypeError, r"promise must be a tuning\.Promise or None, but got 'accuracy'"),
+        ({"sweep": "a b"}, ValueError, "sweep must be letters, digits or .* but got 'a b'"),
+        ({"reports_ahead": -1}, ValueError, "reports_ahead must be a whole number from 0, but got -1"),
+        ({"keep_s": -1.0}, ValueError, r"keep_s must be 0 seconds or more, but got -1\.0"),
+        ({"weight": 0.0}, ValueError, "weight"),
+    ],
+)
+def test_arguments_that_make_no_sense(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        tuning.elastic(loop, scaling_config=ray.train.ScalingConfig(num_workers=(1, 2)), **wrong)
+
+
+def test_a_trainers_settings_are_not_given_twice() -> None:
+    scaling = ray.train.ScalingConfig(num_workers=(1, 2))
+    trainer = elastic_ray.ElasticTrainer(loop, scaling_config=scaling)
+    with pytest.raises(ValueError, match="an ElasticTrainer has its own scaling_config"):
+        tuning.elastic(trainer, scaling_config=scaling)
+
+
+_IN_TUNE = """
+import elastic_ray
+from elastic_ray.job.train_loop import call, pack, with_config
+from tuning.in_tune import in_tune
+
+def loop(config):
+    import sys
+    assert "ray.tune" not in sys.modules, "this is to be the first import"
+    from ray import tune
+    tune.report({"lr": config["lr"] + config["base"]})
+    assert tune.get_checkpoint() is None
+
+call(with_config(in_tune(pack(loop, {"base": 1.0, "lr": 5.0})), {"lr": 0.5}))
+print(elastic_ray.context.current_session().link.metrics)
+from ray.train._internal.session import get_session
+assert get_session() is None
+"""
+
+
+@pytest.mark.slow
+def test_ray_tunes_report_is_ours_in_a_worker_also_where_the_loop_imports_it() -> None:
+    answer = subprocess.run([sys.executable, "-c", _IN_TUNE], capture_output=True, text=True, timeout=100, check=False)
+    assert answer.stdout.strip() == "{'lr': 1.5}", answer.stderr
+
+
+def test_what_a_worker_does_not_know_of_tune_is_an_error() -> None:
+    def asks(_: dict[str, Any]) -> None:
+        tune.get_context().get_trial_dir()
+
+    with pytest.raises(AttributeError, match="the workers of an elastic trial do not know Ray's 'trial_dir'"):
+        call(with_config(in_tune(pack(asks, {})), {}))

@@ -1,0 +1,181 @@
+"""NNI's algorithms on this stack: which run, which do not and what to take instead, and how they are told the mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+_OLD_SCIPY = "it needs an older SciPy"
+_HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of one of NNI's algorithms.
+
+    Attributes:
+        kind: "tuner", "advisor" (a tuner that stops trials itself) or "assessor".
+        optimizes: whether it takes ``optimize_mode``.
+        manager_only: why it cannot be used in Ray Tune; empty if it can.
+        broken: why it does not run on this stack; empty if it does.
+        instead: one that runs and is nearest to it.
+        not_types: types of search spaces that it cannot have.
+        why_not: why.
+        class_name: what is to be used in place of NNI's class.
+    """
+
+    kind: str = "tuner"
+    optimizes: bool = True
+    manager_only: str = ""
+    broken: str = ""
+    instead: str = "TPE"
+    not_types: tuple[str, ...] = ()
+    why_not: str = ""
+    class_name: str = ""
+
+
+_STEPS = "its trials are generations that NNI's manager starts; use ray.tune.schedulers.PopulationBasedTraining"
+_ROUNDS = "it is an advisor, driven by NNI's manager; use ray.tune.schedulers.HyperBandScheduler"
+_QUANTIZED = ("quniform", "qloguniform")
+
+# Tried on Python 3.11, NumPy 2.4, SciPy 1.17.
+KNOWN: Mapping[str, Known] = {
+    "TPE": Known(),
+    "TPE_legacy": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Random": Known(),
+    "GridSearch": Known(),
+    "Anneal": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Evolution": Known(),
+    "Batch": Known(optimizes=False),
+    "PBT": Known(manager_only=_STEPS),
+    "Hyperband": Known(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.advisors.Hyperband"),
+    "BOHB": Known(kind="advisor", broken="it needs ConfigSpace 0.7, which does not know NumPy 2", instead="Hyperband"),
+    "GP": Known(broken=_OLD_SCIPY),
+    "Metis": Known(broken=_OLD_SCIPY),
+    "NetworkMorphism": Known(broken="it needs an older NumPy", instead="Evolution"),
+    "SMAC": Known(broken="it needs the package smac 0.10, which does not build any more"),
+    "DNGO": Known(broken="it needs the package pybnn, which does not build any more"),
+    "PPO": Known(broken="it needs gym and TensorFlow 1", instead="Evolution"),
+    "RegularizedEvolutionTuner": Known(broken="it searches architectures, not parameters", instead="Evolution"),
+    "Medianstop": Known(kind="assessor", instead="Medianstop"),
+    "Curvefitting": Known(kind="assessor", optimizes=False, instead="Medianstop"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """A tuner, advisor or assessor with its arguments, in NNI's own words."""
+
+    name: str = ""
+    class_name: str = ""
+    code_directory: str = "."
+    class_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_advisor(self) -> bool:
+        """Whether it stops trials itself, so that there can be no assessor."""
+        return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
+
+
+def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
+    """The tuner that a user names: ``"TPE"``, or what NNI's configuration has below ``tuner``.
+
+    Args:
+        given: name, mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or an
+            ``AlgorithmConfig`` of NNI's.
+        mode: "max" or "min", from which ``optimize_mode`` follows.
+        in_tune: for use without NNI's manager.
+
+    Raises:
+        TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message names
+            one that does.
+    """
+    return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
+
+
+def read_assessor(given: Any, mode: str) -> Algorithm | None:
+    """The assessor that a user names, as :func:`read_tuner`; None for none."""
+    if given is None:
+        return None
+    assessor = _read("assessor", ("assessor",), given)
+    if assessor.name == "Curvefitting" and mode == "min":
+        raise ValueError(
+            "assessor 'Curvefitting' extrapolates accuracies, it cannot minimize: report an accuracy with mode='max', "
+            "or take 'Medianstop'"
+        )
+    return _with_mode("assessor", assessor, mode)
+
+
+def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
+    """Refuse an assessor beside a tuner that stops trials itself.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
+        raise ValueError(
+            f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "
+            f"{assessor.name or assessor.class_name!r}"
+        )
+
+
+def works(kind: str) -> list[str]:
+    """Names of the algorithms that run here; ``kind`` is "tuner" (advisors included) or "assessor"."""
+    kinds = ("tuner", "advisor") if kind == "tuner" else (kind,)
+    return [name for name, known in KNOWN.items() if known.kind in kinds and not known.broken]
+
+
+def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
+    if isinstance(given, str):
+        given = {"name": given}
+    elif not isinstance(given, Mapping):
+        given = {key: getattr(given, key, None) for key in ("name", "class_name", "code_directory", "class_args")}
+        given = {key: value for key, value in given.items() if value}
+    unknown = set(given) - {"name", "class_name", "code_directory", "class_args"}
+    if unknown or ("name" in given) == ("class_name" in given):
+        raise TypeError(
+            f'{what} must be a name, such as {works(what)[0]!r}, or {{"name": ..., "class_args": {{...}}}}, or '
+            f'{{"class_name": "module.Class", "code_directory": ..., "class_args": {{...}}}}, but got {given!r}'
+        )
+    arguments = given.get("class_args") or {}
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"class_args of the {what} must be a mapping, but got {arguments!r}")
+    if "class_name" in given:
+        return Algorithm(
+            class_name=given["class_name"],
+            code_directory=str(given.get("code_directory") or "."),
+            class_args=dict(arguments),
+        )
+    return Algorithm(name=_known_name(what, kinds, given["name"], in_tune), class_args=dict(arguments))
+
+
+def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> str:
+    """NNI's spelling of the name; it does not care for upper and lower case either."""
+    spelled = {each.lower(): each for each in KNOWN if KNOWN[each].kind in kinds}
+    found = spelled.get(str(name).lower())
+    if found is None and str(name).lower().endswith("tuner"):
+        found = spelled.get(str(name).lower().removesuffix("tuner"))
+    if found is None:
+        raise ValueError(f"{what} must be one of {', '.join(works(what))}, but got {name!r}")
+    known = KNOWN[found]
+    if known.broken:
+        raise ValueError(
+            f"{what} {found!r} does not run on today's Python stack: {known.broken}. Take {known.instead!r}, which "
+            f"does (there are {', '.join(works(what))})"
+        )
+    if in_tune and known.manager_only:
+        raise ValueError(f"{what} {found!r} cannot be used in Ray Tune: {known.manager_only}")
+    return found
+
+
+def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
+    if mode not in ("max", "min"):
+        raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
+    word = {"max": "maximize", "min": "minimize"}[mode]
+    given = algorithm.class_args.get("optimize_mode", word)
+    if given != word:
+        raise ValueError(f"optimize_mode of the {what} must be {word!r} as mode={mode!r} says, but got {given!r}")
+    if not algorithm.name or not KNOWN[algorithm.name].optimizes:
+        return algorithm
+    return dataclasses.replace(algorithm, class_args={**algorithm.class_args, "optimize_mode": word})

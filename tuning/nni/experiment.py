@@ -1,0 +1,288 @@
+"""SHELL: an NNI experiment, with its manager and web page, whose trials are elastic jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import ray
+from ray.train.v2.api.config import ScalingConfig
+
+from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.storage import resolve
+from elastic_ray.trainer import check_resources
+from tuning.nni.algorithms import check_together, read_assessor, read_tuner
+from tuning.nni.manager import HOSTS, Look, Manager, Plan
+from tuning.nni.results import ExperimentFailedError, Outcome, Results
+from tuning.nni.serving import Place, TrialServer
+from tuning.nni.spaces import check_space
+from tuning.nni.wire import DEFAULT
+from tuning.trial_job import make_template
+from tuning.trials import Promise
+
+_LOOK_S = 0.5
+_LOST_AFTER_S = 10.0  # a head that was restarted is back by then
+_EXHAUSTED_AFTER_S = 4.0  # without a running trial, after the tuner had no more; it may have some after a trial's end
+_STOP_TIMEOUT_S = 10.0
+_ENDS = ("DONE", "STOPPED", "STOPPING")
+_NAME = r"[A-Za-z0-9._=,+-]{1,100}"
+
+
+class Experiment:
+    """An NNI experiment on elastic jobs: its manager, web page, tuners and assessors; its trials are the allocator's.
+
+    ``Experiment(train, {"lr": {"_type": "loguniform", "_value": [1e-4, 1e-1]}}, max_trial_number=24).run(8080)``, where
+    ``train`` is a train loop in which NNI's functions work (``nni.get_next_parameter``, ``report_intermediate_result``,
+    ``report_final_result``), or one that takes the parameters as its config and calls ``elastic_ray.report``. Workers
+    all call them, rank 0's reports count. A learning rate among the parameters is the one at the loader's initial batch
+    size; it is scaled from there when the batch grows.
+
+    Trials run on the Ray cluster that this process is connected to, or connects to (``RAY_ADDRESS``), and end with it.
+
+    Args:
+        train_loop_or_trainer: a train loop, or an ``ElasticTrainer`` whose settings trials are to have.
+        search_space: in NNI's words.
+        tuner: name, or what NNI's configuration has below ``tuner``: ``{"name": ..., "class_args": {...}}``.
+        assessor: the same; None stops no trial.
+        metric: name of the reported metric; what NNI's functions report is always understood.
+        mode: "max" if a larger metric is better, "min" otherwise; tuner and assessor are told.
+        trial_concurrency: how many trials run at a time.
+        max_trial_number: trials in all; None goes on until the tuner has no more, or for ever.
+        max_experiment_duration: "1h", "30m"...; no trial is started after it.
+        train_loop_config: as for ``ElasticTrainer``; a trial's parameters go over it.
+        scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.
+        elastic_config: as for ``ElasticTrainer``, but for ``warm_workers_per_node``, which is 0 by default.
+        scheduling_config: as for ``ElasticTrainer``; without a tenant the experiment is one of its own.
+        model_fingerprint: as for ``ElasticTrainer``.
+        weight: of the experiment against other jobs.
+        promise: by what trials are compared while they run, so that those near the top grow.
+        name: of the experiment, on the web page, and of its tenant.
+        storage_path: directory or URI for the trials' events and checkpoints, which all nodes see; by default it is
+            NNI's directory of the experiment.
+        directory: NNI's ``experiment_working_directory``; ``nnictl`` looks in the default one.
+        host: "127.0.0.1" lets only this machine reach the web page and REST API, which have no password and start
+            commands; "0.0.0.0" lets everybody.
+
+    Raises:
+        TypeError: and ValueError: an argument is wrong. ImportError: NNI is not installed.
+    """
+
+    def __init__(
+        self,
+        train_loop_or_trainer: Any,
+        search_space: Mapping[str, Any],
+        *,
+        tuner: Any = "TPE",
+        assessor: Any = None,
+        metric: str = DEFAULT,
+        mode: str = "max",
+        trial_concurrency: int = 2,
+        max_trial_number: int | None = None,
+        max_experiment_duration: str | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        elastic_config: ElasticConfig | None = None,
+        scheduling_config: SchedulingConfig | None = None,
+        model_fingerprint: str | None = None,
+        weight: float = 1.0,
+        promise: Promise | None = None,
+        name: str | None = None,
+        storage_path: str | None = None,
+        directory: str = "~/nni-experiments",
+        host: str = HOSTS[0],
+    ) -> None:
+        chosen, judge = read_tuner(tuner, mode), read_assessor(assessor, mode)
+        check_together(chosen, judge)
+        _check_count("trial_concurrency", trial_concurrency)
+        if max_trial_number is not None:
+            _check_count("max_trial_number", max_trial_number)
+        if not isinstance(metric, str) or not metric:
+            raise ValueError(f"metric must be the name of a reported metric, but got {metric!r}")
+        if name is not None and not re.fullmatch(_NAME, name):
+            raise ValueError(f"name must be letters, digits or ._=,+- (actors are named after it), but got {name!r}")
+        if host not in HOSTS:
+            raise ValueError(f"host must be {HOSTS[0]!r} (this machine only) or {HOSTS[1]!r} (all), but got {host!r}")
+        plan = Plan(
+            name=name,
+            space=check_space(search_space, chosen),
+            tuner=chosen,
+            assessor=judge,
+            trial_concurrency=trial_concurrency,
+            max_trial_number=max_trial_number,
+            max_experiment_duration=max_experiment_duration,
+            directory=directory,
+            host=host,
+        )
+        self._template = make_template(
+            train_loop_or_trainer,
+            train_loop_config=train_loop_config,
+            scaling_config=scaling_config,
+            elastic_config=elastic_config,
+            scheduling_config=scheduling_config,
+            model_fingerprint=model_fingerprint,
+            weight=weight,
+            promise=promise,
+        )
+        self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
+        self._manager = Manager(plan)
+        self._server: TrialServer | None = None
+        self._address = ""
+        self._last: Look | None = None
+        self._answered_s = self._busy_s = 0.0
+
+    @property
+    def nni(self) -> Any:
+        """NNI's own ``Experiment``, for what has no word here: ``update_trial_concurrency``, ``export_data``..."""
+        return self._manager.nni
+
+    @property
+    def id(self) -> str:
+        """NNI's id of the experiment."""
+        return str(self.nni.id)
+
+    @property
+    def url(self) -> str:
+        """Address of the web page; empty while there is none."""
+        return self._manager.url
+
+    def run(self, port: int = 8080) -> Results:
+        """Run the experiment to its end; Ctrl-C stops it.
+
+        The web page is there until then; ``nnictl view ID`` shows it again.
+
+        Args:
+            port: of web page and REST API; 0 takes any that is free.
+
+        Raises:
+            ExperimentFailedError: the Ray cluster, NNI's manager or the tuner is gone; it has the results so far.
+            ImpossibleResourcesError: the cluster could never run a trial. RuntimeError: the port is taken.
+        """
+        self.start(port)
+        try:
+            self.wait()
+        finally:
+            self.stop()
+        return self.results()
+
+    def start(self, port: int = 8080) -> None:
+        """Start the experiment and return; ``stop()`` it in the end. Arguments and errors are those of :meth:`run`."""
+        if self._server is not None:
+            raise RuntimeError(f"experiment {self.id} has been started already; make another one")
+        if not ray.is_initialized():
+            ray.init()
+        check_resources(self._template.spec)
+        self._address = ray.get_runtime_context().gcs_address
+        self._answered_s = self._busy_s = time.monotonic()
+        self._server = TrialServer(self._template, self._metric, self._place())
+        try:
+            self._manager.start(port, self._server.address)
+        except BaseException:
+            self.stop()
+            raise
+        print(f"NNI experiment {self.id}: {self.url}", flush=True)
+
+    def wait(self) -> None:
+        """Wait for the experiment's end; raises as :meth:`run`."""
+        while not self._over():
+            time.sleep(_LOOK_S)
+
+    def stop(self) -> None:
+        """End the experiment and its trials, with all they hold."""
+        if self._manager.running:
+            with contextlib.suppress(OSError):
+                self._last = self._manager.look()
+            self._manager.stop()
+        if self._server is not None:
+            self._server.close(_STOP_TIMEOUT_S if self._reachable() else 0.0)
+
+    def results(self) -> Results:
+        """What the experiment has come to so far."""
+        if self._manager.running:
+            with contextlib.suppress(OSError):
+                self._last = self._manager.look()
+        known = self._server.outcomes() if self._server is not None else {}
+        trials = []
+        for trial, row in (self._last.trials if self._last is not None else {}).items():
+            found = known.get(trial) or Outcome(trial=trial, sequence=-1, status="")
+            sequence = int(row.get("sequenceId", found.sequence))
+            parameters = found.parameters or _parameters(row)
+            trials.append(dataclasses.replace(found, sequence=sequence, status=row["status"], parameters=parameters))
+        ordered = tuple(sorted(trials, key=lambda each: each.sequence))
+        return Results(experiment=self.id, trials=ordered, mode=self._mode)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _place(self) -> Place:
+        root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
+        if self._storage_path is not None:
+            root, inside = self._storage_path, self.id
+        filesystem, path = resolve(root, None)
+        return Place(
+            experiment=self.id,
+            sweep=self._name or f"nni-{self.id}",
+            path=f"{path.rstrip('/')}/{inside}",
+            knowledge_path=path,
+            filesystem=filesystem,
+            reachable=self._reachable,
+        )
+
+    def _reachable(self) -> bool:
+        """Whether the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _over(self) -> bool:
+        now_s = time.monotonic()
+        if self._reachable():
+            self._answered_s = now_s
+        elif now_s > self._answered_s + _LOST_AFTER_S:
+            self._fail(
+                f"the Ray cluster at {self._address} has not answered for {_LOST_AFTER_S:g} s, and the trials that ran "
+                "on it are lost; start it again, and another experiment. Finished trials are in the results of this "
+                "error, and in NNI's own records"
+            )
+        try:
+            look = self._last = self._manager.look()
+        except OSError as error:
+            if self._manager.alive:  # but busy
+                return False
+            self._fail(f"NNI's manager has ended ({error}); its log is in {self._manager.folder / 'log'}")
+        if look.status == "ERROR":
+            why = f"{look.errors} ({self._manager.tuners_words()})"
+            self._fail(f"NNI's manager has failed: {why}; logs are in {self._manager.folder / 'log'}")
+        if not self._manager.tuner_alive and look.status not in _ENDS:
+            self._fail(
+                f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
+            )
+        if any(row["status"] in ("RUNNING", "WAITING") for row in look.trials.values()):
+            self._busy_s = now_s
+        exhausted = look.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
+        return exhausted or look.status in _ENDS
+
+    def _fail(self, why: str) -> NoReturn:
+        results = self.results()
+        done = len(results.finished)
+        raise ExperimentFailedError(f"experiment {self.id}: {why}. {done} trial(s) had finished", results)
+
+
+def _check_count(label: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{label} must be a whole number from 1, but got {value!r}")
+
+
+def _parameters(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    for text in row.get("hyperParameters") or ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            found: Mapping[str, Any] = json.loads(text)["parameters"]
+            return found
+    return {}

@@ -1,0 +1,43 @@
+"""A train loop as the trial of an NNI experiment: the functions that NNI gives trial code work in every worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.job.train_loop import Packed
+from tuning.nni.wire import TrialId
+
+PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
+_CHANNEL = "import://tuning.nni.channel.ElasticChannel"
+
+
+class TrialLoop(Packed):
+    """What a worker runs; NNI is imported only if the user's loop does that.
+
+    Args:
+        packed: the user's loop, as ``elastic_ray.job.train_loop.pack`` made it.
+        trial: what ``nni.get_next_parameter``, ``get_trial_id`` and so on are to answer.
+    """
+
+    def __init__(self, packed: bytes, trial: TrialId) -> None:
+        super().__init__(packed)
+        self._trial = trial
+
+    def __call__(self, config: Mapping[str, Any]) -> Any:
+        # NNI reads these when it is imported. NNI_PLATFORM stays unset: with it, NNI would take over standard output.
+        os.environ.update(
+            NNI_EXP_ID=self._trial.experiment,
+            NNI_TRIAL_JOB_ID=self._trial.trial,
+            NNI_TRIAL_SEQ_ID=str(self._trial.sequence),
+            NNI_TRIAL_COMMAND_CHANNEL=_CHANNEL,
+        )
+        os.environ[PARAMETER] = json.dumps(dict(self._trial.parameter))
+        if "nni.trial" in sys.modules:  # an earlier trial in this process has imported it
+            from tuning.nni.channel import adopt
+
+            adopt(self._trial)
+        return super().__call__(config)

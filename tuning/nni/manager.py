@@ -1,0 +1,213 @@
+"""SHELL: NNI's manager: configured, started where only this machine reaches it, asked, and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tuning.nni.algorithms import KNOWN, Algorithm
+from tuning.nni.wire import ADDRESS
+
+HOSTS = ("127.0.0.1", "0.0.0.0")
+_START_TIMEOUT_S = 60
+_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+_PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run where this is found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """An experiment in NNI's own terms; those that are not explained are ``tuning.nni.Experiment``'s."""
+
+    name: str | None
+    space: Mapping[str, Any]
+    tuner: Algorithm
+    assessor: Algorithm | None
+    trial_concurrency: int
+    max_trial_number: int | None
+    max_experiment_duration: str | None
+    directory: str
+    host: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The manager's answer.
+
+    Attributes:
+        status: of the experiment, in NNI's words.
+        trials: NNI's record of every trial, by its id.
+        errors: what the manager has to say about an experiment that is in "ERROR".
+    """
+
+    status: str
+    trials: Mapping[str, Mapping[str, Any]]
+    errors: str
+
+
+class Manager:
+    """NNI's manager of one experiment.
+
+    Raises:
+        ImportError: NNI is not installed.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._host = plan.host
+        self.nni = _configured(plan)
+
+    @property
+    def url(self) -> str:
+        """Address of the web page; empty while there is none."""
+        return f"http://127.0.0.1:{self.nni.port}" if self.running else ""
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started, and not stopped."""
+        return self.nni.port is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is there."""
+        process = self.nni._proc
+        return process is not None and process.poll() is None
+
+    @property
+    def tuner_alive(self) -> bool:
+        """Whether the tuner's process is there; NNI does not always notice that it is gone."""
+        import psutil
+
+        try:
+            children = psutil.Process(self.nni._proc.pid).children()
+            return any("-m nni --exp_params" in " ".join(each.cmdline()) for each in children)
+        except psutil.Error:  # something ended while it was looked at
+            return True
+
+    @property
+    def folder(self) -> Path:
+        """NNI's directory of the experiment."""
+        return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
+
+    def start(self, port: int, trials_at: str) -> None:
+        """Start it; ``trials_at`` is where trials' commands connect to.
+
+        Raises:
+            RuntimeError: the port is taken.
+        """
+        port = _free_port(port)
+        with _environment(trials_at, self._host), _patience():
+            self.nni.start(port)
+
+    def look(self) -> Look:
+        """Ask for the experiment's state; raises ``OSError`` if there is no answer."""
+        from nni.experiment import rest
+
+        rows = rest.get(self.nni.port, "/trial-jobs")
+        status = rest.get(self.nni.port, "/check-status")
+        return Look(
+            status=status["status"],
+            trials={row["trialJobId"]: row for row in rows},
+            errors="; ".join(status.get("errors") or ()),
+        )
+
+    def tuners_words(self) -> str:
+        """The last error in the tuner's log."""
+        with contextlib.suppress(OSError):
+            lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
+            return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")
+        return "it left no log"
+
+    def stop(self) -> None:
+        """Stop it, and the trials' commands with it."""
+        self.nni.stop()
+
+
+def _configured(plan: Plan) -> Any:
+    try:
+        import nni
+        from nni.experiment import Experiment
+    except ImportError as error:
+        raise ImportError(f"NNI cannot be imported ({error}): pip install 'elastic-ray[nni]'") from error
+    nni.silence_stdout()  # it would name addresses that nobody listens at
+    experiment = Experiment("local")
+    config = experiment.config
+    config.experiment_working_directory = plan.directory
+    config.experiment_name = plan.name
+    config.search_space = dict(plan.space)
+    config.trial_concurrency = plan.trial_concurrency
+    config.max_trial_number = plan.max_trial_number
+    config.max_experiment_duration = plan.max_experiment_duration
+    config.trial_command = f'exec "{sys.executable}" -m tuning.nni_trial'
+    config.tuner = _algorithm(plan.tuner)
+    if plan.assessor is not None:
+        config.assessor = _algorithm(plan.assessor)
+    return experiment
+
+
+def _algorithm(algorithm: Algorithm) -> Any:
+    from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
+
+    arguments = dict(algorithm.class_args)
+    own = KNOWN[algorithm.name].class_name if algorithm.name else ""
+    if own:
+        return CustomAlgorithmConfig(class_name=own, code_directory=str(_PACKAGE), class_args=arguments)
+    if algorithm.name:
+        return AlgorithmConfig(name=algorithm.name, class_args=arguments)
+    return CustomAlgorithmConfig(
+        class_name=algorithm.class_name, code_directory=algorithm.code_directory, class_args=arguments
+    )
+
+
+@contextlib.contextmanager
+def _environment(trials_at: str, host: str) -> Iterator[None]:
+    """What the manager, and by it every trial's command, finds in its environment."""
+    preload = json.dumps(str(Path(__file__).with_name("manager.js")))
+    wanted = {
+        ADDRESS: trials_at,
+        "ELASTIC_RAY_NNI_HOST": host,
+        "NODE_OPTIONS": f"{os.environ.get('NODE_OPTIONS', '')} --require {preload}".strip(),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_PACKAGE), os.environ.get("PYTHONPATH")])),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """NNI gives its manager 3 s to answer, which on a busy machine is not enough."""
+    from nni.experiment import launcher
+
+    before = launcher._check_rest_server
+    launcher._check_rest_server = functools.partial(before, retry=_START_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        launcher._check_rest_server = before
+
+
+def _free_port(port: int) -> int:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise RuntimeError(
+                f"port {port} is taken ({error}): NNI's web page needs one of its own; port=0 takes any that is free"
+            ) from error
+        return int(probe.getsockname()[1])

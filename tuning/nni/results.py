@@ -1,0 +1,83 @@
+"""What an NNI experiment has come to: its trials, the best of them, and an error that keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A trial.
+
+    Attributes:
+        trial: NNI's id of it.
+        sequence: its number in the experiment, from 0.
+        status: NNI's: "SUCCEEDED", "EARLY_STOPPED", "FAILED", "USER_CANCELED", "RUNNING"...
+        parameters: what the tuner chose.
+        value: the metric as it was reported last; None if it never was.
+        reports: the metric at each report.
+        workers: the trial's size at each report.
+        path: directory of its events and checkpoints, on the experiment's storage; empty if it never started.
+        error: why it failed; empty if it did not.
+    """
+
+    trial: str
+    sequence: int
+    status: str
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    value: float | None = None
+    reports: tuple[float, ...] = ()
+    workers: tuple[int, ...] = ()
+    path: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All trials of an experiment, in the order of their numbers.
+
+    Attributes:
+        experiment: NNI's id of it, as ``nnictl experiment list`` shows it.
+        trials: the trials.
+        mode: "max" if a larger value is better, "min" otherwise.
+    """
+
+    experiment: str
+    trials: tuple[Outcome, ...]
+    mode: str = "max"
+
+    @property
+    def finished(self) -> tuple[Outcome, ...]:
+        """Trials that came to their end."""
+        return tuple(each for each in self.trials if each.status == "SUCCEEDED" and each.value is not None)
+
+    @property
+    def best(self) -> Outcome:
+        """The finished trial with the best value.
+
+        Raises:
+            LookupError: none has finished.
+        """
+        if not self.finished:
+            found = ", ".join(f"{each.trial}: {each.status}" for each in self.trials) or "there were none"
+            raise LookupError(f"no trial of experiment {self.experiment} has finished ({found})")
+        sign = 1.0 if self.mode == "max" else -1.0
+        return max(self.finished, key=lambda each: sign * (each.value or 0.0))
+
+
+class ExperimentFailedError(RuntimeError):
+    """The experiment could not go on; ``results`` are what it had come to.
+
+    Args:
+        message: why.
+        results: the trials so far.
+    """
+
+    def __init__(self, message: str, results: Results) -> None:
+        super().__init__(message)
+        self.results = results
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.results)

@@ -1,0 +1,259 @@
+"""SHELL: the jobs of an NNI experiment's trials, held by the experiment's process, one thread each.
+
+A trial's command (``tuning.nni_trial``) connects and waits. While the connection lasts the trial does; NNI ends a trial
+by killing its command. What the job reports goes to NNI's manager by the channel that NNI gives every trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import posixpath
+import select
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow.fs
+
+from elastic_ray.job.train_loop import pack
+from tuning.nni.loop import TrialLoop
+from tuning.nni.results import Outcome
+from tuning.nni.wire import FINAL, TrialId, metric_message, shown
+from tuning.trial_job import Template, TrialJob
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25  # how late a killed command is noticed
+_HTTP_TIMEOUT_S = 20.0
+_NO_ANSWER_YET = 408
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an experiment's trials belong.
+
+    Attributes:
+        experiment: NNI's id of it.
+        sweep: name of the sweep that its trials are.
+        path: directory of the trials' events and checkpoints.
+        knowledge_path: directory under which what trials measure is kept, for other experiments too.
+        filesystem: file system that both are on.
+        reachable: whether the Ray cluster answers.
+    """
+
+    experiment: str
+    sweep: str
+    path: str
+    knowledge_path: str
+    filesystem: pyarrow.fs.FileSystem
+    reachable: Callable[[], bool]
+
+
+class Channel:
+    """A trial's channel to NNI's manager."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def parameter(self) -> Mapping[str, Any]:
+        """The tuner's record for this trial; waits for it."""
+        self._call("PUT", {"type": "request_parameter"})
+        while not (answer := self._call("GET")):
+            pass
+        record: Mapping[str, Any] = json.loads(json.loads(answer)["parameter"])
+        return record
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tell NNI something."""
+        self._call("PUT", message)
+
+    def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
+        body = None if data is None else json.dumps(data).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url, data=body, headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as answer:
+                found: bytes = answer.read()
+                return found
+        except urllib.error.HTTPError as error:
+            if error.code == _NO_ANSWER_YET:
+                return b""
+            raise
+
+
+class TrialServer:
+    """Waits for trials' commands and runs their jobs.
+
+    Args:
+        template: what the trials have in common.
+        metric: name of the reported metric that NNI's tuner is to see.
+        place: where they belong.
+    """
+
+    def __init__(self, template: Template, metric: str, place: Place) -> None:
+        self._template = template
+        self._metric = metric
+        self._place = place
+        self._lock = threading.Lock()
+        self._outcomes: dict[str, Outcome] = {}
+        self._links: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._folder = tempfile.mkdtemp(prefix="er-nni-")  # only this user may enter it
+        self.address = os.path.join(self._folder, "trials")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._open = True
+        threading.Thread(target=self._accept, name="nni-trials", daemon=True).start()
+
+    def outcomes(self) -> dict[str, Outcome]:
+        """What the trials have come to, by NNI's ids; their status is not known here."""
+        with self._lock:
+            return dict(self._outcomes)
+
+    def close(self, wait_s: float) -> None:
+        """End all trials that still run.
+
+        Args:
+            wait_s: longest wait for their jobs to have given back what they hold [s]; their leases end the others.
+        """
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            links, threads = tuple(self._links), tuple(self._threads)
+        for link in links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + wait_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while self._open:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(link,), name="nni-trial", daemon=True)
+            with self._lock:
+                self._links.add(link)
+                self._threads = [each for each in self._threads if each.is_alive()]
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, link: socket.socket) -> None:
+        told: dict[str, str] = {}
+        try:
+            told = json.loads(link.makefile().readline())
+            message = self._run(link, told)
+        except Exception as error:
+            if not _gone(link):
+                logger.warning("trial %s failed: %s", told.get("trial"), error)
+            message = f"{type(error).__name__}: {error}"
+        if told and message:
+            self._note(told["trial"], error=message)
+        answer = json.dumps([1 if message else 0, message]).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            link.sendall(answer)
+        with self._lock:
+            self._links.discard(link)
+        link.close()
+
+    def _run(self, link: socket.socket, told: Mapping[str, str]) -> str:
+        """One trial, until it is over or its command gone; why it failed, or nothing."""
+        channel = Channel(told["channel"])
+        record = channel.parameter()
+        sequence = int(told["sequence"])
+        trial = TrialId(experiment=self._place.experiment, trial=told["trial"], sequence=sequence, parameter=record)
+        parameters = record["parameters"]
+        self._note(trial.trial, sequence=sequence, parameters=parameters)
+        while not self._place.reachable():
+            if _gone(link):
+                return ""
+            time.sleep(_LOOK_S)
+        job = self._start(trial, parameters)
+        try:
+            return self._follow(link, channel, trial, job)
+        finally:
+            job.stop()
+
+    def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
+        if not isinstance(parameters, Mapping):
+            raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
+        directory = posixpath.join(self._place.path, trial.trial)
+        self._place.filesystem.create_dir(directory, recursive=True)
+        self._note(trial.trial, path=directory)
+        loop = TrialLoop(self._template.spec.train_loop, trial)
+        spec = dataclasses.replace(self._template.spec, train_loop=pack(loop, {}))
+        return TrialJob(
+            dataclasses.replace(self._template, spec=spec),
+            sweep=self._place.sweep,
+            trial=trial.trial,
+            config=parameters,
+            directory=directory,
+            filesystem=self._place.filesystem,
+            knowledge_path=self._place.knowledge_path,
+        )
+
+    def _follow(self, link: socket.socket, channel: Channel, trial: TrialId, job: TrialJob) -> str:
+        """Tell NNI what the job reports."""
+        values: list[float] = []
+        workers: list[int] = []
+        last: Mapping[str, Any] = {}
+        told_final = False
+        while not _gone(link):
+            try:
+                report = job.next_report(_LOOK_S)
+            except TimeoutError:  # a busy machine, or a cluster that is gone: the experiment watches over that
+                continue
+            if report is None:
+                if job.done:
+                    break
+                continue
+            last, final = shown(report.metrics, self._metric), bool(report.metrics.get(FINAL))
+            channel.send(metric_message(trial, final=final, index=len(values), value=last))
+            told_final = told_final or final
+            if not final:
+                values.append(last["default"])
+                workers.append(report.workers)
+            self._note(trial.trial, value=last["default"], reports=tuple(values), workers=tuple(workers))
+        else:
+            return ""
+        job.raise_error()
+        if not last:
+            return (
+                f"the train loop has ended without a report: call elastic_ray.report({{{self._metric!r}: ...}}) or "
+                "nni.report_intermediate_result(...), once an epoch for instance"
+            )
+        if not told_final:
+            channel.send(metric_message(trial, final=True, index=0, value=last))
+        return ""
+
+    def _note(self, trial: str, **values: Any) -> None:
+        with self._lock:
+            known = self._outcomes.get(trial) or Outcome(trial=trial, sequence=-1, status="UNKNOWN")
+            self._outcomes[trial] = dataclasses.replace(known, **values)
+
+
+def _gone(link: socket.socket) -> bool:
+    """Whether the other end is closed; it never sends anything more."""
+    try:
+        readable, _, _ = select.select([link], [], [], 0.0)
+        return bool(readable) and link.recv(1, socket.MSG_PEEK) == b""
+    except (OSError, ValueError):
+        return True

@@ -1,0 +1,92 @@
+"""What goes between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+ADDRESS = "ELASTIC_RAY_NNI"
+"""Environment variable: the Unix socket of the experiment's process."""
+
+SENT = {"trial": "NNI_TRIAL_JOB_ID", "sequence": "NNI_TRIAL_SEQ_ID", "channel": "NNI_TRIAL_COMMAND_CHANNEL"}
+"""What a trial's command tells of itself, and the environment variables of NNI's that it has it from."""
+
+FINAL = "nni_final"
+"""In what a worker reports: this is ``nni.report_final_result``'s."""
+
+DEFAULT = "default"
+"""NNI's name for the metric that tuners and assessors see."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialId:
+    """A trial as NNI knows it, and what its tuner chose for it.
+
+    Attributes:
+        experiment: NNI's id of the experiment.
+        trial: NNI's id of the trial.
+        sequence: number of the trial in the experiment, from 0.
+        parameter: the tuner's record, with ``parameter_id`` and ``parameters``.
+    """
+
+    experiment: str
+    trial: str
+    sequence: int
+    parameter: Mapping[str, Any]
+
+
+def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
+    """What NNI gets of a report: the metric as ``default``, and what else is a number or text under its own name.
+
+    Raises:
+        ValueError: the metric is missing or no finite number; the message says what there was.
+    """
+    name = metric if metric in metrics else DEFAULT
+    value = _number(metrics.get(name))
+    if value is None or not math.isfinite(value):
+        had = ", ".join(f"{key}={metrics[key]!r}" for key in metrics if key != FINAL) or "nothing"
+        raise ValueError(
+            f"a trial must report a finite number as {metric!r}, but reported {had}: call "
+            f"elastic_ray.report({{{metric!r}: ...}}) or nni.report_intermediate_result(...), or say in "
+            "Experiment(metric=...) what it is called"
+        )
+    others = {key: _plain(each) for key, each in metrics.items() if key not in (FINAL, name, DEFAULT)}
+    return {DEFAULT: value, **{key: each for key, each in others.items() if each is not None}}
+
+
+def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's metric for NNI's manager.
+
+    Args:
+        trial: whose it is.
+        final: whether it is the trial's result.
+        index: number of the intermediate result, from 0.
+        value: the metrics, ``default`` among them.
+    """
+    data = {
+        "parameter_id": trial.parameter.get("parameter_id"),
+        "trial_job_id": trial.trial,
+        "type": "FINAL" if final else "PERIODICAL",
+        "sequence": 0 if final else index,
+        "value": json.dumps(value if len(value) > 1 else value[DEFAULT]),
+    }
+    return {"type": "metric", "metric": json.dumps(data)}
+
+
+def _number(value: Any) -> float | None:
+    if value is None or isinstance(value, str | bytes):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> float | str | None:
+    if isinstance(value, str):
+        return value
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None

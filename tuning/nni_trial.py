@@ -1,0 +1,46 @@
+"""SHELL: NNI's trial command: lends a trial to the experiment's process, and ends with it.
+
+``exec python -m tuning.nni_trial``. It imports nothing that takes time: the trial's job is held by the process that
+runs :class:`tuning.nni.Experiment`. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if it dies by
+that; the broken connection tells the experiment's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+
+from tuning.nni.wire import ADDRESS, SENT
+
+
+def main() -> int:
+    """Wait for the trial's end; its exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    address = os.environ.get(ADDRESS)
+    if not address:
+        print(f"{ADDRESS} is not set: start the experiment with tuning.nni.Experiment", file=sys.stderr)
+        return 1
+    trial = {name: os.environ.get(variable, "") for name, variable in SENT.items()}
+    with socket.socket(socket.AF_UNIX) as link:
+        try:
+            link.connect(address)
+            link.sendall(json.dumps(trial).encode() + b"\n")
+            answer = link.makefile().readline()
+        except OSError as error:
+            answer, reason = "", f": {error}"
+        else:
+            reason = ""
+    if not answer:
+        print(f"the process that ran this experiment is gone{reason}", file=sys.stderr)
+        return 1
+    code, message = json.loads(answer)
+    if message:
+        print(message, file=sys.stderr)
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
