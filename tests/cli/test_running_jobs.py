@@ -37,14 +37,22 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     head, line = run(ray_cluster, "jobs").stdout.splitlines()
     assert head.split()[:3] == ["JOB", "PHASE", "WORKERS"] and line.split()[:2] == ["seen", "running"]
 
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address}
+    command = [sys.executable, "-m", "elastic_ray.cli", "jobs"]  # as installed: a process of its own, into a pipe
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert listed.returncode == 0 and listed.stderr == "", listed.stderr
+    assert [each.split()[0] for each in listed.stdout.splitlines()] == ["JOB", "seen"] and "\x1b" not in listed.stdout
+
     assert "held at 2 workers" in run(ray_cluster, "resize", "seen", "2").stdout
     wait_until(lambda: handle.status().workers == 2, handle)
     refused = run(ray_cluster, "resize", "seen", "9", code=1).stderr
     assert "between 1 and 3" in refused and "Traceback" not in refused
     status = run(ray_cluster, "status", "seen").stdout
     assert "job seen: running, workers 2" in status and "rank 1: process" in status
-    assert "job seen has 2 workers" in status and "started" in status
-    assert json.loads(run(ray_cluster, "jobs", "--json").stdout)[0]["held_at"] == 2
+    assert "job seen has 2 workers" in status and "0 -> 2 workers" in status
+    told = json.loads(run(ray_cluster, "status", "seen", "--json", "--events", "1").stdout)
+    assert told["job"]["held_at"] == 2 and len(told["events"]) == 1
+    assert [worker["rank"] for worker in told["workers"]] == [0, 1] and told["explanation"]["job"] == "seen"
     assert "allocator's again" in run(ray_cluster, "resize", "seen", "auto").stdout
 
     (node,) = json.loads(run(ray_cluster, "nodes", "--json").stdout)
@@ -62,20 +70,7 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
 
     assert "stopped" in run(ray_cluster, "stop", "seen").stdout
     handle.result(timeout=30)
-    assert "forgotten" in run(ray_cluster, "stop", "seen", code=1).stderr
-
-
-def test_the_installed_command_finds_the_cluster_by_its_address(ray_cluster: Any, tmp_path: Path) -> None:
-    handle = start(tmp_path, workers=1, name="other", epochs=100_000)
-    wait_until(lambda: handle.status().step > 0, handle)
-    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address}
-    command = [sys.executable, "-m", "elastic_ray.cli"]
-    listed = subprocess.run([*command, "jobs"], capture_output=True, text=True, timeout=60, env=environment)
-    assert listed.returncode == 0, listed.stderr
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["JOB", "other"]
-    assert "\x1b" not in listed.stdout and listed.stderr == ""
-    handle.stop()
-    handle.result(timeout=30)
+    assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr
 
 
 def test_without_a_cluster_it_says_how_to_start_one() -> None:
