@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +21,11 @@ from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.handle import JobHandle, find_controller
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.job.nodes import living_nodes, may_autoscale
-from elastic_ray.job.options import read_run, read_scaling
+from elastic_ray.job.options import job_name, read_run, read_scaling
 from elastic_ray.job.resources import impossible
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.train_loop import pack
+from elastic_ray.overrides import read_overrides, take_name
 from elastic_ray.progress import Progress
 from elastic_ray.storage import RunStorage, resolve
 from placement.actor import get_or_create_allocator
@@ -39,7 +41,8 @@ class ElasticTrainer:
     """Trains a PyTorch loop on workers that come and go while it runs.
 
     The arguments are Ray Train's own, so that a ``TorchTrainer`` becomes elastic by one changed import.
-    Whatever of them an elastic job cannot honour raises here, with the reason.
+    Whatever of them an elastic job cannot honour raises here, with the reason. What ``elastic-ray submit`` was told
+    on the command line comes before the script's own (``elastic_ray.overrides``).
 
     Example:
         ``ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))).fit()``
@@ -82,8 +85,11 @@ class ElasticTrainer:
         if scheduling_config is not None and not isinstance(scheduling_config, SchedulingConfig):
             raise TypeError(f"scheduling_config must be a SchedulingConfig, but got {scheduling_config!r}")
         self._train_loop = pack(train_loop_per_worker, train_loop_config)
-        self._scaling = read_scaling(scaling_config)
+        told = read_overrides(os.environ)
+        self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
+        self._name = self._run.name or job_name(take_name(os.environ))
+        self._submission = told.submission
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = scheduling_config or SchedulingConfig()
         self._fingerprint = _check_fingerprint(model_fingerprint)
@@ -140,7 +146,7 @@ class ElasticTrainer:
 
     def spec(self) -> JobSpec:
         """The job as it would be submitted, with a fresh name if the user gave none."""
-        job = self._run.name or _fresh_name()
+        job = self._name or _fresh_name()
         return JobSpec(
             job=job,
             train_loop=self._train_loop,
@@ -161,6 +167,7 @@ class ElasticTrainer:
             log_level=self._run.log_level,
             model_fingerprint=self._fingerprint,
             policy=self._policy,
+            submission=self._submission,
         )
 
 

@@ -185,7 +185,7 @@ def read_run(config: RunConfig | None) -> Run:
     if keep is not None and not (_is_int(keep) and keep >= 1):
         raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
     return Run(
-        name=_job_name(config.name),
+        name=job_name(config.name),
         storage_path=str(config.storage_path),
         storage_filesystem=config.storage_filesystem,
         max_failures=failures.max_failures,
@@ -226,7 +226,7 @@ def _check_failures(config: FailureConfig) -> None:
         _refuse("FailureConfig", name, getattr(config, name), getattr(default, name), reason)
 
 
-def _job_name(name: Any) -> str | None:
+def job_name(name: Any) -> str | None:
     """The name the user chose; None for the one Ray Train fills in (jobs of one second would share it)."""
     if name is None or (isinstance(name, str) and _RAYS_DEFAULT_NAME.fullmatch(name)):
         return None

@@ -62,6 +62,7 @@ class JobSpec:
         model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
         policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
         trial: of a trial of a sweep; None for any other job.
+        submission: id of Ray's job submission that it was started from; empty if from none.
     """
 
     job: str
@@ -84,6 +85,7 @@ class JobSpec:
     model_fingerprint: str | None = None
     policy: Any = None
     trial: TrialSpec | None = None
+    submission: str = ""
 
     @property
     def states_kept(self) -> int:

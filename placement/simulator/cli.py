@@ -22,12 +22,13 @@ from placement.simulator.options import (
 )
 from placement.simulator.rules import RULES
 
+_PROG = "python -m placement.simulator"
 _POLICY_HELP = f"comma-separated, of {', '.join(sorted(POLICIES))}; or your own, module:name or path/to/file.py:name"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The arguments of ``python -m placement.simulator``."""
-    made = argparse.ArgumentParser(prog="python -m placement.simulator", description=__doc__)
+    made = argparse.ArgumentParser(prog=prog, description=__doc__)
     made.add_argument("--trace", nargs="+", required=True, metavar="FILE", help="CSV files of jobs")
     made.add_argument("--profiles", required=True, metavar="DIR", help="folder with one folder per application")
     made.add_argument("--cluster", required=True, help="such as aws:16x4 or aws:6x4,rtx:3x8,dgx-ext:2x8")
@@ -45,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
     """Run; returns the exit status: 0, or 2 for bad input, with one line that says what is wrong."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         return _run(options)
     except (InputError, ValueError, TypeError) as error:

@@ -1,0 +1,65 @@
+"""The command ``elastic-ray``: its groups of commands, and what they have in common."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import click
+
+_HOMES = {
+    "submit": "submit",
+    "jobs": "jobs",
+    "status": "jobs",
+    "logs": "jobs",
+    "stop": "jobs",
+    "resize": "jobs",
+    "nodes": "overview",
+    "allocator": "overview",
+    "top": "overview",
+    "simulate": "what_if",
+    "doctor": "doctor",
+    "completion": "completion",
+}
+
+
+class Commands(click.Group):
+    """Commands that are imported when they are called, so that ``--help`` and completion do not wait for Ray."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are needed."""
+        return list(_HOMES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command's function; None if there is none of this name."""
+        if name not in _HOMES:
+            return None
+        command: click.Command = getattr(import_module(f"elastic_ray.cli.{_HOMES[name]}"), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run; what Ray has to say is an error of one line, a bug of ours keeps its traceback."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            ray = sys.modules.get("ray")
+            if ray is not None and isinstance(error, ray.exceptions.RayError | ConnectionError):
+                first = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise click.ClickException(f"the cluster did not answer: {first}") from error
+            raise
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="elastic-ray")
+def cli() -> None:
+    """Elastic PyTorch jobs on Ray: submit and watch them, change their size, ask why they have it.
+
+    Speaks to the cluster that `ray` would: RAY_ADDRESS, else the one on this machine. Exit codes: 0 fine; 1 the job
+    failed, is not there, or cannot be reached; 2 wrong usage.
+    """
+
+
+def main() -> None:
+    """The installed command."""
+    cli(prog_name="elastic-ray")

@@ -1,0 +1,201 @@
+"""What ``elastic-ray doctor`` looks at on one machine; each check says how it went, and what to do if not well."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+State = Literal["ok", "warn", "fail"]
+
+_PACKAGE = "elastic-ray"
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_BYTES = 1 << 30
+_WORD = b"heard"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        name: what was looked at.
+        state: ``warn`` is worth knowing, ``fail`` is in the way of jobs.
+        detail: what was found, and the way out.
+        where: the node; empty for this machine.
+    """
+
+    name: str
+    state: State
+    detail: str
+    where: str = ""
+
+
+def machine_checks() -> tuple[Check, ...]:
+    """All that concerns one machine."""
+    looks: Mapping[str, Callable[[], Check]] = {
+        "versions": check_versions,
+        "GPU": check_gpu,
+        "NCCL": check_nccl,
+        "ports": check_ports,
+        "shared memory": check_shared_memory,
+    }
+    return tuple(_survive(name, look) for name, look in looks.items())
+
+
+def _survive(name: str, look: Callable[[], Check]) -> Check:
+    """A check that breaks is a finding, and the others go on."""
+    try:
+        return look()
+    except Exception as error:
+        return Check(name=name, state="fail", detail=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def check_versions() -> Check:
+    """What the installed package asks for is there."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        return Check(
+            name="versions", state="warn", detail=f"{_PACKAGE} runs from a source tree: pip install it on every node"
+        )
+    found, wrong = [f"Python {platform.python_version()}"], []
+    for requirement in (Requirement(text) for text in required):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        found.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} must be {requirement.specifier}, but is {version}")
+    if wrong:
+        return Check(name="versions", state="fail", detail=f"{'; '.join(wrong)}: pip install -U {_PACKAGE}")
+    return Check(name="versions", state="ok", detail=", ".join(found))
+
+
+def check_gpu() -> Check:
+    """torch sees the machine's GPUs, and each of them computes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/gpus").exists():
+            return Check(name="GPU", state="ok", detail="none here: jobs train on CPUs")
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return Check(
+            name="GPU",
+            state="fail",
+            detail=f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES, and that torch is a build for this driver",
+        )
+    names = []
+    for number in range(torch.cuda.device_count()):
+        ones = torch.ones(8, 8, device=f"cuda:{number}")
+        if float((ones @ ones).sum()) != 512.0:
+            return Check(name="GPU", state="fail", detail=f"GPU {number} computes wrong results")
+        names.append(torch.cuda.get_device_name(number))
+    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Check(name="GPU", state="ok", detail=f"{kinds}, CUDA {torch.version.cuda}")
+
+
+def check_nccl() -> Check:
+    """The communicators that jobs form are there; NCCL reduces over all GPUs of the machine."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Check(
+            name="NCCL", state="fail", detail="torch has no gloo, which every job needs: install a usual build"
+        )
+    if not torch.cuda.is_available():
+        return Check(name="NCCL", state="ok", detail="not needed without GPUs; gloo is there")
+    if not dist.is_nccl_available():
+        return Check(name="NCCL", state="fail", detail="torch was built without NCCL: install torch's CUDA build")
+    from torch.cuda import nccl
+
+    ones = [torch.ones(4, device=f"cuda:{number}") for number in range(torch.cuda.device_count())]
+    sums = [torch.zeros_like(each) for each in ones]
+    nccl.all_reduce(ones, sums)  # type: ignore[no-untyped-call]
+    if any(float(each.sum()) != 4.0 * len(ones) for each in sums):
+        return Check(name="NCCL", state="fail", detail=f"an all-reduce over {len(ones)} GPUs gave a wrong sum")
+    version = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
+    return Check(name="NCCL", state="ok", detail=f"{version}; an all-reduce over {len(ones)} GPUs is right")
+
+
+def check_ports() -> Check:
+    """A store, as each job opens one on a free port, can be reached at this machine's address."""
+    import ray
+
+    from elastic_ray.membership.rendezvous import StoreAddress, connect_store, open_store
+
+    host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    try:
+        store = open_store(host)
+        connect_store(StoreAddress(host=host, port=store.port), 5.0).set("doctor", _WORD)
+        heard = store.get("doctor") == _WORD
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        return Check(name="ports", state="fail", detail=f"nothing can listen and be reached at {host}: {reason}")
+    if not heard:
+        return Check(name="ports", state="fail", detail=f"something else answers at {host}")
+    return Check(
+        name="ports",
+        state="ok",
+        detail=f"{host} listens and answers; between nodes, TCP ports {_free_ports()} must be open, and Ray's own",
+    )
+
+
+def _free_ports() -> str:
+    """Range from which the system gives ports away."""
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except (OSError, ValueError):
+        return "above 1024"
+    return f"{low} to {high}"
+
+
+def check_shared_memory() -> Check:
+    """Ray's object store and loaders' processes share it."""
+    if not _SHARED_MEMORY.is_dir():
+        return Check(name="shared memory", state="ok", detail="this system has no /dev/shm")
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    text = f"{free / (1 << 30):.1f} GiB free in {_SHARED_MEMORY}"
+    if free < _LEAST_SHARED_BYTES:
+        return Check(name="shared memory", state="warn", detail=f"{text}: in a container, start it with --shm-size=8g")
+    return Check(name="shared memory", state="ok", detail=text)
+
+
+def default_storage() -> str:
+    """Where runs go whose RunConfig names no place."""
+    return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
+
+
+def check_storage(path: str, nodes: int) -> Check:
+    """A run's directory can be made there, and removed again.
+
+    Args:
+        path: local, or a URI.
+        nodes: of the cluster; several need a place that they share.
+    """
+    from elastic_ray.storage import RunStorage
+
+    try:
+        storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")
+        storage.create()
+        storage.filesystem.delete_dir(storage.path)
+    except (OSError, ValueError) as error:
+        return Check(name="storage", state="fail", detail=str(error).splitlines()[0])
+    if nodes > 1 and "://" not in path:
+        detail = f"{path} can be written here; all {nodes} nodes must share it (NFS), or use s3://bucket/dir"
+        return Check(name="storage", state="warn", detail=detail)
+    return Check(name="storage", state="ok", detail=f"{path} can be written")

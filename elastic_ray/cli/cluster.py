@@ -1,0 +1,277 @@
+"""SHELL: the cluster that the commands speak to: its jobs' controllers, its allocator, its nodes.
+
+Asks controllers directly instead of attaching a ``JobHandle``: looking at a job must not renew its driver's lease, nor
+collect its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic_ray.cli.rows import Known
+from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
+from placement.actor import NAME as ALLOCATOR
+from placement.actor import NAMESPACE
+from placement.events import CoreSnapshot
+from placement.explaining import Explanation
+
+HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
+_CALL_TIMEOUT_S = 10.0
+_ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
+_REACH_S = 5.0
+_LOOK_S = 120.0  # at a node: a process starts there and imports torch
+_POLL_S = 0.25
+_PREFIX = "job:"
+
+
+def connect() -> None:
+    """Join the running cluster as ``ray`` does: RAY_ADDRESS, else the one on this machine.
+
+    Raises:
+        ClickException: there is none, or it cannot be joined.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if address.startswith(("http://", "https://")):
+        raise click.ClickException(
+            f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
+            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
+        )
+    _probe(_found(address))
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=True,
+        )
+    except ConnectionError as error:
+        where = "no Ray cluster runs on this machine" if address == "auto" else f"no Ray cluster answers at {address}"
+        raise click.ClickException(f"{where}; {HOW_TO_START}") from error
+    except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python, a token that is missing
+        raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
+
+
+def _found(address: str) -> str:
+    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself."""
+    if address != "auto":
+        return address
+    try:
+        from ray._private.services import canonicalize_bootstrap_address  # private: `ray` itself finds clusters by it
+
+        return canonicalize_bootstrap_address(address) or address
+    except Exception:
+        return address
+
+
+def _probe(address: str) -> None:
+    """Whether anybody listens there: Ray itself would try for a minute."""
+    host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise click.ClickException(f"no Ray cluster answers at {address} ({error}); {HOW_TO_START}") from error
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def known_jobs() -> tuple[Known, ...]:
+    """All jobs whose controllers live: plain ones and a sweep's trials."""
+    named = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
+    found: dict[str, Any] = {}
+    for name in sorted(filter(None, named)):
+        with contextlib.suppress(ValueError):  # it has just ended
+            if name.startswith(_PREFIX):
+                found[name] = ray.get_actor(name, namespace=NAMESPACE)
+    calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found.items()}
+    refs = [ref for pair in calls.values() for ref in pair]
+    if refs:
+        ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
+    known = []
+    for name, (status, spec) in calls.items():
+        try:
+            known.append(Known(actor=name, status=_ready(status), spec=_ready(spec)))
+        except RayActorError:  # it has just ended
+            continue
+    return tuple(known)
+
+
+def _ready(ref: Any) -> Any | None:
+    """An answer that has come; None if it has not, or cannot be read here (a class that is not installed)."""
+    try:
+        return ray.get(ref, timeout=0)
+    except RayActorError:
+        raise
+    except Exception:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One job's controller.
+
+    Attributes:
+        known: its answers when it was looked for.
+        controller: handle of its actor.
+    """
+
+    known: Known
+    controller: Any
+
+    def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call it.
+
+        Raises:
+            ClickException: it refuses, in its own words, or does not answer.
+            JobGoneError: it has ended.
+        """
+        try:
+            return ray.get(getattr(self.controller, method).remote(*arguments, **options), timeout=_CALL_TIMEOUT_S)
+        except GetTimeoutError:
+            raise click.ClickException(
+                f"the controller of job {self.known.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
+                "its node may be overloaded or gone"
+            ) from None
+        except RayTaskError as error:
+            raise click.ClickException(str(error.cause or error)) from None
+        except RayActorError:
+            raise JobGoneError(self.known.job) from None
+
+    def status(self) -> JobStatus:
+        """Where it is now."""
+        status: JobStatus = self.ask("status")
+        return status
+
+    def events(self, since: int = 0) -> tuple[JobEvent, ...]:
+        """What has happened to it."""
+        return tuple(self.ask("events", since))
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Its members, by rank."""
+        return tuple(self.ask("workers"))
+
+    def wait_for_end(self, timeout_s: float) -> JobStatus | None:
+        """Its last status, once it has ended; None if it has not in time. A job that is gone has ended."""
+        deadline, last = time.monotonic() + timeout_s, self.known.status
+        with contextlib.suppress(JobGoneError):
+            while not (last := self.status()).phase.ended:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_S)
+        return last
+
+
+class JobGoneError(click.ClickException):
+    """The job has ended meanwhile, and its controller with it."""
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"job {job!r} has just ended")
+
+
+def find_jobs(name: str) -> tuple[Job, ...]:
+    """The job of this name, or else the jobs of the submission of this name; none if there is neither."""
+    known = known_jobs()
+    chosen = [each for each in known if each.job == name]
+    chosen = chosen or [each for each in known if each.comes_from(name)]
+    jobs = []
+    for each in chosen:
+        with contextlib.suppress(ValueError):
+            jobs.append(Job(each, ray.get_actor(each.actor, namespace=NAMESPACE)))
+    return tuple(jobs)
+
+
+def find_job(name: str) -> Job:
+    """The one job of this name, or of this submission.
+
+    Raises:
+        ClickException: there is none, or the submission has several; names what there is.
+    """
+    jobs = find_jobs(name)
+    if len(jobs) == 1:
+        return jobs[0]
+    if jobs:
+        names = ", ".join(job.known.job for job in jobs)
+        raise click.ClickException(f"submission {name!r} has several jobs: name one of {names}")
+    raise not_found(name, [each.job for each in known_jobs()])
+
+
+def not_found(name: str, there: Sequence[str]) -> click.ClickException:
+    """The error for a job that is not there."""
+    running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
+    return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten")
+
+
+# --- the allocator and the nodes --------------------------------------------------------------------------------------
+
+
+def snapshot() -> CoreSnapshot | None:
+    """What the allocator knows and has decided; None while there is none (it starts with the first job)."""
+    answer: CoreSnapshot | None = _ask_allocator("snapshot")
+    return answer
+
+
+def explain(job: str) -> Explanation | None:
+    """Why the job has what it has; None if the allocator has not heard of it."""
+    answer: Explanation | None = _ask_allocator("explain", job)
+    return answer
+
+
+def _ask_allocator(method: str, *arguments: Any) -> Any | None:
+    try:
+        allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
+        return ray.get(getattr(allocator, method).remote(*arguments), timeout=_CALL_TIMEOUT_S)
+    except GetTimeoutError:
+        raise click.ClickException(
+            f"the allocator has not answered within {_CALL_TIMEOUT_S:g} s; the head node may be overloaded"
+        ) from None
+    except RayTaskError as error:
+        if isinstance(error.cause, KeyError):
+            return None
+        raise click.ClickException(f"the allocator failed: {error.cause or error}") from None
+    except (RayActorError, ValueError):  # none, or one that is being made again
+        return None
+
+
+def ray_nodes() -> list[dict[str, Any]]:
+    """Nodes as Ray lists them, dead ones included."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
+
+
+def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
+    """The answers of a function by node id; where there is none, the reason as text."""
+    task: Any = ray.remote(look)
+    calls = {
+        node_id: task.options(
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote()
+        for node_id in node_ids
+    }
+    deadline = time.monotonic() + _LOOK_S
+    answers: dict[str, Any] = {}
+    for node_id, call in calls.items():
+        try:
+            answers[node_id] = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
+        except GetTimeoutError:
+            answers[node_id] = f"no answer within {_LOOK_S:g} s"
+        except RayError as error:
+            answers[node_id] = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+    return answers

@@ -1,0 +1,79 @@
+"""``elastic-ray doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from elastic_ray.cli.checks import Check, check_storage, default_storage, machine_checks
+from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import count, show_json, show_table
+from elastic_ray.cli.rows import SHORT_ID
+
+COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
+
+
+@click.command(short_help="Check this installation.")
+@click.option("--storage", help="Path or URI of results and checkpoints; by default Ray's, ~/ray_results.")
+@click.option("--every-node", is_flag=True, help="Look at each node of the cluster, too.")
+@json_option
+def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
+    """Check this installation, and the cluster if one runs: versions, GPUs, NCCL, ports, storage.
+
+    Exit code 1 if something is in the way of jobs.
+    """
+    findings = [*machine_checks(), *_cluster_checks(storage or default_storage(), every_node)]
+    if as_json:
+        show_json(findings)
+    else:
+        rows = [(each.name, each.state, each.where or "here", each.detail) for each in findings]
+        show_table(COLUMNS, rows, empty="nothing to check")
+    if any(each.state == "fail" for each in findings):
+        raise click.exceptions.Exit(1)
+
+
+def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
+    from elastic_ray.cli import cluster
+
+    try:
+        cluster.connect()
+    except click.ClickException as error:
+        state: Check = Check(name="cluster", state="fail" if every_node else "warn", detail=error.message)
+        return [check_storage(storage, 1), state]
+    nodes = [node for node in cluster.ray_nodes() if node["Alive"]]
+    findings = [check_storage(storage, len(nodes)), check_cluster(len(nodes)), check_dashboard()]
+    if every_node:
+        for node_id, answer in cluster.on_every_node(machine_checks, [str(node["NodeID"]) for node in nodes]).items():
+            where = node_id[:SHORT_ID]
+            if isinstance(answer, str):
+                detail = f"it cannot be looked at: {answer}; is elastic-ray installed there?"
+                findings.append(Check(name="node", state="fail", detail=detail, where=where))
+            else:
+                findings += [dataclasses.replace(check, where=where) for check in answer]
+    return findings
+
+
+def check_cluster(nodes: int) -> Check:
+    """The cluster, and who shares it out."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.job.nodes import may_autoscale
+
+    seen = cluster.snapshot()
+    parts = [
+        count(nodes, "node"),
+        "an autoscaler may add some" if may_autoscale() else "no autoscaler",
+        f"allocator with policy {seen.policy}" if seen is not None else "no allocator yet (the first job starts it)",
+    ]
+    return Check(name="cluster", state="ok", detail="; ".join(parts))
+
+
+def check_dashboard() -> Check:
+    """What ``submit`` needs."""
+    from elastic_ray.cli import submission
+
+    try:
+        submission.client()
+    except click.ClickException as error:
+        return Check(name="dashboard", state="warn", detail=error.message)
+    return Check(name="dashboard", state="ok", detail="takes submissions")

@@ -1,0 +1,228 @@
+"""``elastic-ray jobs``, ``status``, ``logs``, ``stop``, ``resize``."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elastic_ray.cli.options import job_argument, json_option, read_size
+from elastic_ray.cli.output import show_json, show_table
+from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
+from elastic_ray.events import JobEvent
+from elastic_ray.progress import event_line, status_line
+
+if TYPE_CHECKING:
+    from elastic_ray.cli.cluster import Job
+
+_STOP_S = 30.0
+_POLL_S = 0.5
+
+
+@click.command(short_help="List the jobs.")
+@click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
+@json_option
+def jobs(everything: bool, as_json: bool) -> None:
+    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one."""
+    rows = read_rows(ended=everything)
+    if as_json:
+        show_json(rows)
+        return
+    now_s = time.time()
+    show_table(JOB_COLUMNS, [job_cells(row, now_s) for row in rows], empty="no jobs")
+
+
+def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
+    """All jobs."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    cluster.connect()
+    scripts = [each for each in ray_jobs.submissions() if ended or not each.ended]
+    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts)
+
+
+@click.command(short_help="Show one job.")
+@job_argument
+@click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
+@json_option
+def status(job: str, last: int, as_json: bool) -> None:
+    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    cluster.connect()
+    if not cluster.find_jobs(job):
+        script = ray_jobs.find(job)
+        if script is None:
+            raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
+        _show_script(script, as_json)
+        return
+    found = cluster.find_job(job)
+    name = found.known.job
+    (row,) = job_rows([found.known], _only(cluster.snapshot(), name))
+    members, events, why = found.workers(), found.events(), cluster.explain(name)
+    if as_json:
+        latest = events[len(events) - min(last, len(events)) :]
+        show_json({"job": row, "workers": members, "events": latest, "explanation": why})
+    else:
+        if found.known.status is not None:
+            click.echo(status_line(found.known.status))
+        for worker in members:
+            click.echo(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
+        click.echo(str(why) if why is not None else "the allocator has not heard of it")
+        click.echo(f"results: {row.storage_path}")
+        _show_events(name, events[len(events) - min(last, len(events)) :])
+    if row.failed:
+        raise click.exceptions.Exit(1)
+
+
+def _only(snapshot: Any, job: str) -> Any:
+    """A snapshot with one job, or none."""
+    import dataclasses
+
+    if snapshot is None:
+        return None
+    return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})
+
+
+def _show_script(script: Submission, as_json: bool) -> None:
+    if as_json:
+        show_json({"submission": script})
+    else:
+        click.echo(f"submission {script.submission}: {script.phase}, no job of it runs. {script.message}".rstrip())
+        click.echo(f"command: {script.entrypoint}")
+    if script.status == "FAILED":
+        raise click.exceptions.Exit(1)
+
+
+def _show_events(job: str, events: Sequence[JobEvent]) -> None:
+    for event in events:
+        when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
+        click.echo(f"{when} {event_line(job, event)}")
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+@click.command(short_help="Print what a job prints.")
+@job_argument
+@click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
+@click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
+def logs(job: str, follow: bool, only_events: bool) -> None:
+    """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    script = None if only_events else _script_of(job)
+    if script is None:
+        cluster.connect()
+        found = cluster.find_job(job)
+        if not only_events:
+            click.echo(f"job {job} was not started by elastic-ray submit: its events", err=True)
+        _follow_events(found, follow=follow)
+    elif follow:
+        follow_script(script.submission)
+    else:
+        click.echo(ray_jobs.output(script.submission), nl=False)
+
+
+def _script_of(job: str) -> Submission | None:
+    """The submission of this id or name, or the one that the job of this name came from."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    script = ray_jobs.find(job)
+    if script is not None:
+        return script
+    cluster.connect()
+    for each in cluster.known_jobs():
+        if each.job == job and each.spec is not None and each.spec.submission:
+            return ray_jobs.find(each.spec.submission)
+    return None
+
+
+def follow_script(submission: str) -> None:
+    """Show a script's output to its end.
+
+    Raises:
+        Exit: with 1 if it fails.
+    """
+    from elastic_ray.cli import submission as ray_jobs
+
+    ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))
+    ended = ray_jobs.wait(submission)
+    if ended.status != "SUCCEEDED":
+        click.echo(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _follow_events(found: Job, *, follow: bool) -> None:
+    from elastic_ray.cli.cluster import JobGoneError
+
+    name, shown = found.known.job, 0
+    with contextlib.suppress(JobGoneError):
+        while True:
+            status = found.status()
+            events = found.events(shown)
+            _show_events(name, events)
+            shown += len(events)
+            if status.phase.ended or not follow:
+                break
+            time.sleep(_POLL_S)
+        if status.phase.value == "failed":
+            click.echo(status_line(status), err=True)
+            raise click.exceptions.Exit(1)
+
+
+# --- stop and resize --------------------------------------------------------------------------------------------------
+
+
+@click.command(short_help="Stop a job.")
+@job_argument
+@click.option("--now", is_flag=True, help="In the middle of a step; else after the step in progress.")
+def stop(job: str, now: bool) -> None:
+    """Stop a job, or all jobs of a submission; a script without a job is ended itself.
+
+    A stopped job's script goes on behind fit() with what the job has reached; its checkpoints stay.
+    """
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    cluster.connect()
+    found = cluster.find_jobs(job)
+    if not found:
+        script = ray_jobs.find(job)
+        if script is None or script.ended:
+            raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
+        ray_jobs.stop(script.submission)
+        click.echo(f"submission {script.submission}: its script is being ended")
+        return
+    for each in found:
+        with contextlib.suppress(cluster.JobGoneError):
+            each.ask("stop", now=now)
+    for each in found:
+        name, ended = each.known.job, each.wait_for_end(_STOP_S)
+        if ended is None:
+            raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
+        click.echo(status_line(ended) if ended.phase.ended else f"job {name}: ended")
+
+
+@click.command(short_help="Hold a job at a size, or release it.")
+@job_argument
+@click.argument("workers", callback=read_size, metavar="N|auto")
+def resize(job: str, workers: int | None) -> None:
+    """Hold a job at N workers, or give its size back to the allocator with `auto`."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    found = cluster.find_job(job)
+    if workers is None:
+        found.ask("release")
+        click.echo(f"job {found.known.job}: its size is the allocator's again")
+    else:
+        found.ask("resize", workers)
+        click.echo(f"job {found.known.job}: held at {workers} workers until `elastic-ray resize {job} auto`")

@@ -1,0 +1,103 @@
+"""Tables and JSON: colours on a terminal only, plain aligned text elsewhere (pure but for the last step)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PHASES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
+_STYLES = {**_PHASES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to their longest cell, two spaces apart; no line is cut, so that other programs can read it."""
+    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """The same for a terminal: as wide as that is, a cell that says how a thing is in its colour."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        last = number == len(columns) - 1
+        table.add_column(column, header_style="bold", no_wrap=not last, overflow="fold" if last else "ellipsis")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    return table
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
+    """Print a table, or what there is to say of an empty one."""
+    if not rows:
+        click.echo(empty)
+    elif not on_terminal():
+        click.echo(plain_table(columns, rows))
+    else:
+        from rich.console import Console
+
+        Console().print(rich_table(columns, rows))
+
+
+def show_json(value: Any) -> None:
+    """Print as JSON, indented, with the fields in their order."""
+    click.echo(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """JSON of dataclasses, mappings, sequences and numbers; whatever else there is becomes its text."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if isinstance(value, bool | int | str) or value is None:
+        return getattr(value, "value", value)
+    try:
+        number = float(value)  # of NumPy or torch
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+    return number if math.isfinite(number) else None  # JSON knows no other numbers
+
+
+def on_terminal() -> bool:
+    """Whether output may be coloured and fitted to a width: a terminal, and nobody has set NO_COLOR or TERM=dumb."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def ago(seconds: float) -> str:
+    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86_400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+
+
+def count(number: int, noun: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,160 @@
+"""``elastic-ray nodes``, ``allocator``, ``top``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import count, on_terminal, plain_table, rich_table, show_json, show_table
+from elastic_ray.cli.rows import (
+    DECISION_COLUMNS,
+    JOB_COLUMNS,
+    NODE_COLUMNS,
+    JobRow,
+    NodeRow,
+    decision_cells,
+    decisions,
+    job_cells,
+    job_rows,
+    node_cells,
+    node_rows,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from placement.events import CoreSnapshot
+
+_NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
+
+
+@click.command(short_help="List the nodes.")
+@json_option
+def nodes(as_json: bool) -> None:
+    """List the cluster's nodes, what elastic jobs may use of them, and which jobs are there."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    rows = node_rows(cluster.ray_nodes(), cluster.snapshot())
+    if as_json:
+        show_json(rows)
+    else:
+        show_table(NODE_COLUMNS, [node_cells(row) for row in rows], empty="no nodes")
+
+
+@click.command(short_help="Show decisions and their reasons.")
+@click.argument("job", required=False)
+@click.option("--last", default=20, show_default=True, type=click.IntRange(min=0), help="Decisions to show.")
+@json_option
+def allocator(job: str | None, last: int, as_json: bool) -> None:
+    """Show who shares the cluster out, and the last decisions with their reasons; of a JOB also what more would do."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    seen = cluster.snapshot()
+    if seen is None:
+        raise click.ClickException(_NO_ALLOCATOR)
+    log = decisions(seen, job, last)
+    if job is not None and job not in seen.jobs and not log:
+        raise cluster.not_found(job, list(seen.jobs))
+    why = cluster.explain(job) if job is not None else None
+    if as_json:
+        show_json(
+            {
+                "policy": seen.policy,
+                "settled": seen.settled,
+                "jobs": list(seen.jobs),
+                "decisions": log,
+                "explanation": why,
+            }
+        )
+        return
+    click.echo(headline(seen))
+    if why is not None:
+        click.echo(str(why))
+    now_s = time.time()
+    show_table(DECISION_COLUMNS, [decision_cells(record, now_s) for record in log], empty="no decisions")
+
+
+def headline(seen: CoreSnapshot) -> str:
+    """Policy, jobs and room on one line."""
+    waiting = sum(not state.target for state in seen.jobs.values())
+    workers = sum(sum(state.target.values()) for state in seen.jobs.values())
+    parts = [
+        f"policy {seen.policy}",
+        count(len(seen.jobs), "job") + (f", {waiting} waiting" if waiting else ""),
+        f"{count(workers, 'worker')} on {count(len(seen.cluster.nodes), 'node')}",
+    ]
+    if not seen.settled:
+        parts.append("has just started, and still listens to jobs")
+    return "; ".join(parts)
+
+
+@click.command(short_help="Watch jobs and nodes.")
+@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
+@click.option("--count", "looks", type=click.IntRange(min=1), help="End after so many looks; else with Ctrl-C.")
+def top(interval: float, looks: int | None) -> None:
+    """Watch jobs, nodes and the last decision; into a pipe, one table after the other."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    screen = _Screen() if on_terminal() else _Scroll()
+    with contextlib.suppress(KeyboardInterrupt), screen:
+        for look in itertools.count(1):
+            seen = cluster.snapshot()
+            rows = job_rows(cluster.known_jobs(), seen)
+            screen.show(seen, rows, node_rows(cluster.ray_nodes(), seen))
+            if look == looks:
+                break
+            time.sleep(interval)
+
+
+class _Scroll(contextlib.AbstractContextManager["_Scroll"]):
+    """Plain text, one look after the other."""
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def show(self, seen: CoreSnapshot | None, jobs: tuple[JobRow, ...], nodes: tuple[NodeRow, ...]) -> None:
+        """One look."""
+        now_s = time.time()
+        click.echo(time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR))
+        click.echo(plain_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]))
+        click.echo(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
+
+
+class _Screen(_Scroll):
+    """The whole terminal, until Ctrl-C."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(screen=True, auto_refresh=False)
+
+    def __enter__(self) -> _Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def show(self, seen: CoreSnapshot | None, jobs: tuple[JobRow, ...], nodes: tuple[NodeRow, ...]) -> None:
+        """One look."""
+        from rich.console import Group
+        from rich.text import Text
+
+        now_s = time.time()
+        parts: list[Text | Table] = [
+            Text(time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR), style="bold"),
+            rich_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]),
+            Text(),
+            rich_table(NODE_COLUMNS, [node_cells(row) for row in nodes]),
+        ]
+        last = decisions(seen, None, 1) if seen is not None else ()
+        parts += [Text(f"\n{record}", style="dim") for record in last]
+        self._live.update(Group(*parts), refresh=True)

@@ -1,0 +1,319 @@
+"""What the listings say, from what the cluster answered: frozen rows, and their cells as text (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic_ray.cli.output import ago
+from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.progress import status_fields
+from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL
+
+if TYPE_CHECKING:
+    from placement.events import CoreSnapshot, DecisionRecord, JobState
+
+SHORT_ID = 8
+"""Characters of a node's id that are shown."""
+
+JOB_COLUMNS = ("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "LOSS", "AGE", "WHY")
+NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "JOBS")
+DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a job's controller has answered.
+
+    Attributes:
+        actor: the controller's name, ``job:`` included.
+        status: None if it did not answer in time.
+        spec: likewise.
+    """
+
+    actor: str
+    status: JobStatus | None = None
+    spec: JobSpec | None = None
+
+    def comes_from(self, submission: str) -> bool:
+        """Whether a submission of this id or name has started it."""
+        own = "" if self.spec is None else self.spec.submission
+        return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
+
+    @property
+    def job(self) -> str:
+        """The job's name; of a controller that does not answer, as good as its own."""
+        return self.status.job if self.status is not None else self.actor.removeprefix("job:")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A script that Ray runs for ``elastic-ray submit``.
+
+    Attributes:
+        submission: id.
+        name: of the script's first job, unless the script names it itself.
+        status: ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``.
+        message: Ray's, of one line.
+        entrypoint: the command.
+        started_s: [s since the epoch], None before.
+        ended_s: likewise.
+    """
+
+    submission: str
+    status: str
+    name: str = ""
+    message: str = ""
+    entrypoint: str = ""
+    started_s: float | None = None
+    ended_s: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the script has ended."""
+        return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
+
+    @property
+    def phase(self) -> str:
+        """In the words that are used of jobs: a script that runs has not begun, or has ended, its jobs."""
+        words = {"PENDING": "submitted", "RUNNING": "script", "SUCCEEDED": "finished"}
+        return words.get(self.status, self.status.lower())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One job, or a script without one; the fields of ``--json``.
+
+    Attributes:
+        phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
+            ``script`` (it runs), or how it ended.
+        held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
+        nodes: workers by node id, as the allocator wants it.
+        reason: of the allocator's last decision.
+        submission: Ray's submission that it came from; empty if it was started otherwise.
+
+    The others are those of ``JobStatus`` and ``JobView``.
+    """
+
+    job: str
+    phase: str
+    workers: int = 0
+    target_workers: int = 0
+    min_workers: int | None = None
+    max_workers: int | None = None
+    held_at: int | None = None
+    batch_size: int = 0
+    throughput: float = 0.0
+    goodput: float | None = None
+    epoch: int = 0
+    epochs: int | None = None
+    step: int = 0
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    message: str = ""
+    reason: str = ""
+    nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    tenant: str = ""
+    priority: int = 0
+    submitted_s: float | None = None
+    submission: str = ""
+    storage_path: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended badly."""
+        return self.phase == JobPhase.FAILED.value
+
+
+def job_rows(
+    known: Sequence[Known], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
+) -> tuple[JobRow, ...]:
+    """Every job that its controller or the allocator knows, and scripts that have none; in the order of arrival."""
+    states = dict(snapshot.jobs) if snapshot is not None else {}
+    rows = [_job_row(each, states.pop(each.job, None)) for each in known]
+    # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
+    rows += [_job_row(Known(actor=f"job:{job}"), state) for job, state in states.items()]
+    begun = {row.submission for row in rows}
+    rows += [_script_row(each) for each in submissions if each.submission not in begun]
+    return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
+
+
+def _job_row(known: Known, state: JobState | None) -> JobRow:
+    status, spec = known.status, known.spec
+    view = state.view if state is not None else None
+    row = JobRow(
+        job=known.job,
+        phase="silent",
+        min_workers=spec.min_workers if spec is not None else None,
+        max_workers=spec.max_workers if spec is not None else None,
+        submission=spec.submission if spec is not None else "",
+        storage_path=spec.storage_path if spec is not None else "",
+    )
+    if status is not None:
+        shared = {field.name for field in dataclasses.fields(JobStatus)} - {"job", "phase", "generation"}
+        row = dataclasses.replace(
+            row, phase=status.phase.value, **{name: getattr(status, name) for name in sorted(shared)}
+        )
+    if state is not None and view is not None:
+        row = dataclasses.replace(
+            row,
+            workers=row.workers if status is not None else view.workers,
+            min_workers=view.min_workers,
+            max_workers=view.max_workers,
+            held_at=view.held_at,
+            reason=state.reason,
+            nodes=dict(state.target),
+            tenant=view.tenant,
+            priority=view.priority,
+            submitted_s=view.submitted_s,
+        )
+    return row
+
+
+def _script_row(script: Submission) -> JobRow:
+    return JobRow(
+        job=script.name or script.submission,
+        phase=script.phase,
+        message=script.message,
+        submitted_s=script.started_s,
+        submission=script.submission,
+    )
+
+
+def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
+    """One line under ``JOB_COLUMNS``."""
+    low, high = row.min_workers, row.max_workers
+    limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
+    try:
+        fields = status_fields(_status(row))
+    except ValueError:  # not a job's phase: a script, or a silent controller
+        fields = {"workers": str(row.workers) if row.workers else ""}
+    why = row.message or row.reason
+    return (
+        row.job,
+        row.phase,
+        fields["workers"],
+        limits + (" held" if row.held_at is not None else ""),
+        fields.get("batch", ""),
+        fields.get("samples/s", ""),
+        fields.get("epoch", ""),
+        fields.get("step", ""),
+        fields.get("loss", ""),
+        "" if row.submitted_s is None else ago(now_s - row.submitted_s),
+        " ".join(why.split()),
+    )
+
+
+def _status(row: JobRow) -> JobStatus:
+    names = {field.name for field in dataclasses.fields(JobStatus)} - {"phase", "generation"}
+    return JobStatus(phase=JobPhase(row.phase), **{name: getattr(row, name) for name in names})
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """One living node; the fields of ``--json``.
+
+    Attributes:
+        node_id: Ray's hex id.
+        address: its IP address.
+        total: its resources.
+        free: what elastic jobs may use of them altogether; None while there is no allocator to say.
+        draining: whether it is about to go.
+        gpu_type: of its label.
+        market: ``spot`` or ``on-demand``, where a label says so.
+        jobs: planned workers by job.
+        labels: all labels.
+    """
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float] | None
+    draining: bool
+    gpu_type: str
+    market: str
+    jobs: Mapping[str, int]
+    labels: Mapping[str, str]
+
+
+def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
+    """Ray's living nodes, with what the allocator makes of them; by address.
+
+    Args:
+        nodes: as ``ray.nodes()`` lists them.
+        snapshot: the allocator's; None if there is none.
+    """
+    cluster = snapshot.cluster.by_id() if snapshot is not None else {}
+    rows = []
+    for node in nodes:
+        if not node["Alive"]:
+            continue
+        node_id, labels = str(node["NodeID"]), dict(node.get("Labels") or {})
+        seen = cluster.get(node_id)
+        jobs = snapshot.jobs if snapshot is not None else {}
+        rows.append(
+            NodeRow(
+                node_id=node_id,
+                address=str(node.get("NodeManagerAddress", "")),
+                total=_devices(node["Resources"]),
+                free=None if seen is None else _devices(seen.free),
+                draining=seen is not None and seen.draining,
+                gpu_type=labels.get(GPU_TYPE_LABEL, ""),
+                market=labels.get(MARKET_LABEL, ""),
+                jobs={job: state.target[node_id] for job, state in sorted(jobs.items()) if node_id in state.target},
+                labels=labels,
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (row.address, row.node_id)))
+
+
+def node_cells(row: NodeRow) -> tuple[str, ...]:
+    """One line under ``NODE_COLUMNS``."""
+    return (
+        row.node_id[:SHORT_ID],
+        row.address,
+        "draining" if row.draining else "alive",
+        row.gpu_type or "-",
+        row.market or "-",
+        _share(row, "GPU"),
+        _share(row, "CPU"),
+        " ".join(f"{job}:{workers}" for job, workers in row.jobs.items()) or "-",
+    )
+
+
+def _share(row: NodeRow, name: str) -> str:
+    """``3/4``: of four, elastic jobs may use three."""
+    total = row.total.get(name, 0.0)
+    if not total:
+        return "-"
+    return f"{total:g}" if row.free is None else f"{row.free.get(name, 0.0):g}/{total:g}"
+
+
+def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
+    """Amounts without Ray's bookkeeping."""
+    return {
+        name: float(amount)
+        for name, amount in sorted(amounts.items())
+        if "_group_" not in name and not name.startswith(("node:", "bundle"))
+    }
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
+    """One line under ``DECISION_COLUMNS``."""
+    change = f"{record.from_workers} -> {record.to_workers}" if record.job else ""
+    when = f"{ago(now_s - record.time_s)} ago"
+    return (when, record.trigger, record.job or "-", change, " ".join(record.reason.split()))
+
+
+def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
+    """The last decisions, of one job or of all, oldest first."""
+    log = [record for record in snapshot.log if job is None or record.job == job]
+    return tuple(log[len(log) - min(last, len(log)) :])

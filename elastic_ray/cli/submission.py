@@ -1,0 +1,150 @@
+"""SHELL: scripts that Ray runs on the cluster (Ray's job submission)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import requests
+from ray.job_submission import JobSubmissionClient
+
+from elastic_ray.cli.cluster import connect
+from elastic_ray.cli.rows import Submission
+
+_NAME = "elastic_ray"
+"""Metadata of the submissions that are ours: the name."""
+
+_POLL_S = 0.5
+_AGENT_S = 15.0  # a cluster that has just started has no agent yet that could run a script
+_NO_AGENT = "No available agent"
+
+
+def client() -> Any:
+    """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
+
+    Raises:
+        ClickException: no cluster, or one without a dashboard.
+    """
+    address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    if not address.startswith(("http://", "https://")):
+        connect()  # says it better if there is no cluster at all
+    for parent in JobSubmissionClient.__mro__:  # its modules set themselves to INFO, and tell of every upload
+        logging.getLogger(parent.__module__).setLevel(logging.WARNING)
+    try:
+        return JobSubmissionClient(address or None)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise click.ClickException(
+            f"this cluster's dashboard does not answer, and scripts are submitted through it: {_line(error)}; start "
+            "Ray with its dashboard (`ray start --head`, ray[default] installed), or run the script as a driver"
+        ) from error
+
+
+def free_id(name: str) -> str:
+    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
+    taken = {each.submission for each in submissions()}
+    return next(each for n in itertools.count(1) if (each := name if n == 1 else f"{name}.{n}") not in taken)
+
+
+def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
+    """Let Ray run a command on the cluster.
+
+    Raises:
+        ClickException: Ray refuses it; in its words.
+    """
+    there = client()
+    deadline = time.monotonic() + _AGENT_S
+    while True:
+        try:
+            there.submit_job(
+                entrypoint=entrypoint,
+                submission_id=submission,
+                runtime_env={**runtime_env, "working_dir": str(working_dir)},
+                metadata={_NAME: name},
+            )
+            return
+        except (RuntimeError, ValueError, OSError) as error:
+            if _NO_AGENT not in str(error) or time.monotonic() > deadline:
+                raise click.ClickException(f"Ray did not take the submission {submission!r}: {_line(error)}") from error
+        time.sleep(_POLL_S)
+
+
+def submissions() -> tuple[Submission, ...]:
+    """Ours, whether they run or have ended; none where there is no dashboard to ask."""
+    try:
+        return tuple(_read(each) for each in client().list_jobs() if _NAME in (each.metadata or {}))
+    except (click.ClickException, RuntimeError, OSError):
+        return ()
+
+
+def find(name: str) -> Submission | None:
+    """The last submission of this name, or with this id; None if there is none, or no dashboard to ask."""
+    same = [each for each in submissions() if name in (each.submission, each.name)]
+    return max(same, key=lambda each: each.started_s or 0.0, default=None)
+
+
+def stop(submission: str) -> None:
+    """End a script."""
+    try:
+        client().stop_job(submission)
+    except (RuntimeError, OSError) as error:
+        raise click.ClickException(f"Ray did not stop the submission {submission!r}: {_line(error)}") from error
+
+
+def output(submission: str) -> str:
+    """What a script has printed so far."""
+    try:
+        text: str = client().get_job_logs(submission)
+    except (RuntimeError, OSError) as error:
+        raise click.ClickException(f"the output of {submission!r} cannot be read: {_line(error)}") from error
+    return text
+
+
+def follow(submission: str, show: Callable[[str], None]) -> None:
+    """Show what a script prints, as it does, until it ends. One that has not started yet is waited for."""
+    there = client()
+    while str(there.get_job_status(submission).value) == "PENDING":
+        time.sleep(_POLL_S)
+
+    async def read() -> None:
+        async for chunk in there.tail_job_logs(submission):
+            show(chunk)
+
+    try:
+        asyncio.run(read())
+    except (RuntimeError, OSError) as error:
+        raise click.ClickException(f"the connection to the dashboard was lost: {_line(error)}") from error
+
+
+def wait(submission: str) -> Submission:
+    """The submission once its script has ended."""
+    there = client()
+    while not (found := _read(there.get_job_info(submission))).ended:
+        time.sleep(_POLL_S)
+    return found
+
+
+def _read(details: Any) -> Submission:
+    return Submission(
+        submission=str(details.submission_id or details.job_id),
+        name=str((details.metadata or {}).get(_NAME, "")),
+        status=str(getattr(details.status, "value", details.status)),
+        message=" ".join(str(details.message or "").split()),
+        entrypoint=str(details.entrypoint or ""),
+        started_s=details.start_time / 1000.0 if details.start_time else None,
+        ended_s=details.end_time / 1000.0 if details.end_time else None,
+    )
+
+
+def _line(error: BaseException) -> str:
+    """Ray's reason on one line, without the traceback that its server adds."""
+    if isinstance(error, requests.RequestException):
+        return type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

@@ -1,0 +1,116 @@
+"""``elastic-ray submit``."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from elastic_ray.cli.options import json_option, read_workers
+from elastic_ray.cli.output import show_json
+from elastic_ray.overrides import Overrides
+
+_FORMAT = "%m%d-%H%M%S"
+
+
+@click.command(short_help="Run a script on the cluster.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--workers",
+    callback=read_workers,
+    metavar="[MIN:]MAX",
+    help="Number of workers, in place of what the script's trainers say.",
+)
+@click.option("--gpus", is_flag=True, help="Train on GPUs, in place of what the script's trainers say.")
+@click.option("--name", help="Name of the job, if the script names none; by default the script's, with the time.")
+@click.option(
+    "--working-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder that is sent to the cluster, the script in it; by default the script's own.",
+)
+@click.option("--runtime-env-json", "env_json", default="{}", help="Ray's runtime environment: pip, env_vars...")
+@click.option("--python", default="python", show_default=True, help="Interpreter on the head node.")
+@click.option("--wait", "-w", is_flag=True, help="Show the script's output to its end; exit code 1 if it fails.")
+@json_option
+def submit(
+    script: Path,
+    arguments: tuple[str, ...],
+    workers: tuple[int, int] | None,
+    gpus: bool,
+    name: str | None,
+    working_dir: Path | None,
+    env_json: str,
+    python: str,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Run SCRIPT, which makes an ElasticTrainer, on the cluster; give it ARGUMENTS after `--`.
+
+    It runs on the head node as one of Ray's submitted jobs, and goes on when this command has ended.
+
+    \b
+        elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
+    """
+    from elastic_ray.cli import submission as ray_jobs
+
+    if wait and as_json:
+        raise click.UsageError("--json prints the submission, --wait its output: choose one")
+    name = check_name(name) if name is not None else fresh_name(script.stem, datetime.datetime.now())
+    folder = (working_dir or script.parent).resolve()
+    env = read_env(env_json)
+    if not script.resolve().is_relative_to(folder):
+        raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
+    submission = ray_jobs.free_id(name)
+    told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
+    entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
+    ray_jobs.submit(submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env)
+    if as_json:
+        show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
+        return
+    click.echo(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
+    if wait:
+        from elastic_ray.cli.jobs import follow_script
+
+        follow_script(submission)
+
+
+def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
+    """The shell command that Ray runs; the variables reach the script's process only, not what it starts on Ray."""
+    words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
+    return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
+
+
+def fresh_name(stem: str, now: datetime.datetime) -> str:
+    """Such as ``train-0715-093012-1f3a``."""
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem).strip("-")
+    return f"{letters or 'job'}-{now:{_FORMAT}}-{secrets.token_hex(2)}"
+
+
+def check_name(name: str) -> str:
+    """The name, if a job may have it."""
+    from elastic_ray.job.options import job_name  # imports Ray
+
+    try:
+        checked = job_name(name)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--name") from None
+    if checked is None:
+        raise click.BadParameter(f"must be a name of your own, but got {name!r}", param_hint="--name")
+    return checked
+
+
+def read_env(text: str) -> dict[str, Any]:
+    """A runtime environment."""
+    try:
+        env = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"must be JSON, but {error}", param_hint="--runtime-env-json") from None
+    if not isinstance(env, dict):
+        raise click.BadParameter(f"must be a JSON object, but got {text}", param_hint="--runtime-env-json")
+    return env

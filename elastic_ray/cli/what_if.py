@@ -1,0 +1,94 @@
+"""``elastic-ray simulate``: on a trace as ``python -m placement.simulator`` does, or on the jobs that run now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import ago, show_json, show_table
+
+if TYPE_CHECKING:
+    from placement.simulator.outlook import Outlook
+
+COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+    add_help_option=False,
+    short_help="Ask what other nodes or policies would do.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def simulate(arguments: tuple[str, ...]) -> None:
+    """What if: replay a trace (the options of `python -m placement.simulator`), or `--live` the jobs that run now.
+
+    `simulate --live --help` and `simulate --help` list the options of each.
+    """
+    if "--live" in arguments:
+        rest = [word for word in arguments if word != "--live"]
+        live.main(rest, prog_name="elastic-ray simulate --live", standalone_mode=False)
+        return
+    from placement.simulator.threads import ask_for_one
+
+    ask_for_one()  # before NumPy is imported
+    from placement.simulator.cli import main
+
+    raise click.exceptions.Exit(main(arguments, prog="elastic-ray simulate"))
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--nodes", "text", required=True, help="Such as T4:4x8, or cpu:2x16: type, nodes x devices each.")
+@click.option("--policy", help="By default the cluster's own.")
+@json_option
+def live(text: str, policy: str | None, as_json: bool) -> None:
+    """What the jobs that run now would have on other nodes, and when they would be done.
+
+    Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one
+    that it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
+    """
+    from elastic_ray.cli import cluster
+    from placement.errors import InputError
+    from placement.simulator.outlook import outlook, read_nodes
+
+    cluster.connect()
+    seen = cluster.snapshot()
+    views = [state.view for state in seen.jobs.values()] if seen is not None else []
+    if seen is None or not views:
+        raise click.ClickException("no elastic job runs on this cluster, so there is nothing to ask about")
+    chosen, now_s = policy or seen.policy, time.time()
+    try:
+        then = outlook(views, read_nodes(text, views), chosen, now_s)
+        now = outlook(views, seen.cluster, chosen, now_s, stay=True)
+    except InputError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        show_json({"policy": chosen, "nodes": text, "now": now, "then": then})
+        return
+    click.echo(f"policy {chosen}; present nodes -> {text}")
+    show_table(COLUMNS, rows(now, then), empty="no jobs")
+
+
+def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
+    """Each job here and there."""
+    return [
+        (
+            there.job,
+            f"{here.workers} -> {there.workers}",
+            f"{_rate(here.goodput)} -> {_rate(there.goodput)}",
+            f"{_span(here.ends_s)} -> {_span(there.ends_s)}",
+            " ".join(there.reason.split()),
+        )
+        for here, there in zip(now, then, strict=True)
+    ]
+
+
+def _rate(goodput: float | None) -> str:
+    return "?" if goodput is None else f"{goodput:.3g}"
+
+
+def _span(seconds: float | None) -> str:
+    return "?" if seconds is None else ago(seconds)

@@ -1,0 +1,118 @@
+"""What ``elastic-ray submit`` says of a script's jobs, as environment variables of the script's process (pure).
+
+- ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
+- ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
+- ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
+- ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
+
+They may be set by hand as well. What they replace is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+WORKERS = "ELASTIC_RAY_WORKERS"
+USE_GPU = "ELASTIC_RAY_USE_GPU"
+NAME = "ELASTIC_RAY_NAME"
+SUBMISSION = "ELASTIC_RAY_SUBMISSION"
+
+_RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
+
+logger = logging.getLogger(__name__)
+
+
+def parse_workers(text: str) -> tuple[int, int]:
+    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8).
+
+    Raises:
+        ValueError: it is neither, or not 1 <= min <= max.
+    """
+    match = _RANGE.fullmatch(text.strip())
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ValueError(
+            f"workers must be a number such as 4, or min:max with 1 <= min <= max such as 1:8: got {text!r}"
+        )
+    return low, high
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """What the environment asks for.
+
+    Attributes:
+        workers: (min, max); None leaves it to the script.
+        use_gpu: None leaves it to the script.
+        name: for a job that has none; empty for a fresh one.
+        submission: id of Ray's submission; empty outside of one.
+    """
+
+    workers: tuple[int, int] | None = None
+    use_gpu: bool | None = None
+    name: str = ""
+    submission: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """The variables that say this."""
+        values = {
+            WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
+            USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
+            NAME: self.name,
+            SUBMISSION: self.submission,
+        }
+        return {variable: value for variable, value in values.items() if value}
+
+    def scaling(self, given: Any, default: type[Any]) -> Any:
+        """A ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
+
+        Args:
+            given: the script's.
+            default: its class.
+        """
+        config = default() if given is None else given
+        if not isinstance(config, default):
+            return given  # refused by whoever reads it
+        wanted: dict[str, Any] = {"num_workers": self.workers, "use_gpu": self.use_gpu}
+        changes = {name: value for name, value in wanted.items() if value is not None}
+        for name, variable in (("num_workers", WORKERS), ("use_gpu", USE_GPU)):
+            before = getattr(config, name)
+            if given is not None and name in changes and changes[name] != before:
+                logger.warning(
+                    "ScalingConfig(%s=%r) of the script is replaced by %r: %s is set",
+                    name,
+                    before,
+                    changes[name],
+                    variable,
+                )
+        return dataclasses.replace(config, **changes) if changes else given
+
+
+def read_overrides(environment: Mapping[str, str]) -> Overrides:
+    """What the variables ask for.
+
+    Raises:
+        ValueError: a value is wrong; names the variable.
+    """
+    workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")
+    if use_gpu not in ("", "0", "1"):
+        raise ValueError(f"{USE_GPU} must be 0 or 1, but got {use_gpu!r}")
+    try:
+        limits = parse_workers(workers) if workers else None
+    except ValueError as error:
+        raise ValueError(f"{WORKERS}: {error}") from None
+    return Overrides(
+        workers=limits,
+        use_gpu=bool(int(use_gpu)) if use_gpu else None,
+        name=environment.get(NAME, ""),
+        submission=environment.get(SUBMISSION, ""),
+    )
+
+
+def take_name(environment: MutableMapping[str, str]) -> str | None:
+    """The name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
+    return environment.pop(NAME, "") or None

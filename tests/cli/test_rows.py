@@ -1,0 +1,154 @@
+"""What the listings show of what the cluster answered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_ray.cli.output import ago, plain_table, to_json
+from elastic_ray.cli.rows import (
+    DECISION_COLUMNS,
+    JOB_COLUMNS,
+    NODE_COLUMNS,
+    Known,
+    Submission,
+    decision_cells,
+    decisions,
+    job_cells,
+    job_rows,
+    node_cells,
+    node_rows,
+)
+from elastic_ray.config import ElasticConfig
+from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.job.spec import JobSpec
+from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
+from placement.events import CoreSnapshot, DecisionRecord, JobState
+from placement.jobs import JobView
+
+NODE = Node(
+    node_id="abcdef0123456789",
+    total={"CPU": 8.0, "GPU": 4.0},
+    free={"CPU": 6.0, "GPU": 3.0},
+    draining=True,
+    labels={GPU_TYPE_LABEL: "T4", MARKET_LABEL: "spot"},
+)
+RECORD = DecisionRecord(
+    time_s=940.0, trigger="arrival", job="a", from_workers=0, to_workers=2, nodes={NODE.node_id: 2}, reason="two\nlines"
+)
+
+
+def status(job: str, **fields: Any) -> JobStatus:
+    return JobStatus(job=job, phase=JobPhase.RUNNING, workers=2, target_workers=3, step=7, **fields)
+
+
+def spec(job: str, submission: str = "") -> JobSpec:
+    return JobSpec(
+        job=job,
+        train_loop=b"",
+        min_workers=1,
+        max_workers=8,
+        bundle={"CPU": 1.0},
+        use_gpu=False,
+        label_selector={},
+        storage_path=f"/runs/{job}",
+        storage_filesystem=None,
+        max_failures=0,
+        num_to_keep=None,
+        checkpoint_score_attribute=None,
+        checkpoint_score_order="max",
+        runtime_env={},
+        elastic=ElasticConfig(),
+        submission=submission,
+    )
+
+
+def snapshot(*views: JobView) -> CoreSnapshot:
+    jobs = {view.job: JobState(view=view, target={NODE.node_id: 3}, reason="because", heard_s=0.0) for view in views}
+    fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(CoreSnapshot)}
+    told = {"policy": "goodput", "settled": True, "cluster": Cluster(nodes=(NODE,)), "jobs": jobs, "log": (RECORD,)}
+    return CoreSnapshot(**{**fields, **told})
+
+
+def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> None:
+    view = JobView(job="a", bundle={"CPU": 1}, max_workers=8, submitted_s=100.0, held_at=3, tenant="team")
+    silent = JobView(job="b", bundle={"CPU": 1}, max_workers=2, submitted_s=50.0)
+    known = [
+        Known(actor="job:a", status=status("a", metrics={"loss": 0.5}), spec=spec("a", "sub")),
+        Known(actor="job:sweep-1f", status=status("sweep-t3")),  # a trial: its controller has another name
+        Known(actor="job:hangs"),
+    ]
+    scripts = [
+        Submission(submission="sub", status="RUNNING", started_s=90.0),
+        Submission(submission="new.2", name="new", status="PENDING"),
+    ]
+    rows = {row.job: row for row in job_rows(known, snapshot(view, silent), scripts)}
+    assert {job: row.phase for job, row in rows.items()} == {
+        "a": "running",
+        "b": "silent",
+        "sweep-t3": "running",
+        "hangs": "silent",
+        "new": "submitted",
+    }
+    assert list(rows).index("b") < list(rows).index("a"), "by arrival"
+    assert (rows["a"].held_at, rows["a"].tenant, rows["a"].nodes) == (3, "team", {NODE.node_id: 3})
+    cells = dict(zip(JOB_COLUMNS, job_cells(rows["a"], 165.0), strict=True))
+    assert (cells["WORKERS"], cells["OF"], cells["AGE"], cells["LOSS"]) == ("2 -> 3", "1:8 held", "1m05s", "0.5")
+    assert cells["WHY"] == "because"
+    assert all(len(job_cells(row, 0.0)) == len(JOB_COLUMNS) for row in rows.values())
+
+
+def test_a_name_stands_for_its_submissions_but_not_for_those_of_longer_names() -> None:
+    assert Known(actor="job:x", spec=spec("x", "bert.2")).comes_from("bert")
+    assert Known(actor="job:x", spec=spec("x", "bert")).comes_from("bert")
+    assert not Known(actor="job:x", spec=spec("x", "bert-large")).comes_from("bert")
+    assert not Known(actor="job:x", spec=spec("x")).comes_from("bert")
+    assert not Known(actor="job:x").comes_from("bert")
+
+
+def test_nodes_show_what_elastic_jobs_may_use_and_who_is_there() -> None:
+    resources = {"CPU": 8.0, "GPU": 4.0, "node:10.0.0.1": 1.0, "CPU_group_0_ff": 1.0}
+    living = {
+        "NodeID": NODE.node_id,
+        "Alive": True,
+        "NodeManagerAddress": "10.0.0.1",
+        "Resources": resources,
+        "Labels": NODE.labels,
+    }
+    dead = {"NodeID": "dead", "Alive": False, "NodeManagerAddress": "10.0.0.2", "Resources": {}}
+    (row,) = node_rows([living, dead], snapshot(JobView(job="a", bundle={"CPU": 1})))
+    assert row.total == {"CPU": 8.0, "GPU": 4.0}
+    assert node_cells(row) == ("abcdef01", "10.0.0.1", "draining", "T4", "spot", "3/4", "6/8", "a:3")
+    (alone,) = node_rows([living], None)
+    assert alone.free is None and node_cells(alone)[5] == "4" and len(NODE_COLUMNS) == len(node_cells(alone))
+
+
+def test_decisions_are_the_last_ones_of_a_job_or_of_all() -> None:
+    seen = dataclasses.replace(snapshot(), log=(RECORD, dataclasses.replace(RECORD, job="b"), RECORD))
+    assert [record.job for record in decisions(seen, None, 2)] == ["b", "a"]
+    assert len(decisions(seen, "a", 9)) == 2 and decisions(seen, "a", 0) == ()
+    assert decision_cells(RECORD, 1000.0) == ("1m00s ago", "arrival", "a", "0 -> 2", "two lines")
+    assert len(DECISION_COLUMNS) == 5
+
+
+def test_plain_tables_are_aligned_and_never_cut() -> None:
+    long = "x" * 300
+    assert plain_table(("A", "B"), [("1", ""), ("22", long)]) == f"A   B\n1\n22  {long}"
+
+
+def test_json_takes_whatever_a_train_function_reports() -> None:
+    value = {"loss": np.float32(0.5), "bad": float("nan"), "phase": JobPhase.RUNNING, "path": object, "more": (1, None)}
+    read = json.loads(to_json([status("a", metrics=value)]))[0]
+    assert read["phase"] == "running"
+    assert read["metrics"] == {"loss": 0.5, "bad": None, "phase": "running", "path": str(object), "more": [1, None]}
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(-1, "0s"), (59.9, "59s"), (61, "1m01s"), (7200, "2h00m"), (90_000, "1d01h")]
+)
+def test_spans_have_two_units(seconds: float, text: str) -> None:
+    assert ago(seconds) == text

@@ -1,0 +1,83 @@
+"""The commands against a cluster on which jobs run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elastic_ray.cli.app import cli
+from tests.job.jobs import start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(180)]
+
+
+def run(cluster: Any, *arguments: str, code: int = 0) -> Result:
+    """The command in this process, which is connected already."""
+    result = CliRunner().invoke(cli, arguments, env={"RAY_ADDRESS": cluster.address, "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_path: Path) -> None:
+    assert "no job runs" in run(ray_cluster, "status", "seen", code=1).stderr
+    handle = start(tmp_path, workers=(1, 3), name="seen", epochs=100_000)
+    wait_until(lambda: handle.status().step > 3, handle)
+
+    (row,) = json.loads(run(ray_cluster, "jobs", "--json").stdout)
+    assert (row["job"], row["phase"], row["min_workers"], row["max_workers"]) == ("seen", "running", 1, 3)
+    assert row["storage_path"].endswith("/runs/seen") and row["held_at"] is None and row["reason"]
+    head, line = run(ray_cluster, "jobs").stdout.splitlines()
+    assert head.split()[:3] == ["JOB", "PHASE", "WORKERS"] and line.split()[:2] == ["seen", "running"]
+
+    environment = {**os.environ, "RAY_ADDRESS": ray_cluster.address}
+    command = [sys.executable, "-m", "elastic_ray.cli", "jobs"]  # as installed: a process of its own, into a pipe
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert listed.returncode == 0 and listed.stderr == "", listed.stderr
+    assert [each.split()[0] for each in listed.stdout.splitlines()] == ["JOB", "seen"] and "\x1b" not in listed.stdout
+
+    assert "held at 2 workers" in run(ray_cluster, "resize", "seen", "2").stdout
+    wait_until(lambda: handle.status().workers == 2, handle)
+    refused = run(ray_cluster, "resize", "seen", "9", code=1).stderr
+    assert "between 1 and 3" in refused and "Traceback" not in refused
+    status = run(ray_cluster, "status", "seen").stdout
+    assert "job seen: running, workers 2" in status and "rank 1: process" in status
+    assert "job seen has 2 workers" in status and "0 -> 2 workers" in status
+    told = json.loads(run(ray_cluster, "status", "seen", "--json", "--events", "1").stdout)
+    assert told["job"]["held_at"] == 2 and len(told["events"]) == 1
+    assert [worker["rank"] for worker in told["workers"]] == [0, 1] and told["explanation"]["job"] == "seen"
+    assert "allocator's again" in run(ray_cluster, "resize", "seen", "auto").stdout
+
+    (node,) = json.loads(run(ray_cluster, "nodes", "--json").stdout)
+    assert node["node_id"] == ray_cluster.head_id and node["total"]["CPU"] == 4.0 and "seen" in node["jobs"]
+    decisions = run(ray_cluster, "allocator", "--last", "50").stdout
+    assert decisions.startswith("policy goodput; 1 job;") and "arrival" in decisions
+    assert "one more worker" in run(ray_cluster, "allocator", "seen").stdout
+    assert "no job 'other'" in run(ray_cluster, "allocator", "other", code=1).stderr
+    seen = run(ray_cluster, "top", "--count", "1").stdout
+    assert "policy goodput" in seen and "seen" in seen and "NODE" in seen
+    assert "0 -> " in run(ray_cluster, "logs", "seen").stdout
+    then = run(ray_cluster, "simulate", "--live", "--nodes", "cpu:1x1").stdout
+    assert "-> 1" in then and "seen" in then
+    assert "cluster must look like" in run(ray_cluster, "simulate", "--live", "--nodes", "x", code=2).stderr
+
+    assert "stopped" in run(ray_cluster, "stop", "seen").stdout
+    handle.result(timeout=30)
+    assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr
+
+
+def test_without_a_cluster_it_says_how_to_start_one() -> None:
+    begun = time.monotonic()
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    command = [sys.executable, "-m", "elastic_ray.cli", "jobs"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert answer.returncode == 1 and "Traceback" not in answer.stderr
+    assert "127.0.0.1:1" in answer.stderr and "ray start --head" in answer.stderr
+    assert time.monotonic() - begun < 40

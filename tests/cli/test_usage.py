@@ -1,0 +1,90 @@
+"""What a user types, right or wrong, before any cluster is needed."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elastic_ray.cli.app import _HOMES, cli
+from elastic_ray.cli.submit import command, fresh_name
+from elastic_ray.overrides import Overrides
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, arguments)
+
+
+def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
+    code = "import sys; from elastic_ray.cli.app import cli\ntry: cli(['--help'])\nexcept SystemExit: pass\n"
+    check = "print([name for name in ('ray', 'torch', 'numpy') if name in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True)
+    assert answer.stdout.splitlines()[-1] == "[]"
+    for name in _HOMES:
+        assert f"\n  {name} " in answer.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["frob"], "No such command 'frob'"),
+        (["resize", "a", "0"], "a number of workers from 1, or auto"),
+        (["resize", "a", "two"], "a number of workers from 1, or auto"),
+        (["resize", "a"], "Missing argument"),
+        (["submit", "is-not-there.py"], "'is-not-there.py' does not exist"),
+        (["submit", __file__, "--workers", "8:1"], "min:max with 1 <= min <= max"),
+        (["submit", __file__, "--workers", "0"], "min:max with 1 <= min <= max"),
+        (["submit", __file__, "--name", "../x"], "must start with a letter"),
+        (["submit", __file__, "--runtime-env-json", "{"], "must be JSON"),
+        (["submit", __file__, "--runtime-env-json", "[]"], "must be a JSON object"),
+        (["submit", __file__, "--working-dir", "examples"], "must hold the script"),
+        (["submit", __file__, "--wait", "--json"], "choose one"),
+        (["simulate", "--live"], "Missing option '--nodes'"),
+        (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
+        (["top", "--interval", "0"], "x>=0.2"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_says_what_is_right(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
+
+
+def test_the_simulators_own_options_and_errors_come_through(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("simulate", "--trace", "x", "--profiles", "y", "--cluster", "z").exit_code == 2
+    shown = run("simulate", "--help")
+    assert shown.exit_code == 0 and "usage: elastic-ray simulate" in shown.output and "--mtbf" in shown.output
+    assert "--nodes" in run("simulate", "--live", "--help").output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_a_script_of_the_shell(shell: str) -> None:
+    result = run("completion", shell)
+    assert result.exit_code == 0 and "_ELASTIC_RAY_COMPLETE" in result.stdout
+
+
+def test_the_submitted_command_quotes_what_a_shell_would_read() -> None:
+    told = Overrides(workers=(1, 8), use_gpu=True, name="n", submission="n.2")
+    line = command(Path("my train.py"), ("--text", "a b; $HOME"), told)
+    assert shlex.split(line) == [
+        "ELASTIC_RAY_WORKERS=1:8",
+        "ELASTIC_RAY_USE_GPU=1",
+        "ELASTIC_RAY_NAME=n",
+        "ELASTIC_RAY_SUBMISSION=n.2",
+        "python",
+        "my train.py",
+        "--text",
+        "a b; $HOME",
+    ]
+
+
+def test_a_fresh_name_is_one_that_a_job_may_have() -> None:
+    from elastic_ray.job.options import job_name
+
+    name = fresh_name("тест my_train!", datetime.datetime(2026, 7, 15, 9, 30, 12))
+    assert job_name(name) == name and "my-train" in name and "-0715-093012-" in name
+    assert job_name(fresh_name("_", datetime.datetime(2026, 7, 15)))

@@ -1,0 +1,84 @@
+"""What the jobs that run now would do on other nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from placement.errors import InputError
+from placement.facts import Progress
+from placement.simulator.outlook import outlook, read_nodes
+from tests.placement.views import model, view
+
+HALFWAY = Progress(done=500.0, epoch_ends=(250.0, 500.0), epochs=4.0)
+GPU = {"GPU": 1.0, "CPU": 2.0}
+
+
+def job(name: str, **fields: Any) -> Any:
+    return view(name, **{"bundle": GPU, "progress": HALFWAY, "most_workers": 8, **fields})
+
+
+def test_more_nodes_end_everything_sooner_and_the_end_is_work_over_goodput() -> None:
+    views = [job("a")]
+    (small,) = outlook(views, read_nodes("T4:1x1", views), "goodput", 0.0)
+    (large,) = outlook(views, read_nodes("T4:2x4", views), "goodput", 0.0)
+    assert (small.workers, large.workers) == (1, 8) and small.reason
+    rate, _, _ = model().best(1, 1, max_batch_size=4096, atomic_bsz_range=(8, 512), accumulation=True)
+    assert small.goodput == pytest.approx(rate) and small.ends_s == pytest.approx(500 * 64 / rate)
+    assert large.ends_s is not None and large.ends_s < small.ends_s
+
+
+def test_whoever_is_left_gets_the_room_of_who_is_done() -> None:
+    short = job("short", progress=Progress(done=90.0, epoch_ends=(45.0, 90.0), epochs=4.0), max_workers=2)
+    views = [short, job("long", max_workers=2)]
+    first = {each.job: each for each in outlook(views, read_nodes("T4:1x2", views), "fair_share", 0.0)}
+    assert first["short"].workers == first["long"].workers == 1
+    (alone,) = outlook([views[1]], read_nodes("T4:1x1", views), "fair_share", 0.0)
+    assert first["short"].ends_s is not None and first["long"].ends_s is not None and alone.ends_s is not None
+    assert first["short"].ends_s < first["long"].ends_s < alone.ends_s
+
+
+def test_what_nobody_knows_is_none() -> None:
+    unknown = {
+        "no length": job("no length", progress=None),
+        "first epoch": job("first epoch", progress=Progress(done=3.0, epochs=4.0)),
+        "no model": job("no model", goodput=None),
+        "too large": job("too large", min_workers=9, max_workers=9),
+    }
+    rows = {row.job: row for row in outlook(list(unknown.values()), read_nodes("T4:2x4", []), "goodput", 0.0)}
+    assert {name for name, row in rows.items() if row.ends_s is None} == set(unknown)
+    assert rows["no model"].goodput is None and rows["no length"].goodput
+    assert rows["too large"].workers == 0 and rows["too large"].goodput == 0.0
+
+
+def test_a_job_in_its_first_epoch_knows_its_length_from_others_of_its_model() -> None:
+    views = [job("a", progress=Progress(done=3.0, epochs=4.0, usual_epoch=250.0)), job("b")]
+    rows = outlook(views, read_nodes("T4:2x8", views), "goodput", 0.0)
+    assert rows[0].ends_s is not None and rows[1].ends_s is not None and rows[0].ends_s > rows[1].ends_s
+
+
+def test_it_changes_nothing_and_says_the_same_again() -> None:
+    views = [job("a"), job("b", allocation={"elsewhere": 2})]
+    before = [dataclasses.replace(each) for each in views]
+    nodes = read_nodes("T4:2x4", views)
+    assert outlook(views, nodes, "goodput", 5.0) == outlook(views, nodes, "goodput", 5.0)
+    assert views == before
+
+
+def test_nodes_have_plenty_of_what_the_string_does_not_count() -> None:
+    views = [job("a", bundle={"GPU": 1.0, "memory": 1e5, "accelerator_type:T4": 0.001})]
+    (t4,) = read_nodes("T4:1x4", views).nodes
+    (a100,) = read_nodes("A100:1x4", views).nodes
+    (cpu,) = read_nodes("cpu:1x4", views).nodes
+    assert t4.total["GPU"] == 4.0 and t4.total["accelerator_type:T4"] > 1 and t4.total["memory"] > 1e5
+    assert "accelerator_type:T4" not in a100.total
+    assert cpu.total["CPU"] == 4.0 and "GPU" not in cpu.total and cpu.gpu_type == ""
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(InputError, match="policy must be one of"):
+        outlook([job("a")], read_nodes("T4:1x1", []), "nonsense", 0.0)
+    with pytest.raises(InputError, match="cluster must look like"):
+        read_nodes("T4", [])
