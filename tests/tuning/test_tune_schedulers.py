@@ -67,6 +67,7 @@ def test_a_searcher_proposes_and_is_told(searcher: type, tmp_path: Path) -> None
 
 
 def test_bohb_pauses_trials_and_goes_on_with_the_better_ones(tmp_path: Path) -> None:
+    pytest.importorskip("hpbandster", reason="BOHB needs the extra elastic-ray[bohb]")
     grid = fit(
         tmp_path,
         {"quality": tune.uniform(0.5, 2.0), "epochs": 9, "checkpoint": True, "pause_s": 0.0},
