@@ -28,6 +28,7 @@ JOBS = ("imagenet", "yolov3", "deepspeech2", "cifar10")
 VALUES = (5.0, 20.0, 50.0, 100.0)
 CLUSTER = "aws:16x4"
 BASELINE = "throughput rule"
+MOST_TIME = 1.05
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     for job in options.jobs[-1:] if options.quick else options.jobs:
         own = [_row(job, name, objective, statistical) for name, objective, statistical in _rules(options)]
         rows += own
-        bars.append(_bar(job, own))
+        bars += _bars(job, own)
     finish("cost of one large job", rows=rows, bars=bars)
 
 
@@ -83,14 +84,18 @@ def run(job: str, objective: Objective, *, statistical: bool) -> Report:
     )
 
 
-def _bar(job: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _bars(job: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cheapest of ours that is in time, or the fastest if none is: its time and its cost."""
     base = next(row for row in rows if row["rule"] == BASELINE)
-    ours = [row for row in rows if row["rule"].startswith("cost per progress")]
     for row in rows:
         row["x time"], row["x cost"] = row["time [h]"] / base["time [h]"], row["cost [USD]"] / base["cost [USD]"]
-    in_time = [row["x cost"] for row in ours if row["x time"] <= 1.05]
-    value = min(in_time, default=float("inf"))
-    return bar(f"{job}: cost / Or et al.'s at no more than 1.05 x the time", value=value, limit=0.75, at_least=False)
+    ours = [row for row in rows if row["rule"].startswith("cost per progress")]
+    in_time = [row for row in ours if row["x time"] <= MOST_TIME]
+    best = min(in_time, key=lambda row: row["x cost"]) if in_time else min(ours, key=lambda row: row["x time"])
+    return [
+        bar(f"{job}: time / Or et al.'s", value=best["x time"], limit=MOST_TIME, at_least=False),
+        bar(f"{job}: cost / Or et al.'s", value=best["x cost"], limit=0.75, at_least=False),
+    ]
 
 
 if __name__ == "__main__":
