@@ -29,7 +29,9 @@ class ClusterScaler:
 
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
         self._config = config
-        self._autoscaler = Autoscaler(config.node_types, policy, config.objective, config.times, constraints)
+        self._autoscaler = Autoscaler(
+            config.node_types, policy, config.objective, config.times, constraints, most_nodes=config.max_nodes
+        )
         self._requests = NodeRequests()
         self._looked_s = 0.0
         self._refused_s: float | None = None
