@@ -143,6 +143,7 @@ class JobController:
         self._weight = spec.scheduling.weight
         self._failures = 0
         self._resumed = ""
+        self._evicted = False
         self._losses = 0.0  # a lost member is its part of the job
         self._most_workers = 0
         self._resize_cost_s = 0.2
@@ -257,6 +258,10 @@ class JobController:
             if not nodes and self._record.phase is JobPhase.WAITING:
                 self._record.message = reason
             self._take(Target(nodes=nodes, reason=reason))
+            evicted = not nodes and self._machine.current is not None
+            if evicted != self._evicted:  # its nodes go, and there are no others: what is not saved soon is lost
+                self._evicted = evicted
+                self._crew.hurry([member.worker for member in self._machine.members()], on=evicted)
 
     async def unsatisfiable(self, reason: str) -> None:
         """No node could ever offer what the job asks for, as the allocator sees the cluster."""
@@ -449,8 +454,8 @@ class JobController:
         return self._stuck[1] > _STUCK_FAILURES
 
     def _restart(self, reason: str) -> None:
-        self._failures += 1
         self._losses += 1.0
+        self._failures += not self._evicted  # nodes that went with notice are no failure
         limit = self._spec.max_failures
         if 0 <= limit < self._failures:
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for

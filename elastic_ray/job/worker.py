@@ -159,6 +159,7 @@ class Worker:
         self._setup = setup
         self._controller = controller
         self._membership: Membership | None = None
+        self._saver: StateSaver | None = None
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
@@ -185,6 +186,12 @@ class Worker:
         membership = self._membership
         if membership is not None and membership.worker == worker:
             membership.post(message)
+
+    def hurry(self, worker: str, on: bool) -> None:
+        """Make automatic checkpoints as often as possible: this worker's node goes, and the job has no other."""
+        saver, membership = self._saver, self._membership
+        if saver is not None and membership is not None and membership.worker == worker:
+            saver.hurry(on)
 
     def run(self, assignment: Assignment) -> RunResult:
         """Run the train function until it returns, leaves, fails or its group is lost."""
@@ -229,7 +236,7 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
-        saver = self._saver(assignment, session, link)
+        saver = self._saver = self._new_saver(assignment, session, link)
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
@@ -257,12 +264,13 @@ class Worker:
             return kept
         finally:
             set_session(None)
+            self._saver = None
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
             heart.stop()
 
-    def _saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
+    def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
         if not self._setup.states_kept:
             return None
         storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
