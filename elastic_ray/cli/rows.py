@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
 from elastic_ray.events import JobPhase, JobStatus
-from elastic_ray.job.spec import JobSpec
 from elastic_ray.progress import status_fields
 from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
+    from elastic_ray.job.spec import JobSpec
     from placement.events import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8
