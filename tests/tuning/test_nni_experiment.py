@@ -181,7 +181,7 @@ from tests.tuning.nni_trials import batch, for_nni
 from tests.tuning.test_nni_experiment import experiment
 from pathlib import Path
 
-ray.init()
+ray.init(address={address!r})
 found = experiment(Path({folder!r}), batch({{"quality": 1.0, "epochs": 10000}}), tuner="Batch")
 found.start(0)
 print("MANAGER", found.nni._proc.pid, flush=True)
@@ -196,8 +196,7 @@ def test_a_killed_experiment_leaves_nothing(sweep_cluster: LocalCluster, tmp_pat
 
     root = str(Path(__file__).parents[2])
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(root=root, folder=str(tmp_path))],
-        env={**os.environ, "RAY_ADDRESS": sweep_cluster.address},
+        [sys.executable, "-c", DRIVER.format(root=root, folder=str(tmp_path), address=sweep_cluster.address)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
