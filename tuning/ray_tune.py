@@ -11,7 +11,8 @@ from typing import Any
 
 import ray
 from ray.train import Checkpoint
-from ray.train._internal.checkpoint_manager import _TrainingResult
+from ray.train._internal.session import _TrainingResult
+from ray.train._internal.storage import StorageContext
 from ray.train.v2.api.config import ScalingConfig
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
@@ -152,7 +153,7 @@ class ElasticTrainable(Trainable):
     def save(self, checkpoint_dir: str | None = None) -> Any:
         """The last checkpoint that the train loop reported, where the job has stored it; none if it reported none."""
         if self._reported is not None:
-            checkpoint = Checkpoint(self._reported, self._storage.storage_filesystem)
+            checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
             self._reported = None
         if self._saved is None:  # Tune also asks at the end of every trial, so that this is not yet wrong
@@ -186,8 +187,12 @@ class ElasticTrainable(Trainable):
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
+    def _place(self) -> StorageContext:
+        assert self._storage is not None, "Tune gives every trial a place for its results"
+        return self._storage
+
     def _start(self) -> TrialJob:
-        storage = self._storage
+        storage = self._place()
         return TrialJob(
             self._template,
             sweep=storage.experiment_dir_name,

@@ -189,7 +189,11 @@ class TrialJob:
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
         """
-        report = self._handle.next_report(self._taken, timeout)
+        try:
+            report = self._handle.next_report(self._taken, timeout)
+        except TimeoutError as error:  # whether the controller is gone, the lease finds out
+            logger.warning("trial %s: %s", self.job, error)
+            return None
         if report is not None:
             self._taken = report.index
             self._values = (*self._values, score_of(report.metrics, self._template.promise))
@@ -200,6 +204,7 @@ class TrialJob:
     @property
     def done(self) -> bool:
         """Whether the job has ended and all of its reports have been taken."""
+        # An ended job's reports are at hand: nobody is asked.
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:

@@ -34,7 +34,7 @@ CLUSTER = "aws:4x4"
 GPUS = 4
 AT_A_TIME = 4
 SYSTEMS = ("fixed", "pollux", "goodput")
-CASES = (("pollux", 512, 0.0), ("live", 512, 0.0), ("live", 128, 0.0), ("live", 512, 0.5))
+CASES = (("live", 512, 0.0), ("live", 512, 0.5), ("live", 128, 0.0), ("pollux", 512, 0.0))
 """Rules, batch of the fixed trials, spread of the lengths."""
 
 
@@ -82,7 +82,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     bars = []
     for rules, batch, spread in CASES:
-        reports = {system: run(system, rules, batch, spread, 12 if options.quick else 100) for system in SYSTEMS}
+        reports: dict[str, Report] = {}
+        for system in SYSTEMS:
+            reports[system] = run(system, rules, batch, spread, 12 if options.quick else 100)
+            print(f"  {rules}, {batch}, {spread}, {system}: {reports[system].makespan_s / 3600:.2f} h", flush=True)
         case = {"rules": rules, "fixed batch": batch, "lengths": f"x e^N(0, {spread})" if spread else "equal"}
         rows += [{**case, **_row(system, report, reports["fixed"])} for system, report in reports.items()]
         best = min(reports[system].makespan_s for system in SYSTEMS[1:])

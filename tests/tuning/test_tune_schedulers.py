@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,10 @@ def wait_for(condition: Callable[[], Any], timeout_s: float) -> Any:
 @pytest.mark.parametrize("searcher", [OptunaSearch, HyperOptSearch, BasicVariantGenerator])
 def test_a_searcher_proposes_and_is_told(searcher: type, tmp_path: Path) -> None:
     space = {"quality": tune.uniform(0.5, 2.0), "epochs": 2, "pause_s": 0.0}
-    grid = fit(tmp_path, space, search_alg=searcher(), num_samples=4, max_concurrent_trials=2, reuse_actors=True)
+    one = {"max_concurrent_trials": 1, "reuse_actors": True}
+    grid = fit(tmp_path, space, elastic=trainable(workers=1), search_alg=searcher(), num_samples=3, **one)
     assert not grid.errors
-    assert len({result.config["quality"] for result in grid}) == 4
+    assert len({result.config["quality"] for result in grid}) == 3
     for result in grid:
         assert result.metrics["score"] == pytest.approx(2 * result.config["quality"])
 
@@ -68,10 +70,12 @@ def test_bohb_pauses_trials_and_goes_on_with_the_better_ones(tmp_path: Path) -> 
     grid = fit(
         tmp_path,
         {"quality": tune.uniform(0.5, 2.0), "epochs": 9, "checkpoint": True, "pause_s": 0.0},
+        elastic=trainable(workers=1),
         search_alg=TuneBOHB(seed=1),
         scheduler=HyperBandForBOHB(time_attr="training_iteration", max_t=4, reduction_factor=2),
         num_samples=4,
         max_concurrent_trials=None,
+        reuse_actors=True,
     )
     assert not grid.errors
     lengths = sorted(int(result.metrics["training_iteration"]) for result in grid)
@@ -87,7 +91,7 @@ def test_bohb_pauses_trials_and_goes_on_with_the_better_ones(tmp_path: Path) -> 
 def test_median_stopping_ends_the_worse_ones(tmp_path: Path) -> None:
     rule = MedianStoppingRule(time_attr="training_iteration", grace_period=2, min_samples_required=2)
     space = {"quality": tune.grid_search([2.0, 2.0, 0.1]), "epochs": 8, "pause_s": 0.05}
-    grid = fit(tmp_path, space, scheduler=rule)
+    grid = fit(tmp_path, space, elastic=trainable(workers=1), scheduler=rule)
     assert not grid.errors
     lengths = {(result.config["quality"], result.metrics["trial_id"]): len(result.metrics_dataframe) for result in grid}
     assert min(lengths, key=lambda trial: lengths[trial])[0] == 0.1
@@ -116,7 +120,7 @@ def test_no_more_trials_at_a_time_than_asked_for(tmp_path: Path) -> None:
             most.append(len(slots_of_trials()))
 
     space = {"quality": tune.grid_search([1.0, 2.0, 3.0, 4.0]), "epochs": 2}
-    fit(tmp_path, space, max_concurrent_trials=2, run={"callbacks": [Look()]})
+    fit(tmp_path, space, elastic=trainable(workers=1), max_concurrent_trials=2, run={"callbacks": [Look()]})
     assert max(most) <= 2
 
 
@@ -126,7 +130,7 @@ def test_no_more_trials_at_a_time_than_asked_for(tmp_path: Path) -> None:
 def test_a_loop_in_the_words_of_ray_tune(tmp_path: Path) -> None:
     space = {"raise_at": 2, "once": str(tmp_path / "once")}
     run = {"failure_config": tune.FailureConfig(max_failures=1)}
-    (result,) = fit(tmp_path, space, elastic=trainable(loop=in_tune_words), run=run)
+    (result,) = fit(tmp_path, space, elastic=trainable(loop=in_tune_words, workers=1), run=run)
     assert [int(each) for each in result.metrics_dataframe["epoch"]] == [0, 1, 2, 3]
     assert result.metrics["resumed_from"] == 2
     assert result.checkpoint is not None
@@ -149,7 +153,8 @@ def test_loggers_and_callbacks_hear_of_every_result(tmp_path: Path) -> None:
         def on_trial_complete(self, **_: Any) -> None:
             heard.append("complete")
 
-    (result,) = fit(tmp_path, {"epochs": 2, "checkpoint": True}, run={"callbacks": [Ear()]})
+    ears = {"callbacks": [Ear()]}
+    (result,) = fit(tmp_path, {"epochs": 2, "checkpoint": True}, elastic=trainable(workers=1), run=ears)
     assert [each for each in heard if each != "checkpoint"] == ["start", "0", "1", "complete"]
     assert heard.count("checkpoint") >= 2
     assert {"result.json", "progress.csv", "params.json"} <= {path.name for path in Path(result.path).iterdir()}
@@ -197,16 +202,22 @@ ray.init(address=sys.argv[1], namespace="tests")
 from ray import tune
 from tests.tuning.sweeps import fit, trainable
 space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": int(sys.argv[3]), "checkpoint": True, "pause_s": 0.1}
-grid = fit(Path(sys.argv[2]), space, elastic=trainable(sweep="other"), run={"name": "sweep"})
+grid = fit(Path(sys.argv[2]), space, elastic=trainable(sweep="other", workers=1), run={"name": "sweep"})
 print("RESULTS", [len(result.metrics_dataframe) for result in grid if result.metrics_dataframe is not None], flush=True)
 """
 
 
-def driver(cluster: LocalCluster, folder: Path, epochs: int) -> subprocess.Popen[str]:
-    """A sweep in a process of its own."""
+@contextlib.contextmanager
+def driver(cluster: LocalCluster, folder: Path, epochs: int) -> Iterator[subprocess.Popen[str]]:
+    """A sweep in a process of its own, which ends with the test."""
     command = [sys.executable, "-c", _DRIVER, cluster.address, str(folder), str(epochs)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait()
 
 
 def reports(folder: Path) -> list[int]:
@@ -217,11 +228,11 @@ def reports(folder: Path) -> list[int]:
 def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
     sweep_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    running = driver(sweep_cluster, tmp_path, epochs=25)
-    wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 3, 100)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
-    grid = tune.Tuner.restore(str(tmp_path / "sweep"), trainable(sweep="other"), resume_unfinished=True).fit()
+    with driver(sweep_cluster, tmp_path, epochs=25):  # SIGKILL at the end
+        wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 3, 100)
+    grid = tune.Tuner.restore(
+        str(tmp_path / "sweep"), trainable(sweep="other", workers=1), resume_unfinished=True
+    ).fit()
     assert not grid.errors
     for result in grid:
         assert result.metrics["epoch"] == 24
@@ -229,10 +240,10 @@ def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
 
 
 def test_ctrl_c_ends_trials_and_keeps_results(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
-    running = driver(sweep_cluster, tmp_path, epochs=500)
-    wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 2, 100)
-    running.send_signal(signal.SIGINT)
-    output, _ = running.communicate(timeout=60)
+    with driver(sweep_cluster, tmp_path, epochs=500) as running:
+        wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 2, 100)
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=60)
     assert "RESULTS" in output
     wait_for(lambda: not slots_of_trials(), 15)  # the lease, where Tune did not wait for a step to end
     assert min(reports(tmp_path)) >= 2
@@ -248,5 +259,11 @@ def test_nothing_is_left(sweep_cluster: LocalCluster) -> None:
 
 def test_a_metric_that_is_never_reported_is_named_and_results_are_kept(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="accuracy") as raised:
-        fit(tmp_path, {"epochs": 2}, metric="accuracy", scheduler=tune.schedulers.ASHAScheduler())
+        fit(
+            tmp_path,
+            {"epochs": 2},
+            elastic=trainable(workers=1),
+            metric="accuracy",
+            scheduler=tune.schedulers.ASHAScheduler(),
+        )
     assert "score" in str(raised.value) or "metric" in str(raised.value)
