@@ -1,7 +1,7 @@
 """An NNI experiment whose trials are elastic jobs, beside an ordinary one, on one Ray cluster of 8 slots.
 
-NNI's TPE proposes learning rate, width and batch size of a small net for scikit-learn's digits, its Medianstop stops what
-is worse than half of the others, and the allocator moves slots between trials and to the other job while they train.
+NNI's TPE proposes learning rate, width and batch size of a small net for scikit-learn's digits, its Medianstop stops
+what is worse than half of the others, and the allocator moves slots between trials and to the other job meanwhile.
 The train function is written for NNI; its web page is at http://127.0.0.1:8080 meanwhile. Takes two to three minutes on
 two cores and needs `pip install -e ".[examples,nni]"`:
 
