@@ -66,7 +66,8 @@ def test_a_worker_that_is_busy_for_long_without_a_sign_of_life_is_waited_for(ray
     assert EventKind.FAILURE not in kinds(handle)
 
 
-@pytest.mark.parametrize("moment", ["joining", pytest.param("receiving", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["joining", "receiving"])
 def test_joiner_dies(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
     """A joiner that dies before it was agreed on, or right after, costs no step; the next one makes it."""
     faults = Faults().kill(worker="w2", moment=moment)

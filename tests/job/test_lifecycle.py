@@ -36,6 +36,7 @@ def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, t
     assert 'KeyError: "the user\'s own mistake"' in handle.events()[-1].reason
 
 
+@pytest.mark.slow
 def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
     """8 steps an epoch: both die in the second epoch; the first one's checkpoint is where the job goes on."""
     faults = Faults().kill(rank=0, step=10, moment="forward").kill(rank=1, step=10, moment="forward")
@@ -114,6 +115,7 @@ def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     assert handle.status().phase is JobPhase.STOPPED and result.error is None
 
 
+@pytest.mark.slow
 def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_path: Path) -> None:
     from placement.actor import get_or_create_allocator
 

@@ -53,6 +53,7 @@ def _check_epochs(lines: list[dict[str, Any]], complete: int) -> None:
         assert drawn == list(range(192)), f"epoch {epoch}: not every sample exactly once"
 
 
+@pytest.mark.slow
 def test_leaving_workers_return_to_the_warm_pool(ray_cluster: Any, tmp_path: Path) -> None:
     """A worker that left is the process that joins next."""
     handle = start(tmp_path, workers=(1, 2), epochs=10_000, pause_s=0.02, elastic={"warm_workers_per_node": 1})
@@ -99,6 +100,7 @@ def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path
     assert failure.pause_s < 6
 
 
+@pytest.mark.slow
 def test_a_job_moves_off_a_draining_node(ray_cluster: Any, tmp_path: Path) -> None:
     """All of a job moves to other nodes in one go, while it trains."""
     first = ray_cluster.add_node(num_cpus=0, resources={"slot": 2})
