@@ -92,6 +92,7 @@ def seen(desk: BatchDesk, resume_point: Any = None, **fields: Any) -> JobView:
         most_workers=2,
         resize_cost_s=0.2,
         resizes=0,
+        weight=1.0,
     )
 
 

@@ -61,6 +61,7 @@ def test_what_asha_stops_gives_everything_back_and_trains_at_most_one_report_mor
         assert max(kept) == len(epochs(result))  # none of a report that Tune never saw
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_tried_again_from_its_checkpoint(tmp_path: Path) -> None:
     space = {"epochs": 6, "raise_at": 3, "checkpoint": True, "once": str(tmp_path / "once")}
     (result,) = fit(tmp_path, space, run={"failure_config": tune.FailureConfig(max_failures=1)})
