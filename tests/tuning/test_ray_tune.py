@@ -21,6 +21,7 @@ from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
 ]
@@ -61,7 +62,6 @@ def test_what_asha_stops_gives_everything_back_and_trains_at_most_one_report_mor
         assert max(kept) == len(epochs(result))  # none of a report that Tune never saw
 
 
-@pytest.mark.slow
 def test_a_failed_trial_is_tried_again_from_its_checkpoint(tmp_path: Path) -> None:
     space = {"epochs": 6, "raise_at": 3, "checkpoint": True, "once": str(tmp_path / "once")}
     (result,) = fit(tmp_path, space, run={"failure_config": tune.FailureConfig(max_failures=1)})
@@ -70,7 +70,6 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(tmp_path: Path) -> No
     assert sorted({*epochs(result)}) == epochs(result)
 
 
-@pytest.mark.slow
 def test_a_killed_trial_goes_on_with_the_job_that_still_runs(tmp_path: Path) -> None:
     """Its workers never stop; Tune sees every report once."""
     killer = threading.Thread(target=_kill_the_trial, args=(tmp_path,), daemon=True)
@@ -96,7 +95,6 @@ def _kill_the_trial(folder: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_pbt_exploits_from_the_donors_checkpoint(tmp_path: Path) -> None:
     pbt = PopulationBasedTraining(
         time_attr="training_iteration",
@@ -113,7 +111,6 @@ def test_pbt_exploits_from_the_donors_checkpoint(tmp_path: Path) -> None:
     assert max(result.metrics["inherited"] for result in grid) >= 15.0
 
 
-@pytest.mark.slow
 def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -> None:
     seen: dict[str, tuple[str, float | None]] = {}
 
@@ -127,7 +124,6 @@ def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -
     assert set(seen.values()) == {("sweep tests", 2.5)}
 
 
-@pytest.mark.slow
 def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(tmp_path: Path) -> None:
     grid = fit(tmp_path, {"silent": tune.grid_search([True, False]), "epochs": 2})
     (error,) = grid.errors
@@ -136,7 +132,6 @@ def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(tmp_p
     assert epochs(good) == [0, 1]
 
 
-@pytest.mark.slow
 def test_pbt_without_checkpoints_says_what_is_missing(tmp_path: Path) -> None:
     pbt = PopulationBasedTraining(
         time_attr="training_iteration",
@@ -151,7 +146,6 @@ def test_pbt_without_checkpoints_says_what_is_missing(tmp_path: Path) -> None:
     assert len(grid) == 2
 
 
-@pytest.mark.slow
 def test_when_all_is_over_no_controller_of_a_trial_is_found(tmp_path: Path) -> None:
     fit(tmp_path, {"epochs": 1})
     notes = [json.loads(file.read_text()) for file in tmp_path.glob("*/*/elastic_trial.json")]
@@ -162,4 +156,7 @@ def test_when_all_is_over_no_controller_of_a_trial_is_found(tmp_path: Path) -> N
 
 
 def test_the_cluster_is_whole_again(sweep_cluster: LocalCluster) -> None:
+    deadline = time.monotonic() + 5  # Ray's own view lags behind
+    while time.monotonic() < deadline and ray.available_resources().get("slot", 0) < 4:
+        time.sleep(0.1)
     assert ray.available_resources()["slot"] == 4
