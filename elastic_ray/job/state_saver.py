@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,8 +117,11 @@ class StateSaver:
         ]
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        pairs = sorted(zip(self._buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
+            other = pool.submit(_copy_all, pairs[1::2])
+            _copy_all(pairs[::2])
+            other.result()
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.synchronize()
         return self._buffers
@@ -160,3 +164,8 @@ class StateSaver:
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,
         )  # fmt: skip
+
+
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, tensor in pairs:
+        buffer.copy_(tensor, non_blocking=True)
