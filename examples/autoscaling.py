@@ -32,8 +32,8 @@ import ray.train
 
 import elastic_ray as er
 from placement.actor import get_or_create_allocator
+from placement.allocator_config import AllocatorConfig
 from placement.autoscale import AutoscalerConfig
-from placement.core import AllocatorConfig
 from placement.node_types import NodeType
 from placement.scaling.config import Autoscaling
 

@@ -18,10 +18,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, RayActorError
 
+from placement.allocator_config import AllocatorConfig
 from placement.autoscale import ScalingDecision
 from placement.cluster import Cluster
 from placement.cluster_scaler import ClusterScaler
-from placement.core import AllocatorConfig, AllocatorCore
+from placement.core import AllocatorCore
 from placement.events import (
     Allocate,
     CoreSnapshot,
@@ -223,6 +224,8 @@ class Allocator:
             await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
         if not core.jobs:
             await self._keeper.save(now=True)
+            if self._scaler is not None:
+                await self._scaler.withdraw()
         return Rule(policy=self._parcel.name, running=core.jobs)
 
     # ------------------------------------------------------------------------------------------------ inside

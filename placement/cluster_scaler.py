@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from placement.autoscale import Autoscaler, ScalingDecision
@@ -16,6 +17,8 @@ from placement.policies.base import Policy
 from placement.scaling.config import Autoscaling
 
 logger = logging.getLogger("placement.nodes")
+
+_LOOK_S = 20.0  # longest wait for one look; it asks Ray several times, five seconds each at the most
 
 
 class ClusterScaler:
@@ -81,6 +84,13 @@ class ClusterScaler:
             if before is None or before.notes.get(job) != note:
                 logger.warning("job %s: %s", job, note)
         self.decision = decision
+
+    async def withdraw(self) -> None:
+        """Ask for no node any more: the allocator makes way for another one."""
+        self._looked_s = time.time()  # not at once again, before it has gone
+        if self._look is not None:
+            await asyncio.wait([self._look], timeout=_LOOK_S)
+        await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
         """The job has ended; what it has cost [USD]."""

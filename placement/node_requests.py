@@ -59,12 +59,16 @@ class NodeRequests:
             return
         if coordinator is not None:
             ray.get(_through(coordinator, wanted), timeout=_ANSWER_S)
-        elif wanted or self._told:  # whoever never asked for anything overwrites nobody's list
+        else:  # also the first time and with nothing: the list of an allocator before this one outlives it
             resources = [resources for resources, _ in wanted]
             request_resources(bundles=resources, bundle_label_selectors=[labels for _, labels in wanted])
         if wanted != self._told:
             logger.info("nodes asked for: %s", _shown(wanted))
         self._told, self._at_s, self._by_coordinator = wanted, time.monotonic(), coordinator is not None
+
+    def withdraw(self) -> None:
+        """Ask for nothing any more: what Ray was told outlives whoever told it."""
+        self.ask(())
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:

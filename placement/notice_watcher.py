@@ -70,10 +70,17 @@ class NoticeWatcher:
     async def _run(self) -> None:
         cloud: str | None = None
         failures = 0
+        said = False
         while True:
             try:
                 if cloud is None or failures >= _QUIET_POLLS:
                     cloud, failures = await asyncio.to_thread(self._find_cloud), 0
+                    if cloud is None and not said:
+                        said = True
+                        logger.warning(
+                            "node %s is a spot node, but no cloud answers at %s: it may go without notice",
+                            self._node_id[:8], self._config.address,
+                        )  # fmt: skip
                 notice = await asyncio.to_thread(self._look, cloud) if cloud is not None else None
                 if notice is not None:
                     await asyncio.to_thread(drain, self._node_id, notice)

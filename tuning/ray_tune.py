@@ -21,7 +21,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from placement.snapshot import on_head
 from tuning.in_tune import in_tune
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
-from tuning.trials import Promise
+from tuning.trials import Promise, check_searchable
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 # TuneConfig(max_concurrent_trials). A thousandth of a CPU would take a whole one from workers that need whole ones.
 _WITHOUT_HEAD = {"CPU": 0.001}
 _WAIT_S = 5.0
-_SIZES = ("num_workers", "scaling_config")
 
 
 def elastic(
@@ -216,10 +215,5 @@ class ElasticTrainable(Trainable):
 
 
 def _check_space(config: Mapping[str, Any]) -> None:
-    for name in _SIZES:
-        if name in config:
-            raise ValueError(
-                f"{name!r} cannot be a parameter of an elastic trial: the allocator changes a trial's workers while it "
-                "runs, within tuning.elastic(scaling_config=ScalingConfig(num_workers=(min, max))). If it is something "
-                "else of yours (a data loader's processes, say), give it another name"
-            )
+    for name in config:
+        check_searchable(name)

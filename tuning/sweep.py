@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
 from placement.actor import NAMESPACE
@@ -28,6 +28,7 @@ _LINGER_S = 10.0  # after the last trial; with trials running, idle controllers 
 _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
+_OPEN_S = 120.0
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
@@ -50,8 +51,13 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
     """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
     for attempt in range(_ATTEMPTS):
         try:
-            opened: tuple[Any, str] = ray.get(find_sweep(name, promise).open.remote(spec), timeout=120.0)
+            opened: tuple[Any, str] = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
             return opened
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
+                "where it runs, may be overloaded: try fewer trials at a time (max_concurrent_trials)"
+            ) from None
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")

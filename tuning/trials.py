@@ -141,3 +141,17 @@ def score_of(metrics: Mapping[str, object], promise: Promise | None) -> float:
         return math.nan if value is None else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
+
+
+def check_searchable(name: object) -> None:
+    """Refuse to search what the allocator decides.
+
+    Raises:
+        ValueError: it is such a parameter.
+    """
+    if name in ("num_workers", "scaling_config"):
+        raise ValueError(
+            f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
+            "scaling_config=ScalingConfig(num_workers=(min, max)). If it is something else of yours (a data loader's "
+            "processes, say), give it another name"
+        )

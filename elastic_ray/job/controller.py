@@ -17,13 +17,13 @@ import ray
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
-from elastic_ray.durability import mean_time_between_losses_s
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job import views
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.feed import ReportFeed
+from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import (
     Assignment,
     Beat,
@@ -141,10 +141,8 @@ class JobController:
         self._lease.heard(_DRIVER)
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
-        self._failures = 0
+        self._losses = Losses(spec.max_failures)
         self._resumed = ""
-        self._evicted = False
-        self._losses = 0.0  # a lost member is its part of the job
         self._most_workers = 0
         self._resize_cost_s = 0.2
         self._resizes = 0
@@ -259,8 +257,7 @@ class JobController:
                 self._record.message = reason
             self._take(Target(nodes=nodes, reason=reason))
             evicted = not nodes and self._machine.current is not None
-            if evicted != self._evicted:  # its nodes go, and there are no others: what is not saved soon is lost
-                self._evicted = evicted
+            if self._losses.evict(evicted):  # what is not saved soon is lost
                 self._crew.hurry([member.worker for member in self._machine.members()], on=evicted)
 
     async def unsatisfiable(self, reason: str) -> None:
@@ -324,7 +321,8 @@ class JobController:
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
         self._record.saved(message.state)
-        return mean_time_between_losses_s(self._losses, time.time() - self._submitted_s)
+        self._losses.saved()
+        return self._losses.mean_time_s(time.time() - self._submitted_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
         try:
@@ -438,7 +436,7 @@ class JobController:
             self._finish(JobPhase.FAILED, error=RuntimeError(cause))
             return
         if note.kind is EventKind.FAILURE:
-            self._losses += max(0.0, 1.0 - note.to_workers / max(note.from_workers, 1))
+            self._losses.some_lost(note.from_workers, note.to_workers)
         self._settled_s = time.monotonic()
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
@@ -454,13 +452,11 @@ class JobController:
         return self._stuck[1] > _STUCK_FAILURES
 
     def _restart(self, reason: str) -> None:
-        self._losses += 1.0
-        self._failures += not self._evicted  # nodes that went with notice are no failure
-        limit = self._spec.max_failures
-        if 0 <= limit < self._failures:
+        if not self._losses.all_lost():
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
-            self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, self._failures, limit, reason))
+            failures, limit = self._losses.failures, self._spec.max_failures
+            self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
             return
         steps = (self._record.resume_point or {}).get("steps")
         start = "anew" if steps is None else f"from step {steps}"

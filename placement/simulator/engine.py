@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from placement.allocator_config import AllocatorConfig
 from placement.autoscale import Autoscaler
 from placement.cluster import Cluster
-from placement.core import AllocatorConfig
 from placement.jobs import SpotUse
 from placement.knowledge import Knowledge
 from placement.policies import make_policy

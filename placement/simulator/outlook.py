@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from placement.allocator_config import AllocatorConfig
 from placement.cluster import Cluster, Node
-from placement.core import AllocatorConfig, AllocatorCore
+from placement.core import AllocatorCore
 from placement.errors import InputError
 from placement.events import JobEnded, JobHeartbeat, NodesChanged, Tick
 from placement.jobs import JobView

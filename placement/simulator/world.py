@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
+from placement.allocator_config import AllocatorConfig
 from placement.cluster import Cluster
-from placement.core import AllocatorConfig, AllocatorCore
+from placement.core import AllocatorCore
 from placement.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
 from placement.knowledge import Knowledge
 from placement.policies.base import Policy

@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ray.events import EventKind
 from placement.actor import get_or_create_allocator
-from placement.core import AllocatorConfig
+from placement.allocator_config import AllocatorConfig
 from placement.notices import NoticeConfig
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.allocator_config import AllocatorConfig
 from placement.cluster import Cluster, check
-from placement.core import AllocatorConfig, AllocatorCore
+from placement.core import AllocatorCore
 from placement.events import (
     Allocate,
     Event,

@@ -28,7 +28,7 @@ def test_fixed_resources_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["num_workers", "scaling_config"])
 def test_workers_are_not_searched(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name!r} cannot be a parameter of an elastic trial: the allocator changes"):
+    with pytest.raises(ValueError, match=f"{name!r} cannot be searched: the allocator changes"):
         trainable().default_resource_request({"lr": 0.1, name: 2})
 
 

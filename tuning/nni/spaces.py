@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuning.nni.algorithms import KNOWN, Algorithm
+from tuning.trials import check_searchable
 
-_SIZES = ("num_workers", "scaling_config")
 _VALUES = {
     "choice": "a list of what to choose from",
     "randint": "[low, high], whole numbers, without high itself",
@@ -38,7 +38,7 @@ def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
         raise ValueError("search_space must have at least one parameter, but got {}")
     refused = KNOWN[tuner.name].not_types if tuner.name else ()
     for name, spec in space.items():
-        check_size(name)
+        check_searchable(name)
         _check_parameter(name, spec)
         if spec["_type"] in refused:
             raise ValueError(
@@ -46,20 +46,6 @@ def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
                 f"{KNOWN[tuner.name].why_not}. Take 'choice' for it, or the tuner 'TPE'"
             )
     return dict(space)
-
-
-def check_size(name: str) -> None:
-    """Refuse to search what the allocator decides.
-
-    Raises:
-        ValueError: ``name`` is such a parameter.
-    """
-    if name in _SIZES:
-        raise ValueError(
-            f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "
-            "scaling_config=ScalingConfig(num_workers=(min, max)). If it is something else of yours (a data loader's "
-            "processes, say), give it another name"
-        )
 
 
 def _check_parameter(name: Any, spec: Any) -> None:
@@ -93,7 +79,7 @@ def from_tune(space: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     searched: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for name, value in space.items():
-        check_size(name)
+        check_searchable(name)
         if isinstance(value, Categorical):
             searched[name] = {"_type": "choice", "_value": list(value.categories)}
         elif isinstance(value, Float | Integer):
