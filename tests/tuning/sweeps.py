@@ -17,7 +17,7 @@ def train(config: dict[str, Any]) -> None:
     """A linear model; reports ``score`` = ``quality`` x epoch after each epoch.
 
     ``config``: quality, epochs, pause_s, checkpoint (whether to report one), silent (report nothing), raise_at (epoch,
-    once per trial folder ``once``).
+    once per trial folder ``once``), hold (a file that the second half of the epochs waits for).
     """
     import torch
 
@@ -42,6 +42,8 @@ def train(config: dict[str, Any]) -> None:
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             time.sleep(config.get("pause_s", 0.02))
+        if "hold" in config and epoch == config["epochs"] // 2:
+            _wait_for(Path(config["hold"]))
         score += config.get("quality", 1.0)
         if epoch == config.get("raise_at") and _first(config["once"]):
             raise KeyError("the user's own mistake")
@@ -55,6 +57,13 @@ def train(config: dict[str, Any]) -> None:
             if er.get_context().get_world_rank() == 0:
                 torch.save({"model": model.state_dict(), "score": score}, Path(folder) / "state.pt")
             er.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def _wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} is not there after 60 s"
+        time.sleep(0.02)
 
 
 def _first(path: str) -> bool:

@@ -74,7 +74,7 @@ def test_a_killed_trial_goes_on_with_the_job_that_still_runs(tmp_path: Path) -> 
     """Its workers never stop; Tune sees every report once."""
     killer = threading.Thread(target=_kill_the_trial, args=(tmp_path,), daemon=True)
     killer.start()
-    space = {"epochs": 12, "pause_s": 0.1, "checkpoint": True}
+    space = {"epochs": 12, "checkpoint": True, "hold": str(tmp_path / "killed")}
     (result,) = fit(tmp_path, space, run={"failure_config": tune.FailureConfig(max_failures=1)})
     killer.join(10)
     assert epochs(result) == list(range(12))
@@ -91,6 +91,7 @@ def _kill_the_trial(folder: Path) -> None:
             rows = [json.loads(line) for line in file.read_text().splitlines()]
             if len(rows) >= 3:
                 os.kill(rows[-1]["pid"], signal.SIGKILL)
+                (folder / "killed").touch()
                 return
         time.sleep(0.05)
 
