@@ -31,7 +31,7 @@ from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.job.train_loop import with_config
 from elastic_ray.storage import RunStorage
 from elastic_ray.trainer import ElasticTrainer, check_resources
-from placement.actor import NAMESPACE
+from placement.actor import NAMESPACE, get_or_create_allocator
 from tuning.sweep import find_sweep, open_controller
 from tuning.trials import Promise, score_of
 
@@ -149,6 +149,7 @@ class TrialJob:
 
     Raises:
         ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
+        PolicyConflictError: other jobs are running under another policy than the trainer's.
         NoCheckpointError: it was paused, and there is nothing to go on from.
     """
 
@@ -236,6 +237,8 @@ class TrialJob:
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)
         check_resources(base)
+        if base.policy is not None:
+            get_or_create_allocator(base.policy)
         storage_path = self._new_run()
         scheduling = base.scheduling
         if not scheduling.tenant:

@@ -23,9 +23,11 @@ from ray.tune.search.bohb import TuneBOHB
 from ray.tune.search.hyperopt import HyperOptSearch
 from ray.tune.search.optuna import OptunaSearch
 
+import elastic_ray as er
+import tuning
 from placement.actor import NAME, NAMESPACE
 from tests.local_cluster import LocalCluster
-from tests.tuning.sweeps import fit, in_tune_words, trainable
+from tests.tuning.sweeps import fit, in_tune_words, train, trainable
 
 pytestmark = [
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
@@ -91,8 +93,8 @@ def test_bohb_pauses_trials_and_goes_on_with_the_better_ones(tmp_path: Path) -> 
 
 def test_median_stopping_ends_the_worse_ones(tmp_path: Path) -> None:
     rule = MedianStoppingRule(time_attr="training_iteration", grace_period=2, min_samples_required=2)
-    space = {"quality": tune.grid_search([2.0, 2.0, 0.1]), "epochs": 8, "pause_s": 0.05}
-    grid = fit(tmp_path, space, elastic=trainable(workers=1), scheduler=rule)
+    space = {"quality": tune.grid_search([2.0, 2.0, 0.1]), "epochs": 8, "pause_s": 0.0}
+    grid = fit(tmp_path, space, elastic=trainable(workers=1), scheduler=rule, max_concurrent_trials=1)
     assert not grid.errors
     lengths = {(result.config["quality"], result.metrics["trial_id"]): len(result.metrics_dataframe) for result in grid}
     assert min(lengths, key=lambda trial: lengths[trial])[0] == 0.1
@@ -190,7 +192,10 @@ def test_within_a_second_a_stopped_trials_workers_are_gone_and_its_share_is_the_
                 said["grown"] = time.time()
 
     space = {"quality": tune.grid_search([1.0, 0.1]), "epochs": 60, "pause_s": 0.1}
-    fit(tmp_path, space, elastic=trainable(workers=(1, 4)), run={"stop": Stop(), "callbacks": [Watch()]})
+    scaling = ray.train.ScalingConfig(num_workers=(1, 4), resources_per_worker={"slot": 1})
+    trainer = er.ElasticTrainer(train, scaling_config=scaling, policy="fair_share")  # whatever the speeds here
+    elastic = tuning.elastic(trainer, sweep="tests")
+    fit(tmp_path, space, elastic=elastic, run={"stop": Stop(), "callbacks": [Watch()]})
     assert said["gone"] - said["stopped"] < 1.0
     assert said["grown"] - said["stopped"] < 1.5  # one look of Tune's loop more
 
