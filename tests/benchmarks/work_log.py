@@ -33,8 +33,9 @@ class WorkLog:
 
     def worked(self, slots: int = 1) -> None:
         """At work since the last call."""
-        assert self._last_s is not None, "begin() comes first"
         now_s = time.time()
+        if self._last_s is None:  # it joined after the epoch's last batch
+            self._last_s = now_s
         self._file.write(f"{self._last_s:.4f} {now_s:.4f} {slots} {self._trial}\n")
         self._last_s = now_s
 
