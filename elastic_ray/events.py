@@ -16,6 +16,7 @@ class EventKind(str, enum.Enum):
     RESIZE = "resize"
     FAILURE = "failure"
     RESTART = "restart"
+    PREEMPTED = "preempted"
     RESUMED = "resumed"
     CANCELLED = "cancelled"
     BATCH = "batch"

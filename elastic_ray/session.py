@@ -77,7 +77,7 @@ class Session:
         self.agreement = Agreement(membership)
         self.sums = StepSums()
         self.warm_ups: list[Callable[[], None]] = []
-        self.after_step: list[Callable[[], None]] = []
+        self.between_steps: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Callable[[Communicator], None]] = []
         self._abandoned = 0
@@ -274,11 +274,13 @@ class Session:
         """Ordinal that the next loader pass of this epoch would get."""
         return self._ordinal
 
-    def edge(self, loop: LoopProgress | None = None) -> bool:
+    def edge(self, loop: LoopProgress | None = None, *, ends_pass: bool = False) -> bool:
         """The step's body has run: commit it, or find a group to go on with and have it drawn again.
 
         Args:
             loop: the pass whose step it is; None for the innermost.
+            ends_pass: the loop was left in this step. What happens between two steps waits until the pass has ended,
+                so that whoever goes on from there, a joiner or the job at another time, does not enter it again.
 
         Returns:
             Whether the step was committed (by this rank, or by a survivor whose state it took over).
@@ -306,9 +308,7 @@ class Session:
             self._recover(step, str(error))
             return self.progress.ticks > ticks
         self._commit(step, nested=nested)
-        if not nested:
-            for each in self.after_step:
-                each()
+        if not nested and not ends_pass:
             self._change_between_steps(step.can_switch)
         return True
 
@@ -342,7 +342,7 @@ class Session:
         while self._abandoned and self.step is not None:
             self._abandoned -= 1
             loop, total = self.step.loop, self.step.total
-            self.edge()
+            self.edge(ends_pass=True)
             self.end_pass(loop, total)
 
     def check_group(self) -> None:
@@ -373,6 +373,8 @@ class Session:
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
 
     def _change_between_steps(self, can_switch: Callable[[int], bool]) -> None:
+        for each in self.between_steps:
+            each()
         agreement = self.agreement
         if agreement.stop:
             raise WorkerDismissed(stopped=True)

@@ -83,6 +83,7 @@ _ALONE_TIMES_LONGER = 15
 _DRIVER = "driver"
 _WARM_UP_AFTER_S = 2.0
 _STUCK_FAILURES = 10
+_PREEMPTION_S = 60.0  # longest time to save the job in
 
 
 def start(spec: JobSpec) -> Any:
@@ -148,6 +149,9 @@ class JobController:
         self._resizes = 0
         self._settled_s = time.monotonic()
         self._stopping_since: float | None = None
+        self._preemption: Target | None = None  # what is to follow it
+        self._preempted_s = 0.0
+        self._launched_s = self._start_s = 0.0
         self._allocator = AllocatorLink(spec, self._handle, self._view, self._advised)
         self._store: Any = None
         self._address: StoreAddress | None = None
@@ -255,10 +259,13 @@ class JobController:
         if not self._record.phase.ended and self._stopping_since is None:
             if not nodes and self._record.phase is JobPhase.WAITING:
                 self._record.message = reason
-            self._take(Target(nodes=nodes, reason=reason))
-            evicted = not nodes and self._machine.current is not None
-            if self._losses.evict(evicted):  # what is not saved soon is lost
-                self._crew.hurry([member.worker for member in self._machine.members()], on=evicted)
+            target = Target(nodes=nodes, reason=reason)
+            if self._preemption is not None:
+                self._preemption = target
+            elif not nodes and self._machine.current is not None and self._spec.states_kept:
+                self._preempt(target)
+            else:
+                self._take(target)
 
     async def unsatisfiable(self, reason: str) -> None:
         """No node could ever offer what the job asks for, as the allocator sees the cluster."""
@@ -321,7 +328,6 @@ class JobController:
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
         self._record.saved(message.state)
-        self._losses.saved()
         return self._losses.mean_time_s(time.time() - self._submitted_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
@@ -352,6 +358,9 @@ class JobController:
                 self._take(Left(worker=worker))
             case "stopped":
                 self._finish(JobPhase.STOPPED)
+            case "preempted":
+                if result.value:
+                    self._suspend(result.cause)
             case "lost":
                 self._take(Lost(worker=worker, cause=result.cause))
             case "no room" if self._machine.current is not None:  # the others go on without it
@@ -402,6 +411,8 @@ class JobController:
             return
         if self._launches:
             self._record.starting()
+            if self._machine.current is None:
+                self._launched_s = time.monotonic()
         for launch in self._launches:
             path, point = self._record.restart_point
             self._pulse.forget(launch.worker)
@@ -438,6 +449,8 @@ class JobController:
         if note.kind is EventKind.FAILURE:
             self._losses.some_lost(note.from_workers, note.to_workers)
         self._settled_s = time.monotonic()
+        if note.kind is EventKind.STARTED:
+            self._start_s = self._settled_s - self._launched_s
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
         if note.kind is EventKind.RESIZE:
@@ -462,8 +475,35 @@ class JobController:
         start = "anew" if steps is None else f"from step {steps}"
         self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; it starts {start}")
         self._record.phase = JobPhase.STARTING
+        self._start_over()
+
+    def _preempt(self, then: Target) -> None:
+        """No node is left to the job, or others have more use for them: it stops between two steps, and is saved."""
+        self._preemption, self._preempted_s = then, time.monotonic()
+        concerned = [*self._machine.members(), *self._machine.entering()]
+        self._crew.post([member.worker for member in concerned], Stop(save=True))
+
+    def _suspend(self, why_not_saved: str) -> None:
+        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
+        if self._preemption is None or self._record.phase.ended:
+            return
+        if self._stopping_since is not None:
+            self._finish(JobPhase.STOPPED)
+        elif why_not_saved:
+            self._restart(f"preempted ({self._preemption.reason}) and not saved: {why_not_saved}")
+        else:
+            reason, pause_s = self._preemption.reason, time.monotonic() - self._preempted_s
+            self._event(EventKind.PREEMPTED, self._machine.world_size, 0, reason, pause_s=pause_s)
+            self._record.phase, self._record.message = JobPhase.WAITING, reason
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """Give all workers back, and begin with others once the allocator says where."""
+        then, self._preemption = self._preemption, None
         for instruction in self._machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
+        if then is not None:
+            self._take(then)
         self._allocator.soon()
 
     def _event(
@@ -563,6 +603,8 @@ class JobController:
         self._take(Tick())
         if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
             self._finish(JobPhase.STOPPED)
+        if self._preemption is not None and now_s - self._preempted_s > _PREEMPTION_S:
+            self._suspend(f"no answer within {_PREEMPTION_S:g} s")
         snapshot = self._desk.due(now_s)
         if snapshot is not None:
             self._side(self._fit(snapshot))
@@ -601,6 +643,7 @@ class JobController:
             allocation=self._crew.reserved(),
             most_workers=self._most_workers,
             resize_cost_s=self._resize_cost_s,
+            stop_cost_s=self._start_s if self._record.states else None,
             resizes=self._resizes,
             weight=self._weight,
         )

@@ -210,13 +210,6 @@ class Crew:
             if actor is not None:
                 actor.post.remote(worker, message)
 
-    def hurry(self, workers: Iterable[str], *, on: bool) -> None:
-        """Let workers make automatic checkpoints as often as they can, or no longer."""
-        for worker in workers:
-            actor = self._actors.get(worker)
-            if actor is not None:
-                actor.hurry.remote(worker, on)
-
     # -- the warm pool -----------------------------------------------------------------------------------------
 
     def _park_or_kill(self, node: str, actor: Any, most: int | None = None) -> None:

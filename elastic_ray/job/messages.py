@@ -71,11 +71,11 @@ class RunResult:
     """How a run of the train function ended.
 
     Attributes:
-        kind: "finished", "left", "stopped", "error" (the user's), "lost" (the group's) or "no room" (out of memory
-            before its first generation).
-        value: what the train function returned.
+        kind: "finished", "left", "stopped", "preempted", "error" (the user's), "lost" (the group's) or "no room" (out
+            of memory before its first generation).
+        value: what the train function returned; of a preempted run whether this worker was to save the job.
         error: the user's exception, wrapped.
-        cause: why a run was lost or found no room, as a sentence.
+        cause: why a run was lost, found no room or could not be saved, as a sentence.
         memory_bytes: resident memory of the process afterwards.
         cuda_used: whether the process holds a CUDA context.
     """

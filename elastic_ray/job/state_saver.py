@@ -22,12 +22,10 @@ from elastic_ray.storage import RunStorage
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-_HURRIED_S = 2.0
-_HURRIED_TIMES = 20.0  # of what one costs: a job that is about to be lost spends a twentieth of its time on it
 
 
 class StateSaver:
-    """Looks after every committed step whether a checkpoint is due; :meth:`close` when the run is over.
+    """Looks between any two steps whether a checkpoint is due; :meth:`close` when the run is over.
 
     All ranks hold the same state, so that nobody needs to be asked: whoever is rank 0 saves.
 
@@ -59,13 +57,11 @@ class StateSaver:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._off = False
-        self._hurried = False
-        self._cost_s = 0.0
 
-    def after_step(self) -> None:
-        """A step was committed: begin a checkpoint if one is due. Costs nothing otherwise."""
+    def between_steps(self) -> None:
+        """Begin a checkpoint if one is due. Costs nothing otherwise."""
         now_s = time.monotonic()
-        if self._off or now_s - self._since_s < self._wait_s or self._session.rank != 0:
+        if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
             return
         if self._thread is not None and self._thread.is_alive():
             return
@@ -76,7 +72,7 @@ class StateSaver:
             if not self._fit(tensors):
                 # Fresh memory is several times slower to write to than known memory: have it made meanwhile.
                 self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
-                self._since_s = now_s - self._wait_s
+                self._since_s = now_s - self._interval_s
                 return
             copied = unpack(skeleton, self._copy(tensors))
             pause_s = time.monotonic() - now_s
@@ -84,17 +80,24 @@ class StateSaver:
         except Exception:
             self._give_up("it cannot be copied", exc_info=True)
 
-    def hurry(self, on: bool) -> None:
-        """Save at once, and then as often as is any use: the job's last node is about to go."""
-        self._hurried = on
-        if on:
-            self._since_s = float("-inf")
+    def save(self) -> str:
+        """Save what this rank holds before it returns: the job is preempted, and nobody trains meanwhile.
 
-    @property
-    def _wait_s(self) -> float:
-        return (
-            min(self._interval_s, max(_HURRIED_S, _HURRIED_TIMES * self._cost_s)) if self._hurried else self._interval_s
-        )
+        Returns:
+            Why it could not be saved; empty if it was.
+        """
+        if self._thread is not None:
+            self._thread.join()  # one that was begun before; it is under way
+        if self._off:
+            return "its state cannot be saved"
+        begin_s = time.monotonic()
+        try:
+            state = write_state(self._storage, self._session.shared.capture(), self._session.resume_point())
+            self._told(StateSaved(state=state, pause_s=0.0, cost_s=0.0, write_s=time.monotonic() - begin_s))
+            delete_states(self._storage, keep=self._keep)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def close(self) -> None:
         """Give up a checkpoint that is being written, and end the thread."""
@@ -145,7 +148,7 @@ class StateSaver:
         except Exception as error:  # a full disk, a lost connection: the next one may do better
             logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
             return
-        self._cost_s = cost_s = pause_s + time.thread_time() - cpu_s
+        cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
         try:
             mean_s = self._told(saved)

@@ -51,6 +51,7 @@ def allocator_view(
     allocation: Mapping[str, int],
     most_workers: int,
     resize_cost_s: float,
+    stop_cost_s: float | None,
     resizes: int,
     weight: float,
 ) -> JobView:
@@ -75,6 +76,7 @@ def allocator_view(
         atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, resize_cost_s),
+        stop_cost_s=stop_cost_s,
         label_selector=spec.label_selector,
         priority=spec.scheduling.priority,
         tenant=spec.scheduling.tenant,

@@ -159,7 +159,6 @@ class Worker:
         self._setup = setup
         self._controller = controller
         self._membership: Membership | None = None
-        self._saver: StateSaver | None = None
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
@@ -186,12 +185,6 @@ class Worker:
         membership = self._membership
         if membership is not None and membership.worker == worker:
             membership.post(message)
-
-    def hurry(self, worker: str, on: bool) -> None:
-        """Make automatic checkpoints as often as possible: this worker's node goes, and the job has no other."""
-        saver, membership = self._saver, self._membership
-        if saver is not None and membership is not None and membership.worker == worker:
-            saver.hurry(on)
 
     def run(self, assignment: Assignment) -> RunResult:
         """Run the train function until it returns, leaves, fails or its group is lost."""
@@ -236,7 +229,7 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
-        saver = self._saver = self._new_saver(assignment, session, link)
+        saver = self._new_saver(assignment, session, link)
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
@@ -244,6 +237,8 @@ class Worker:
             link.flush()
             return _result("finished", value=value)
         except WorkerDismissed as dismissed:
+            if dismissed.stopped and session.membership.preempted:
+                return _preempted(session, saver)
             return _result("stopped" if dismissed.stopped else "left")
         except (LostGroupError, CommunicationFailedError) as error:
             broken = True
@@ -264,7 +259,6 @@ class Worker:
             return kept
         finally:
             set_session(None)
-            self._saver = None
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
@@ -281,7 +275,7 @@ class Worker:
             keep=self._setup.states_kept,
             interval_s=self._setup.elastic.checkpoint_interval_s,
         )
-        session.after_step.append(saver.after_step)
+        session.between_steps.append(saver.between_steps)
         return saver
 
     def _session(
@@ -333,6 +327,16 @@ class Worker:
 def _result(kind: str, **values: Any) -> RunResult:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return RunResult(kind=kind, memory_bytes=memory, cuda_used=_cuda_used(), **values)
+
+
+def _preempted(session: Session, saver: StateSaver | None) -> RunResult:
+    """The job goes on another time: rank 0 saves what all ranks hold."""
+    if not session.agreement.stop:
+        return _result("lost", cause="its group broke while the job was preempted")
+    if session.rank != 0:
+        return _result("preempted", value=False)
+    why_not = "automatic checkpoints are off" if saver is None else saver.save()
+    return _result("preempted", value=True, cause=why_not)
 
 
 def _cuda_used() -> bool:

@@ -82,7 +82,13 @@ class SetBatch:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """End the job cleanly after the present step."""
+    """End the job cleanly after the present step.
+
+    Attributes:
+        save: it is only preempted: rank 0 saves its state first, and the job goes on from there another time.
+    """
+
+    save: bool = False
 
 
 Message = Plan | Cancel | SetBatch | Stop

@@ -61,6 +61,7 @@ class Membership:
         self.communicator: Communicator | None = None
         self._wish: SetBatch | None = None
         self.stop_requested = False
+        self.preempted = False
 
     # -- control thread ------------------------------------------------------------------------------------
 
@@ -75,8 +76,8 @@ class Membership:
                     self._void_groups()
                 case SetBatch():
                     self._wish = message
-                case Stop():
-                    self.stop_requested = True
+                case Stop(save=save):
+                    self.stop_requested, self.preempted = True, save
             self._news.notify_all()
 
     def _take_plan(self, plan: Plan) -> None:

@@ -224,8 +224,8 @@ class LiveRules:
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
-        """None: a live job keeps its state in its workers only, so that no policy may stop one by choice."""
-        return None
+        """A job that is preempted saves its state between two steps; new workers start with it."""
+        return self.start + self.pause
 
     def divisor(self, application: str) -> float:
         """See ``Rules``."""

@@ -71,24 +71,3 @@ def test_a_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Pat
     handle.result(timeout=30)
     assert EventKind.FAILURE not in kinds(handle) and EventKind.RESTART not in kinds(handle)
     traced.check_identical(traced.read(tmp_path / "trace"))
-
-
-@pytest.mark.slow
-def test_a_job_without_another_node_has_saved_itself_when_its_node_goes(ray_cluster: Any, tmp_path: Path) -> None:
-    """And it was no failure, of which none is allowed here."""
-    spot = ray_cluster.add_node(num_cpus=0, resources={"slot": 2}, labels={"ray.io/market-type": "spot"})
-    handle = start(tmp_path, workers=2, epochs=60, pause_s=0.05, bundle={"slot": 1.0})
-    wait_until(lambda: handle.status().step >= 10, handle)
-    ray_cluster.drain_node(spot)
-    wait_until(lambda: len(list(tmp_path.glob("runs/*/automatic/*.json"))) > 0, handle)
-    time.sleep(4.0)
-    ray_cluster.remove_node(spot)
-    ray_cluster.add_node(num_cpus=0, resources={"slot": 2})
-    handle.result(timeout=120)
-    events = handle.events()
-    gone = next(event for event in events if event.kind is EventKind.RESTART)
-    resumed = next(event for event in events if event.kind is EventKind.RESUMED)
-    lines = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
-    reached = max(line["step"] for line in lines if line["time"] < gone.time_s)
-    assert reached - int(resumed.reason.rsplit(" ", 1)[1]) < 60, "three seconds of work at the most"
-    traced.account(tmp_path / "trace")

@@ -91,6 +91,7 @@ def seen(desk: BatchDesk, resume_point: Any = None, **fields: Any) -> JobView:
         allocation={"n": 2},
         most_workers=2,
         resize_cost_s=0.2,
+        stop_cost_s=None,
         resizes=0,
         weight=1.0,
     )

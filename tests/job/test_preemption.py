@@ -1,0 +1,65 @@
+"""Jobs that are stopped for others, saved, and go on later: no step is lost, none is done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ray.events import EventKind
+from placement.cluster import Cluster
+from placement.jobs import JobView
+from tests.job import traced
+from tests.job.jobs import kinds, start, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest.mark.timeout(180)]
+
+
+def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, int]:
+    """The newest job has the cluster for itself, if the others can be stopped without a loss."""
+    newest = max(jobs, key=lambda view: view.submitted_s)
+    stay = {view.job: 2 for view in jobs if view.allocation and view.stop_cost_s is None}
+    return stay or {newest.job: 2}
+
+
+def check_steps_once(folder: Path) -> None:
+    """Every step was committed once, though the job ran in several pieces."""
+    lines = [line for line in traced.read(folder) if line["kind"] == "step" and line["rank"] == 0]
+    steps = [line["step"] for line in sorted(lines, key=lambda line: line["time"])]
+    assert steps == list(range(len(steps)))
+    traced.account(folder)
+
+
+def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "long").mkdir()
+    (tmp_path / "short").mkdir()
+    options: dict[str, Any] = {"workers": 2, "bundle": {"slot": 1.0}, "policy": last_come_first_served}
+    often = {"checkpoint_interval_s": 0.5}
+    long = start(tmp_path / "long", epochs=12, pause_s=0.05, elastic=often, **options)
+    wait_until(lambda: long.status().step >= 10, long)
+    short = start(tmp_path / "short", epochs=1, **options)
+    short.result(timeout=60)
+    preempted = [event for event in long.events() if event.kind is EventKind.PREEMPTED]
+    assert [(event.from_workers, event.to_workers) for event in preempted] == [(2, 0)]
+    assert preempted[0].pause_s < 5.0
+    long.result(timeout=100)
+    assert EventKind.RESTART not in kinds(long) and EventKind.FAILURE not in kinds(long)
+    assert kinds(long).count(EventKind.STARTED) == 2 and EventKind.RESUMED in kinds(long)
+    check_steps_once(tmp_path / "long" / "trace")
+
+
+@pytest.mark.slow
+def test_a_job_whose_only_node_drains_is_off_it_and_goes_on_elsewhere(ray_cluster: Any, tmp_path: Path) -> None:
+    """And it was no failure, of which none is allowed here."""
+    spot = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
+    handle = start(tmp_path, workers=2, epochs=8, pause_s=0.05, bundle={"spot": 1.0})
+    wait_until(lambda: handle.status().step >= 10, handle)
+    ray_cluster.drain_node(spot)
+    wait_until(lambda: EventKind.PREEMPTED in kinds(handle), handle, 10)
+    ray_cluster.remove_node(spot)
+    ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
+    handle.result(timeout=120)
+    assert EventKind.RESTART not in kinds(handle)
+    check_steps_once(tmp_path / "trace")

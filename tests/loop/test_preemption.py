@@ -1,0 +1,104 @@
+"""A run that is preempted, saved, and goes on in another process's session: as if nothing had happened. No Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ray as er
+from elastic_ray.context import set_session
+from elastic_ray.job.state_saver import StateSaver
+from elastic_ray.membership.plan import Stop
+from elastic_ray.membership.rendezvous import Communicator, StoreAddress
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.saved_state import read_state
+from elastic_ray.passage import WorkerDismissed
+from elastic_ray.session import Session
+from elastic_ray.standalone import StandaloneLink
+from elastic_ray.state_files import state_files
+from elastic_ray.storage import RunStorage
+
+EPOCHS = 2
+TICKS = EPOCHS * (4 + 2 + 1)  # batches of training and evaluation, and one that a break ends
+
+
+def loop(heard: list[tuple[str, int, list[int]]]) -> torch.Tensor:
+    """Training, evaluation and a pass that is left early, each epoch; returns the trained parameters."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 3), torch.arange(12))
+    model: Any = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    training = er.AdaptiveDataLoader(data, batch_size=3, shuffle=True)
+    held_out = er.AdaptiveDataLoader(data, batch_size=6, shuffle=False)
+    for epoch in er.remaining_epochs_until(EPOCHS):
+        losses = er.Accumulator()
+        for x, index in training:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses["loss"] += loss.item()
+            heard.append(("train", epoch, index.tolist()))
+        for _, index in held_out:
+            losses["seen"] += len(index)
+            heard.append(("test", epoch, index.tolist()))
+        for _, index in held_out:
+            heard.append(("look", epoch, index.tolist()))
+            break
+        heard.append(("sums", epoch, [round(losses["loss"] * 1e6), int(losses["seen"])]))
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def session_of(kept: dict[str, Any] | None = None) -> Session:
+    """A worker's session, alone in its job."""
+
+    def form(plan: Any, rank: int) -> Communicator:
+        nowhere = StoreAddress(host="localhost", port=0)
+        times = {"timeout_s": 10.0, "form_timeout_s": 10.0}
+        return Communicator(nowhere, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
+
+    membership = Membership("0", form, lambda generation, cause: None)
+    session = Session("0", membership, StandaloneLink(1, 1, membership.post), kept=kept, elastic=True)
+    set_session(session)
+    return session
+
+
+class Heard(list[Any]):
+    """Asks for the preemption when so much was heard."""
+
+    def __init__(self, at: int, session: Session) -> None:
+        super().__init__()
+        self._at, self._session = at, session
+
+    def append(self, each: Any) -> None:
+        super().append(each)
+        if len(self) == self._at:
+            self._session.membership.post(Stop(save=True))
+
+
+@pytest.mark.parametrize("at", range(1, TICKS + EPOCHS))
+def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None:
+    whole: list[Any] = []
+    session_of()
+    wanted = loop(whole)
+
+    session = session_of()
+    saver = StateSaver(session, RunStorage(str(tmp_path)), lambda saved: 1e5, keep=2, interval_s=None)
+    first = Heard(at, session)
+    with pytest.raises(WorkerDismissed):
+        loop(first)
+    assert session.agreement.stop and saver.save() == ""
+    (state,) = state_files(RunStorage(str(tmp_path)))
+    kept = read_state(RunStorage(str(tmp_path)), state)
+
+    second: list[Any] = []
+    session_of(kept)
+    trained = loop(second)
+    assert torch.equal(trained, wanted)
+    assert [each for each in first + second if each[0] != "sums"] == [each for each in whole if each[0] != "sums"]
+    sums = {epoch: values for kind, epoch, values in [*first, *second] if kind == "sums"}
+    assert sums == {epoch: values for kind, epoch, values in whole if kind == "sums"}
