@@ -68,6 +68,8 @@ class Crew:
             paced=spec.trial is not None,
             states_kept=spec.states_kept,
         )
+        # A trial starts no process before it needs one; those that it has had, and started in vain, it keeps.
+        self._most_warm = max(spec.elastic.warm_workers_per_node, FIRST_WORKERS if spec.trial is not None else 0)
         self._groups: dict[str, Any] = {}
         self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
@@ -167,8 +169,8 @@ class Crew:
         ).remote()
         return dataclasses.replace(assignment, gpu_ids=tuple(ids))
 
-    def release(self, worker: str, *, kill: bool, most: int | None = None) -> None:
-        """Give a worker's resources back; its process rests in the warm pool (of ``most``), or ends."""
+    def release(self, worker: str, *, kill: bool) -> None:
+        """Give a worker's resources back; its process rests in the warm pool, or ends."""
         actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
         result = self._results.pop(worker, None)
         self.facts.pop(worker, None)
@@ -182,7 +184,7 @@ class Crew:
                 and result.memory_bytes <= self._spec.elastic.warm_worker_memory_bytes
             )
             if fit:
-                self._park_or_kill(node, actor, most)
+                self._park_or_kill(node, actor)
             else:
                 ray.kill(actor)
         if group is not None:
@@ -212,9 +214,9 @@ class Crew:
 
     # -- the warm pool -----------------------------------------------------------------------------------------
 
-    def _park_or_kill(self, node: str, actor: Any, most: int | None = None) -> None:
+    def _park_or_kill(self, node: str, actor: Any) -> None:
         warm = self._warm.setdefault(node, [])
-        if len(warm) < (self._spec.elastic.warm_workers_per_node if most is None else most):
+        if len(warm) < self._most_warm:
             warm.append(actor)
         else:
             ray.kill(actor)
@@ -262,7 +264,7 @@ class Crew:
         while time.monotonic() < deadline_s and any(self._may_come_out(worker) for worker in self._actors):
             await asyncio.sleep(0.01)
         for worker in list(self._groups):
-            self.release(worker, kill=worker not in self._results, most=FIRST_WORKERS)
+            self.release(worker, kill=worker not in self._results)
         kept, self._warm = self._warm, {}
         self.disband()
         return kept
