@@ -16,7 +16,8 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Message, Plan, SetBatch
-from elastic_ray.membership.rendezvous import Communicator, StoreAddress
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.store import StoreAddress
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale

@@ -18,6 +18,7 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from placement.actor import find_allocator
 from placement.snapshot import on_head
 from tuning.in_tune import in_tune
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
@@ -120,6 +121,8 @@ class ElasticTrainable(Trainable):
         """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
         _check_space(config)
         on = on_head() if ray.is_initialized() else {}
+        if on:
+            find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any]) -> None:

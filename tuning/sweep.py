@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.store import StoreAddress, open_store
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
 from tuning.trials import Promise, Standing, weights
@@ -72,7 +73,7 @@ class Sweep:
     """
 
     def __init__(self, name: str, promise: Promise | None) -> None:
-        from elastic_ray.job.controller import start  # imports torch, which fronts are spared by asking here
+        from elastic_ray.job.controller import start  # what it imports, fronts are spared by asking here
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logger.setLevel(logging.INFO)
@@ -86,13 +87,23 @@ class Sweep:
         self._kinds: dict[str, tuple[JobSpec, str]] = {}
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
+        self._store = asyncio.get_event_loop().create_task(self._open_store())
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def _open_store(self) -> Any:
+        return await asyncio.to_thread(open_store, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
+
+    async def store(self) -> StoreAddress:
+        """The rendezvous store of all trials, so that their controllers need not import torch."""
+        store = await self._store
+        return StoreAddress(host=store.host, port=store.port)
 
     async def open(self, spec: JobSpec) -> tuple[Any, str]:
         """A controller that runs this trial from now on, and its name."""
         assert spec.trial is not None, "only trials are opened here"
         kind = _kind(spec)
         controller, name = None, spec.trial.controller
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, store=self._handle))
         while controller is None and (fits := [entry for entry in self._idle if entry[0] == kind]):
             self._idle.remove(fits[-1])
             try:
@@ -175,5 +186,7 @@ async def _is_gone(controller: Any) -> bool:
 
 def _kind(spec: JobSpec) -> JobSpec:
     """What trials must have in common to use each other's processes."""
-    trial = dataclasses.replace(spec.trial, controller="", start_from=None) if spec.trial is not None else None
+    trial = spec.trial
+    if trial is not None:
+        trial = dataclasses.replace(trial, controller="", start_from=None, store=None)
     return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial)

@@ -136,7 +136,7 @@ def check_ports() -> Check:
     """A store, as each job opens one on a free port, can be reached at this machine's address."""
     import ray
 
-    from elastic_ray.membership.rendezvous import StoreAddress, connect_store, open_store
+    from elastic_ray.membership.store import StoreAddress, connect_store, open_store
 
     host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:

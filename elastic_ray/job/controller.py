@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.feed import ReportFeed
+from elastic_ray.job.lease import START_TIMEOUT_S
 from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import (
     Assignment,
@@ -44,7 +46,6 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.link import StepReport
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
 from elastic_ray.membership.plan import Cancel, SetBatch, Stop
-from elastic_ray.membership.rendezvous import StoreAddress, open_store
 from elastic_ray.membership.roster import number
 from elastic_ray.membership.signals import (
     AllLost,
@@ -68,6 +69,7 @@ from elastic_ray.membership.signals import (
     Tick,
     Withdraw,
 )
+from elastic_ray.membership.store import StoreAddress, open_store
 from elastic_ray.storage import RunStorage
 from placement.actor import NAMESPACE
 from placement.jobs import JobView
@@ -588,9 +590,14 @@ class JobController:
         return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))
 
     async def _open_store(self) -> None:
-        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._store = await asyncio.to_thread(open_store, host)
-        self._address = StoreAddress(host=host, port=self._store.port)
+        trial = self._spec.trial
+        if trial is not None and trial.store is not None:
+            shared = await asyncio.wait_for(trial.store.store.remote(), START_TIMEOUT_S)
+            self._address = dataclasses.replace(shared, prefix=f"{self._spec.job}/{secrets.token_hex(4)}")
+        else:
+            host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            self._store = await asyncio.to_thread(open_store, host)
+            self._address = StoreAddress(host=host, port=self._store.port)
         self._launch_waiting()
 
     async def _tick(self) -> None:

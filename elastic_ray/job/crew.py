@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import (
 
 from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult, WorkerSetup
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.job.worker import Worker
+from elastic_ray.job.worker_process import WorkerProcess
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from placement import groups
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # ``run`` occupies a thread for the length of the training; messages need some beside it.
 _THREADS = 4
 _VACATE_S = 0.5
+_COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
 
 
 class Crew:
@@ -77,6 +78,7 @@ class Crew:
         self._results: dict[str, RunResult] = {}
         self._warm: dict[str, list[Any]] = {node: list(actors) for node, actors in (warm or {}).items()}
         self._warming: set[str] = set()
+        self._cold_until_s: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.facts: dict[str, ProcessFacts] = {}
 
@@ -141,7 +143,7 @@ class Crew:
         return actor, await actor.prepare.remote()
 
     def _new_process(self, node: str) -> Any:
-        actor: Any = ray.remote(Worker)
+        actor: Any = ray.remote(WorkerProcess)
         environment = dict(self._spec.runtime_env)
         if self._spec.use_gpu:
             # The process asks for no GPU itself and would see none; it takes those of its reservation.
@@ -230,7 +232,10 @@ class Crew:
         if self._warming:
             return
         for node in sorted(wanted):
-            if len(self._warm.get(node, [])) < self._spec.elastic.warm_workers_per_node:
+            if (
+                time.monotonic() >= self._cold_until_s.get(node, 0.0)
+                and len(self._warm.get(node, [])) < self._spec.elastic.warm_workers_per_node
+            ):
                 self._warming.add(node)
                 self._spawn(self._warm_up(node))
                 return
@@ -241,6 +246,7 @@ class Crew:
             await asyncio.wait_for(actor.prepare.remote(), self._spec.elastic.join_timeout_s)
             self._park_or_kill(node, actor)
         except (RayError, asyncio.TimeoutError) as error:
+            self._cold_until_s[node] = time.monotonic() + _COLD_S
             logger.info("job %s: no warm worker on node %s: %s", self._spec.job, node[:8], _first_line(error))
         finally:
             self._warming.discard(node)

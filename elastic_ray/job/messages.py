@@ -8,7 +8,7 @@ from typing import Any
 
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
-from elastic_ray.membership.rendezvous import StoreAddress
+from elastic_ray.membership.store import StoreAddress
 from elastic_ray.state_files import StateFile
 
 

@@ -9,7 +9,6 @@ import resource
 import threading
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -36,7 +35,8 @@ from elastic_ray.job.messages import (
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard, connect_store
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+from elastic_ray.membership.store import connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
@@ -146,7 +146,7 @@ class Heart:
 
 
 class Worker:
-    """Actor class; methods other than ``run`` return at once and may be called while it runs.
+    """What a ``WorkerProcess`` does; methods other than ``run`` return at once and may be called while it runs.
 
     Args:
         setup: what all workers of the job share.
@@ -171,14 +171,6 @@ class Worker:
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
         return ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
-
-    def sees_running(self, pid: int) -> bool:
-        """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return not Path("/proc/self/stat").exists()
-        return state not in "TtZX"
 
     def post(self, worker: str, message: Message) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""

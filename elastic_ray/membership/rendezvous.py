@@ -6,7 +6,6 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from elastic_ray.membership.store import StoreAddress, connect_store
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
@@ -25,27 +26,6 @@ _CUDA_POLL_S = 2e-4
 
 class CommunicationFailedError(Exception):
     """A collective could not be completed: a peer died, timed out, or the generation was called off."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoreAddress:
-    """Where the job's rendezvous store listens (the job controller holds it)."""
-
-    host: str
-    port: int
-
-
-def open_store(host: str) -> Any:
-    """A job's rendezvous store on a free port of this machine; lives as long as the object."""
-    # torch.distributed does not export its stores to type checkers
-    return dist.TCPStore(host, 0, None, True, timedelta(seconds=30), wait_for_workers=False)  # type: ignore[attr-defined]
-
-
-def connect_store(address: StoreAddress, timeout_s: float = 30.0) -> Any:
-    """A client of the store, for one thread: a client that waits blocks every other call on it."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address.host, address.port, None, False, timedelta(seconds=timeout_s)
-    )
 
 
 class Communicator:

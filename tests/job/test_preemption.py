@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest
 def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, int]:
     """The newest job has the cluster for itself, if the others can be stopped without a loss."""
     newest = max(jobs, key=lambda view: view.submitted_s)
-    stay = {view.job: 2 for view in jobs if view.allocation and view.stop_cost_s is None}
-    return stay or {newest.job: 2}
+    stay = {view.job for view in jobs if view.allocation and view.stop_cost_s is None} or {newest.job}
+    return {view.job: 2 * (view.job in stay) for view in jobs}
 
 
 def check_steps_once(folder: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: 
 def test_a_job_whose_only_node_drains_is_off_it_and_goes_on_elsewhere(ray_cluster: Any, tmp_path: Path) -> None:
     """And it was no failure, of which none is allowed here."""
     spot = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
-    handle = start(tmp_path, workers=2, epochs=8, pause_s=0.05, bundle={"spot": 1.0})
+    handle = start(tmp_path, workers=2, epochs=12, pause_s=0.05, bundle={"spot": 1.0}, policy="goodput")
     wait_until(lambda: handle.status().step >= 10, handle)
     ray_cluster.drain_node(spot)
     wait_until(lambda: EventKind.PREEMPTED in kinds(handle), handle, 10)

@@ -12,7 +12,8 @@ import elastic_ray as er
 from elastic_ray.context import set_session
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.membership.plan import Stop
-from elastic_ray.membership.rendezvous import Communicator, StoreAddress
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.store import StoreAddress
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
