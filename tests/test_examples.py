@@ -71,6 +71,15 @@ def test_a_sweep_of_elastic_trials_beside_another_job() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+def test_nodes_come_and_go_and_every_job_ends_whole() -> None:
+    output = run(sys.executable, "examples/autoscaling.py", timeout_s=380)
+    whole = re.findall(r"^\w+ +last epoch \d+, 512 samples in it, .* cost (\d+\.\d+) cents$", output, re.MULTILINE)
+    assert len(whole) == 3 and all(float(cost) > 0 for cost in whole), output
+    assert "is gone without notice" in output, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(importlib.util.find_spec("nni") is None, reason="NNI is not installed: pip install -e '.[nni]'")
 def test_an_nni_experiment_beside_an_ordinary_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in {"TRIALS": "8", "PORT": "0", "HOME": str(tmp_path)}.items():
