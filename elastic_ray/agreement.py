@@ -12,8 +12,8 @@ from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.run_progress import agreed_lead, names_agree, names_ballot
 
-# What rides on every gradient reduction and vote: lead, lead squared, stop, and rank 0's wish for m and s.
-CONTROL_SIZE = 5
+# What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption.
+CONTROL_SIZE = 6
 # A vote goes on with a digest of the names of sums, then the sums. Ballots have a multiple of this length, so that
 # ranks that disagree on the names still meet in one reduction and can say so.
 _NAMES_END = CONTROL_SIZE + 2
@@ -27,7 +27,8 @@ class Agreement:
 
     Attributes:
         generation: generation to go to at the next edge, 0 for none.
-        stop: the job stops at the next edge.
+        stop: the job stops at the next edge, for good.
+        preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
     """
 
@@ -35,6 +36,7 @@ class Agreement:
         self._membership = membership
         self.generation = 0
         self.stop = False
+        self.preempted = False
         self.batch: BatchChoice | None = None
 
     def begin(self) -> None:
@@ -57,6 +59,7 @@ class Agreement:
             float(membership.stop_requested),
             float(wish.atomic_bsz) if wish else 0.0,
             float(wish.accum_steps) if wish else 0.0,
+            float(membership.preempting),
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -65,6 +68,7 @@ class Agreement:
         if lead:
             self.generation = self._membership.generation + lead
         self.stop = self.stop or sums[2] > 0
+        self.preempted = self.preempted or sums[5] > 0
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

@@ -81,6 +81,8 @@ class Session:
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Callable[[Communicator], None]] = []
         self._abandoned = 0
+        self._put_off: Callable[[int], bool] | None = None
+        self._left = 0
         self._replay: tuple[int, dict[tuple[int, int], dict[str, float]], int] | None = None
         self.applying = False
         self._ordinals_run = False
@@ -237,6 +239,7 @@ class Session:
             self._replay = None
         if ordinal == len(self.progress.loops):
             self.progress.loops.append(LoopProgress())
+        self._catch_up()
         return self.progress.loops[ordinal]
 
     def begin_epoch(self) -> None:
@@ -251,6 +254,7 @@ class Session:
         kept = (-1, self.progress.epoch)
         self.progress.sums = {key: sums for key, sums in self.progress.sums.items() if key[0] in kept}
         self.progress.end_epoch()
+        self._catch_up()
 
     def begin_step(self, step: Step) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -279,8 +283,7 @@ class Session:
 
         Args:
             loop: the pass whose step it is; None for the innermost.
-            ends_pass: the loop was left in this step. What happens between two steps waits until the pass has ended,
-                so that whoever goes on from there, a joiner or the job at another time, does not enter it again.
+            ends_pass: the loop was left in this step, and what happens between two steps is put off.
 
         Returns:
             Whether the step was committed (by this rank, or by a survivor whose state it took over).
@@ -312,8 +315,15 @@ class Session:
             self._change_between_steps(step.can_switch)
         return True
 
-    def end_pass(self, loop: LoopProgress, total: int) -> None:
+    def end_pass(self, loop: LoopProgress, total: int, *, put_off: bool = False) -> None:
         """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
+
+        Args:
+            loop: the pass.
+            total: its samples.
+            put_off: the user's code behind the loop has run already. What happens between two steps waits until that is
+                part of the progress, so that whoever goes on from there, a joiner or the job another time, does not run
+                it again.
 
         Raises:
             WorkerDismissed: as in :meth:`edge`.
@@ -330,7 +340,10 @@ class Session:
                 self.progress.passes = max(self.progress.passes, furthest)
         loop.done = True
         if self.depth == 0:
-            self._change_between_steps(lambda world_size: total >= world_size)
+            self._left = 0
+            self._put_off = lambda world_size: total >= world_size
+            if not put_off:
+                self._catch_up()
 
     def abandon_step(self) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
@@ -343,7 +356,13 @@ class Session:
             self._abandoned -= 1
             loop, total = self.step.loop, self.step.total
             self.edge(ends_pass=True)
-            self.end_pass(loop, total)
+            self.end_pass(loop, total, put_off=True)
+
+    def _catch_up(self) -> None:
+        """Do what was put off at the end of a pass."""
+        can_switch, self._put_off = self._put_off, None
+        if can_switch is not None:
+            self._change_between_steps(can_switch)
 
     def check_group(self) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
@@ -370,14 +389,15 @@ class Session:
                 self.progress.steps += 1
                 self.progress.done += self.models.gain(step.scale)
             self.progress.slot = 0
+            self._left = step.total - step.loop.position
             self.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
 
     def _change_between_steps(self, can_switch: Callable[[int], bool]) -> None:
+        agreement = self.agreement
+        if agreement.stop or agreement.preempted:
+            raise WorkerDismissed(stopped=True)
         for each in self.between_steps:
             each()
-        agreement = self.agreement
-        if agreement.stop:
-            raise WorkerDismissed(stopped=True)
         if agreement.generation:
             self._passage.switch(agreement.take_generation(), can_switch)
         elif agreement.batch is not None and agreement.batch != self.shape:
@@ -485,7 +505,7 @@ class Session:
         """
         step = self.outermost_step
         if step is None or self.failed or self.progress.slot == 0:
-            left = step.total - step.loop.position if step is not None else 0
+            left = step.total - step.loop.position if step is not None else self._left
             return self.progress.resume_point() | {"left": left}
         done = self.progress.after(step.ordinal, step.count, self.models.gain(step.scale))
         return done.resume_point() | {"left": step.total - done.loops[-1].position}

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
+from elastic_ray.durability import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job import views
 from elastic_ray.job.allocator_link import AllocatorLink
@@ -40,13 +42,14 @@ from elastic_ray.job.messages import (
     WorkerSwitched,
 )
 from elastic_ray.job.nodes import may_autoscale
+from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.link import StepReport
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
 from elastic_ray.membership.plan import Cancel, SetBatch, Stop
-from elastic_ray.membership.roster import number
+from elastic_ray.membership.roster import Phase, number
 from elastic_ray.membership.signals import (
     AllLost,
     Announce,
@@ -85,7 +88,6 @@ _ALONE_TIMES_LONGER = 15
 _DRIVER = "driver"
 _WARM_UP_AFTER_S = 2.0
 _STUCK_FAILURES = 10
-_PREEMPTION_S = 60.0  # longest time to save the job in
 
 
 def start(spec: JobSpec) -> Any:
@@ -151,9 +153,11 @@ class JobController:
         self._resizes = 0
         self._settled_s = time.monotonic()
         self._stopping_since: float | None = None
-        self._preemption: Target | None = None  # what is to follow it
-        self._preempted_s = 0.0
-        self._launched_s = self._start_s = 0.0
+        self._preemption = Preemption(elastic.join_timeout_s)
+        self._saved = False
+        self._returned: set[str] = set()
+        self._launched_s: float | None = None
+        self._started_s = self._start_s = 0.0
         self._allocator = AllocatorLink(spec, self._handle, self._view, self._advised)
         self._store: Any = None
         self._address: StoreAddress | None = None
@@ -262,10 +266,10 @@ class JobController:
             if not nodes and self._record.phase is JobPhase.WAITING:
                 self._record.message = reason
             target = Target(nodes=nodes, reason=reason)
-            if self._preemption is not None:
-                self._preemption = target
-            elif not nodes and self._machine.current is not None and self._spec.states_kept:
-                self._preempt(target)
+            if self._preemption.active:
+                self._preemption.follow(target)
+            elif not nodes and self._may_be_preempted():
+                self._preemption.begin(target, time.monotonic())
             else:
                 self._take(target)
 
@@ -296,7 +300,8 @@ class JobController:
                 if at is not None and at > self._furthest:
                     # No step is committed without every member, however long one of them cannot beat.
                     self._furthest = at
-                    self._pulse.heard(*(member.worker for member in self._machine.members()))
+                    members = {member.worker for member in self._machine.members()}
+                    self._pulse.heard(*(members - self._returned))
                 if report is not None:
                     self._observe(report)
             case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
@@ -330,6 +335,7 @@ class JobController:
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
         self._record.saved(message.state)
+        self._saved = True
         return self._losses.mean_time_s(time.time() - self._submitted_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
@@ -349,6 +355,9 @@ class JobController:
             self._event(EventKind.BATCH, report.replicas, report.replicas, self._record.batch_reason, **detail)
 
     def _on_result(self, worker: str, result: RunResult) -> None:
+        if worker in self._given_up:
+            return
+        self._returned.add(worker)
         self._pulse.forget(worker)
         match result.kind:
             case "finished":
@@ -361,8 +370,9 @@ class JobController:
             case "stopped":
                 self._finish(JobPhase.STOPPED)
             case "preempted":
-                if result.value:
-                    self._suspend(result.cause)
+                pass  # rank 0 saves the job
+            case "saved":
+                self._suspend(result.cause)
             case "lost":
                 self._take(Lost(worker=worker, cause=result.cause))
             case "no room" if self._machine.current is not None:  # the others go on without it
@@ -413,7 +423,7 @@ class JobController:
             return
         if self._launches:
             self._record.starting()
-            if self._machine.current is None:
+            if self._machine.current is None and self._launched_s is None:
                 self._launched_s = time.monotonic()
         for launch in self._launches:
             path, point = self._record.restart_point
@@ -451,8 +461,9 @@ class JobController:
         if note.kind is EventKind.FAILURE:
             self._losses.some_lost(note.from_workers, note.to_workers)
         self._settled_s = time.monotonic()
-        if note.kind is EventKind.STARTED:
-            self._start_s = self._settled_s - self._launched_s
+        if self._launched_s is not None:
+            self._start_s, self._launched_s = self._settled_s - self._launched_s, None
+            self._started_s = self._started_s or self._settled_s
         self._record.phase = JobPhase.RUNNING
         self._most_workers = max(self._most_workers, note.to_workers)
         if note.kind is EventKind.RESIZE:
@@ -473,37 +484,53 @@ class JobController:
             failures, limit = self._losses.failures, self._spec.max_failures
             self._finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
             return
+        self._start_again(reason)
+
+    def _start_again(self, reason: str) -> None:
+        """From what was saved last, without what has been trained since."""
         steps = (self._record.resume_point or {}).get("steps")
         start = "anew" if steps is None else f"from step {steps}"
         self._event(EventKind.RESTART, self._machine.world_size, 0, f"{reason}; it starts {start}")
-        self._record.phase = JobPhase.STARTING
-        self._start_over()
+        self._give_all_back()
 
-    def _preempt(self, then: Target) -> None:
-        """No node is left to the job, or others have more use for them: it stops between two steps, and is saved."""
-        self._preemption, self._preempted_s = then, time.monotonic()
-        concerned = [*self._machine.members(), *self._machine.entering()]
-        self._crew.post([member.worker for member in concerned], Stop(save=True))
+    def _may_be_preempted(self) -> bool:
+        """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
+        if not self._spec.states_kept or self._machine.current is None or self._machine.in_phase(Phase.FINISHED):
+            return False
+        return self._saved or time.monotonic() - self._started_s < 2.0 * FIRST_INTERVAL_S
+
+    def _training(self) -> set[str]:
+        """Members whose train function runs."""
+        members = [*self._machine.members(), *self._machine.entering()]
+        return {member.worker for member in members} - self._returned
 
     def _suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
-        if self._preemption is None or self._record.phase.ended:
+        """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
+        if not self._preemption.active or self._record.phase.ended:
             return
+        reason = self._preemption.reason
         if self._stopping_since is not None:
             self._finish(JobPhase.STOPPED)
         elif why_not_saved:
-            self._restart(f"preempted ({self._preemption.reason}) and not saved: {why_not_saved}")
+            self._start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
         else:
-            reason, pause_s = self._preemption.reason, time.monotonic() - self._preempted_s
+            pause_s = self._preemption.lasted_s(time.monotonic())
             self._event(EventKind.PREEMPTED, self._machine.world_size, 0, reason, pause_s=pause_s)
-            self._record.phase, self._record.message = JobPhase.WAITING, reason
-            self._start_over()
+            self._give_all_back()
 
-    def _start_over(self) -> None:
-        """Give all workers back, and begin with others once the allocator says where."""
-        then, self._preemption = self._preemption, None
+    def _give_all_back(self) -> None:
+        """Begin with other workers once the allocator says where."""
+        then = self._preemption.end()
+        waits = then is not None and not then.nodes
+        self._record.phase = JobPhase.WAITING if waits else JobPhase.STARTING
+        self._record.message = then.reason if then is not None and waits else ""
         for instruction in self._machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
+        if waits:
+            self._crew.keep_warm(())
+        if self._store is None:  # it was the sweep's, which may be gone
+            self._address = None
+            self._side(self._open_store())
         if then is not None:
             self._take(then)
         self._allocator.soon()
@@ -590,15 +617,25 @@ class JobController:
         return self._closed.is_set() or bool(self._lease.silent(time.monotonic(), (_DRIVER,)))
 
     async def _open_store(self) -> None:
-        trial = self._spec.trial
-        if trial is not None and trial.store is not None:
-            shared = await asyncio.wait_for(trial.store.store.remote(), START_TIMEOUT_S)
+        shared = await self._shared_store()
+        if shared is not None:
             self._address = dataclasses.replace(shared, prefix=f"{self._spec.job}/{secrets.token_hex(4)}")
         else:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             self._store = await asyncio.to_thread(open_store, host)
             self._address = StoreAddress(host=host, port=self._store.port)
         self._launch_waiting()
+
+    async def _shared_store(self) -> StoreAddress | None:
+        trial = self._spec.trial
+        if trial is None or trial.store is None:
+            return None
+        try:
+            address: StoreAddress = await asyncio.wait_for(trial.store.store.remote(), START_TIMEOUT_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            logger.warning("job %s: opens a store of its own, for its sweep does not answer: %s", self._spec.job, error)
+            return None
+        return address
 
     async def _tick(self) -> None:
         now_s = time.monotonic()
@@ -610,8 +647,10 @@ class JobController:
         self._take(Tick())
         if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
             self._finish(JobPhase.STOPPED)
-        if self._preemption is not None and now_s - self._preempted_s > _PREEMPTION_S:
-            self._suspend(f"no answer within {_PREEMPTION_S:g} s")
+        if self._preemption.remind(now_s):
+            self._crew.post(self._training(), Stop(save=True))
+        if why := self._preemption.failed(now_s, self._training()):
+            self._suspend(why)
         snapshot = self._desk.due(now_s)
         if snapshot is not None:
             self._side(self._fit(snapshot))
@@ -650,7 +689,7 @@ class JobController:
             allocation=self._crew.reserved(),
             most_workers=self._most_workers,
             resize_cost_s=self._resize_cost_s,
-            stop_cost_s=self._start_s if self._record.states else None,
+            stop_cost_s=self._start_s if self._saved and self._may_be_preempted() else None,
             resizes=self._resizes,
             weight=self._weight,
         )

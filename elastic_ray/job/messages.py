@@ -71,9 +71,9 @@ class RunResult:
     """How a run of the train function ended.
 
     Attributes:
-        kind: "finished", "left", "stopped", "preempted", "error" (the user's), "lost" (the group's) or "no room" (out
-            of memory before its first generation).
-        value: what the train function returned; of a preempted run whether this worker was to save the job.
+        kind: "finished", "left", "stopped", "preempted", "saved" (rank 0's of a preempted job), "error" (the user's),
+            "lost" (the group's) or "no room" (out of memory before its first generation).
+        value: what the train function returned.
         error: the user's exception, wrapped.
         cause: why a run was lost, found no room or could not be saved, as a sentence.
         memory_bytes: resident memory of the process afterwards.

@@ -41,6 +41,7 @@ class JobRecord:
         self.surplus: list[str] = []
         self._states: tuple[StateFile, ...] = ()
         self._states_kept = spec.states_kept
+        self._since_checkpoint: set[str] = set()  # automatic ones; of as many steps, the later one is further
         self._start: str | None = None
         if spec.trial is not None:
             self._start = spec.trial.start_from
@@ -62,7 +63,8 @@ class JobRecord:
     def states(self) -> tuple[StateFile, ...]:
         """Automatic checkpoints that are further than that, newest first."""
         steps = int((self.restart_point[1] or {}).get("steps", 0))
-        return tuple(state for state in self._states if state.steps > steps)
+        newer = self._since_checkpoint
+        return tuple(s for s in self._states if s.steps > steps or (s.steps == steps and s.path in newer))
 
     @property
     def resume_point(self) -> Mapping[str, Any] | None:
@@ -72,6 +74,7 @@ class JobRecord:
 
     def saved(self, state: StateFile) -> None:
         """An automatic checkpoint was written."""
+        self._since_checkpoint.add(state.path)
         others = [each for each in self._states if each.path != state.path]
         self._states = (state, *others)[: self._states_kept]
 
@@ -111,6 +114,7 @@ class JobRecord:
         if report.checkpoint is None:
             return ()
         self._resume = report.resume_point
+        self._since_checkpoint.clear()
         return self._book.add(report.checkpoint, report.metrics)
 
     def delete_checkpoints(self, paths: Iterable[str]) -> None:

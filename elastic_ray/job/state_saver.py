@@ -93,8 +93,8 @@ class StateSaver:
         begin_s = time.monotonic()
         try:
             state = write_state(self._storage, self._session.shared.capture(), self._session.resume_point())
-            self._told(StateSaved(state=state, pause_s=0.0, cost_s=0.0, write_s=time.monotonic() - begin_s))
-            delete_states(self._storage, keep=self._keep)
+            took_s = time.monotonic() - begin_s
+            self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return ""

@@ -229,8 +229,8 @@ class Worker:
             link.flush()
             return _result("finished", value=value)
         except WorkerDismissed as dismissed:
-            if dismissed.stopped and session.membership.preempted:
-                return _preempted(session, saver)
+            if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
+                return _preempted(session, link, saver)
             return _result("stopped" if dismissed.stopped else "left")
         except (LostGroupError, CommunicationFailedError) as error:
             broken = True
@@ -321,14 +321,12 @@ def _result(kind: str, **values: Any) -> RunResult:
     return RunResult(kind=kind, memory_bytes=memory, cuda_used=_cuda_used(), **values)
 
 
-def _preempted(session: Session, saver: StateSaver | None) -> RunResult:
+def _preempted(session: Session, link: ControllerLink, saver: StateSaver | None) -> RunResult:
     """The job goes on another time: rank 0 saves what all ranks hold."""
-    if not session.agreement.stop:
-        return _result("lost", cause="its group broke while the job was preempted")
     if session.rank != 0:
-        return _result("preempted", value=False)
-    why_not = "automatic checkpoints are off" if saver is None else saver.save()
-    return _result("preempted", value=True, cause=why_not)
+        return _result("preempted")
+    link.flush()
+    return _result("saved", cause="automatic checkpoints are off" if saver is None else saver.save())
 
 
 def _cuda_used() -> bool:

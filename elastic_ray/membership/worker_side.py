@@ -61,7 +61,7 @@ class Membership:
         self.communicator: Communicator | None = None
         self._wish: SetBatch | None = None
         self.stop_requested = False
-        self.preempted = False
+        self.preempting = False
 
     # -- control thread ------------------------------------------------------------------------------------
 
@@ -76,8 +76,10 @@ class Membership:
                     self._void_groups()
                 case SetBatch():
                     self._wish = message
-                case Stop(save=save):
-                    self.stop_requested, self.preempted = True, save
+                case Stop(save=True):
+                    self.preempting = True
+                case Stop():
+                    self.stop_requested = True
             self._news.notify_all()
 
     def _take_plan(self, plan: Plan) -> None:

@@ -85,7 +85,7 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
             saving = not saving
             if saving and saver is None:
                 saver = StateSaver(current_session(), storage, told, keep=2, interval_s=EVERY_S)
-            current_session().after_step[:] = [saver.after_step] if saving and saver is not None else []
+            current_session().between_steps[:] = [saver.between_steps] if saving and saver is not None else []
             begin, count = time.monotonic(), 0
             if done > 2 * stretches:
                 break

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.context import set_session
+from elastic_ray.context import current_session, set_session
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.membership.plan import Stop
 from elastic_ray.membership.rendezvous import Communicator
@@ -27,12 +27,13 @@ TICKS = EPOCHS * (4 + 2 + 1)  # batches of training and evaluation, and one that
 
 
 def loop(heard: list[tuple[str, int, list[int]]]) -> torch.Tensor:
-    """Training, evaluation and a pass that is left early, each epoch; returns the trained parameters."""
+    """Training, evaluation and a pass left early, each epoch; returns parameters, rate and number of reports."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(12, 3), torch.arange(12))
     model: Any = torch.nn.Linear(3, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    model = er.AdaptiveDataParallel(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
     training = er.AdaptiveDataLoader(data, batch_size=3, shuffle=True)
     held_out = er.AdaptiveDataLoader(data, batch_size=6, shuffle=False)
     for epoch in er.remaining_epochs_until(EPOCHS):
@@ -50,8 +51,11 @@ def loop(heard: list[tuple[str, int, list[int]]]) -> torch.Tensor:
         for _, index in held_out:
             heard.append(("look", epoch, index.tolist()))
             break
+        scheduler.step()
+        er.report({"loss": losses["loss"]})
         heard.append(("sums", epoch, [round(losses["loss"] * 1e6), int(losses["seen"])]))
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
+    done = torch.tensor([scheduler.get_last_lr()[0], float(current_session().progress.reports)])
+    return torch.cat([*(each.detach().flatten() for each in model.parameters()), done])
 
 
 def session_of(kept: dict[str, Any] | None = None) -> Session:
@@ -92,7 +96,7 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
     first = Heard(at, session)
     with pytest.raises(WorkerDismissed):
         loop(first)
-    assert session.agreement.stop and saver.save() == ""
+    assert session.agreement.preempted and not session.agreement.stop and saver.save() == ""
     (state,) = state_files(RunStorage(str(tmp_path)))
     kept = read_state(RunStorage(str(tmp_path)), state)
 

@@ -1,0 +1,68 @@
+"""A job's preemption under way: what is to follow it, when to remind its workers, and when it has failed (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from elastic_ray.membership.signals import Target
+
+_REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
+
+
+class Preemption:
+    """Begun by an allocation without nodes; over when rank 0 has saved the job, or nobody can any more.
+
+    Args:
+        timeout_s: longest time for all ranks to reach the end of a step, and to save.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._then: Target | None = None
+        self._since_s = self._reminded_s = 0.0
+        self.reason = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether the job is being preempted."""
+        return self._then is not None
+
+    def begin(self, then: Target, now_s: float) -> None:
+        """The job is to have no nodes."""
+        self._then, self.reason = then, then.reason
+        self._since_s, self._reminded_s = now_s, float("-inf")
+
+    def follow(self, then: Target) -> None:
+        """A later allocation; it holds once the job has stopped, for ranks may have stopped already."""
+        self._then = then
+
+    def remind(self, now_s: float) -> bool:
+        """Whether to tell the workers (again)."""
+        due = self.active and now_s - self._reminded_s >= _REMIND_S
+        if due:
+            self._reminded_s = now_s
+        return due
+
+    def failed(self, now_s: float, training: Collection[str]) -> str:
+        """Why nobody will save the job any more; empty while somebody may.
+
+        Args:
+            now_s: the time.
+            training: members that have not stopped yet; rank 0 has not before it has saved.
+        """
+        if not self.active:
+            return ""
+        if not training:
+            return "the worker that was to save it was lost"
+        if now_s - self._since_s > self._timeout_s:
+            return f"its workers did not come to the end of a step, or did not save it, within {self._timeout_s:g} s"
+        return ""
+
+    def lasted_s(self, now_s: float) -> float:
+        """How long it has lasted [s]."""
+        return now_s - self._since_s
+
+    def end(self) -> Target | None:
+        """It is over: what follows; None if there was none."""
+        then, self._then = self._then, None
+        return then
