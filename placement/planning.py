@@ -188,6 +188,8 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
         return None
     if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
         return "limits"
+    if (before.stop_cost_s is None) != (after.stop_cost_s is None):
+        return "limits"
     if abs(after.weight - before.weight) > model_change * before.weight:
         return "weight"
     if before.fingerprint != after.fingerprint:  # others may know the model
