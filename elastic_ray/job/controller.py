@@ -335,7 +335,9 @@ class JobController:
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
         self._record.saved(message.state)
-        self._saved = True
+        if not self._saved:
+            self._saved = True
+            self._allocator.soon()  # it may be stopped from now on
         return self._losses.mean_time_s(time.time() - self._submitted_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:

@@ -37,7 +37,7 @@ def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: 
     (tmp_path / "short").mkdir()
     options: dict[str, Any] = {"workers": 2, "bundle": {"slot": 1.0}, "policy": last_come_first_served}
     often = {"checkpoint_interval_s": 0.5}
-    long = start(tmp_path / "long", epochs=12, pause_s=0.05, elastic=often, **options)
+    long = start(tmp_path / "long", epochs=24, pause_s=0.05, elastic=often, **options)
     wait_until(lambda: long.status().step >= 10, long)
     short = start(tmp_path / "short", epochs=1, **options)
     short.result(timeout=60)
