@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,38 @@ def test_alone_the_list_is_ours_and_one_that_outlived_its_allocator_is_replaced(
     become(constraints, [])
 
 
-def test_beside_others_neither_undoes_the_other(ray_cluster: Any) -> None:
-    """``data`` is Ray Data's own client of the coordinator; Ray Train's calls the same actor."""
+def test_beside_an_elastic_run_of_ray_train_neither_undoes_the_other(ray_cluster: Any, tmp_path: Path) -> None:
+    requests = NodeRequests()
+    end = tmp_path / "end"
+    run = ray.remote(num_cpus=0)(_ray_train).remote(str(tmp_path), str(end))
+    become(lambda: {"CPU": 1.0} in constraints(), True)
+    requests.ask([SPOT])
+    become(lambda: SPOT[0] in constraints() and {"CPU": 1.0} in constraints(), True)
+    requests.withdraw()
+    become(lambda: SPOT[0] not in constraints() and {"CPU": 1.0} in constraints(), True)
+    requests.ask([SPOT])
+    end.touch()
+    ray.get(run, timeout=60)
+    become(constraints, [SPOT[0]])
+    requests.withdraw()
+
+
+def _ray_train(folder: str, end: str) -> None:
+    """Trains nothing, on as many workers as there are, until a file is there."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    def wait() -> None:
+        deadline = time.monotonic() + 90
+        while not Path(end).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    scaling = ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 1})
+    DataParallelTrainer(wait, scaling_config=scaling, run_config=RunConfig(storage_path=folder)).fit()
+
+
+def test_beside_ray_data_neither_undoes_the_other(ray_cluster: Any) -> None:
+    """``data`` is Ray Data's own client of the coordinator."""
     from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
         DefaultAutoscalingCoordinator,
         get_or_create_autoscaling_coordinator,
