@@ -263,6 +263,9 @@ class Allocator:
         except Exception as error:  # the control store may be away for a moment; the last view stays
             logger.warning("Ray's nodes could not be read: %s", error)
             return None
+        if not nodes:  # not even the head that this runs on; a cluster without nodes would have every job stopped
+            logger.warning("Ray names no node at all; the last view stays")
+            return None
         self._history.append(nodes)
         return nodes
 

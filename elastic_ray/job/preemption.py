@@ -13,7 +13,7 @@ class Preemption:
     """Begun by an allocation without nodes; over when rank 0 has saved the job, or nobody can any more.
 
     Args:
-        timeout_s: longest time for all ranks to reach the end of a step, and to save.
+        timeout_s: longest time for all ranks to reach the end of a step, and to save (``join_timeout_s``).
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Preemption:
         if not training:
             return "the worker that was to save it was lost"
         if now_s - self._since_s > self._timeout_s:
-            return f"its workers did not come to the end of a step, or did not save it, within {self._timeout_s:g} s"
+            return f"no step ended, or it was not saved, within join_timeout_s={self._timeout_s:g}"
         return ""
 
     def lasted_s(self, now_s: float) -> float:

@@ -32,4 +32,4 @@ def test_it_fails_when_nobody_is_left_to_save_or_time_is_over() -> None:
     preemption.begin(AWAY, 10.0)
     assert preemption.failed(70.0, {"w1"}) == ""
     assert "lost" in preemption.failed(11.0, ())
-    assert "within 60 s" in preemption.failed(70.1, {"w1"})
+    assert "within join_timeout_s=60" in preemption.failed(70.1, {"w1"})

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from ray.train.v2.api.config import ScalingConfig
 
 import elastic_ray as er
 from elastic_ray.context import current_session, set_session
+from elastic_ray.job.messages import WorkerReport
+from elastic_ray.job.record import JobRecord
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.membership.plan import Stop
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.store import StoreAddress
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.session import Session
 from elastic_ray.standalone import StandaloneLink
-from elastic_ray.state_files import state_files
+from elastic_ray.state_files import StateFile, state_files
 from elastic_ray.storage import RunStorage
 
 EPOCHS = 2
@@ -98,6 +102,8 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
         loop(first)
     assert session.agreement.preempted and not session.agreement.stop and saver.save() == ""
     (state,) = state_files(RunStorage(str(tmp_path)))
+    if at <= 4:  # still in the first pass: whoever goes on must not be more workers than there are samples
+        assert state.resume_point["left"] == 12 - 3 * at
     kept = read_state(RunStorage(str(tmp_path)), state)
 
     second: list[Any] = []
@@ -107,3 +113,36 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
     assert [each for each in first + second if each[0] != "sums"] == [each for each in whole if each[0] != "sums"]
     sums = {epoch: values for kind, epoch, values in [*first, *second] if kind == "sums"}
     assert sums == {epoch: values for kind, epoch, values in whole if kind == "sums"}
+
+
+def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> None:
+    agreement = session_of().agreement
+    agreement.conclude([0, 0, 0, 0, 0, 1], world_size=3)
+    assert agreement.preempted and not agreement.stop
+    agreement.conclude([0, 0, 1, 0, 0, 0], world_size=3)
+    assert agreement.preempted and agreement.stop
+
+
+def test_who_waits_for_a_cure_of_its_group_is_not_woken_by_a_preemption() -> None:
+    membership = session_of().membership
+    membership.post(Stop(save=True))
+    begin_s = time.monotonic()
+    with pytest.raises(LostGroupError):
+        membership.take_next(timeout_s=0.3)
+    assert time.monotonic() - begin_s >= 0.3
+    membership.post(Stop())
+    with pytest.raises(LostGroupError):
+        membership.take_next(timeout_s=60.0)
+
+
+def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
+    """A checkpoint that the loop reports between training and evaluation, a preemption in the evaluation."""
+    spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
+    record = JobRecord(spec, RunStorage(str(tmp_path)))
+    point = {"steps": 4, "epoch": 1}
+    state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 4, "epoch": 0})
+    record.saved(state)
+    record.report(WorkerReport(index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point))
+    assert record.resume_point == point, "what was reported after it is further"
+    record.saved(state)
+    assert record.resume_point == state.resume_point

@@ -74,6 +74,13 @@ def test_a_changed_weight_is_news_once_it_changes_by_a_tenth() -> None:
     assert is_news(before, dataclasses.replace(before, tenant_weight=2.0), 0.1) == "limits"
 
 
+def test_that_a_job_can_be_stopped_is_news_and_what_it_costs_is_not() -> None:
+    before = job("a")
+    stoppable = dataclasses.replace(before, stop_cost_s=5.0)
+    assert is_news(before, stoppable, 0.1) == is_news(stoppable, before, 0.1) == "limits"
+    assert is_news(stoppable, dataclasses.replace(before, stop_cost_s=9.0), 0.1) is None
+
+
 @pytest.mark.parametrize("name", ["weight", "tenant_weight"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_are_above_zero(name: str, value: float) -> None:
