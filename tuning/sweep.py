@@ -1,7 +1,7 @@
-"""SHELL: a sweep's actor: starts the controllers of its trials, lends those that are idle, and weighs trials.
+"""SHELL: a sweep's actor: starts the controllers and processes of its trials, lends those that are idle, weighs trials.
 
-It is soft state: one that is lost is made again, and knows at its next reports what trials have told. It ends itself
-when none of its trials' controllers is left.
+One that is lost is made again, and knows at its next reports what trials have told; the processes that it has lent end
+with it, which their trials see as lost workers. It ends itself when none of its trials' controllers is left.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.store import StoreAddress, open_store
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
+from tuning.process_pool import ProcessPool
 from tuning.trials import Promise, Standing, weights
 
 logger = logging.getLogger("tuning.sweep")
@@ -64,6 +65,15 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Idle:
+    """A controller that waits for another trial of its kind, and the one that it ran last."""
+
+    kind: JobSpec
+    controller: Any
+    trial: str
+
+
 class Sweep:
     """Actor class; use :func:`find_sweep`.
 
@@ -83,8 +93,9 @@ class Sweep:
         self._standings: dict[str, Standing] = {}
         self._told: dict[str, float] = {}
         self._busy: dict[str, Any] = {}
-        self._idle: list[tuple[JobSpec, Any, str]] = []
-        self._kinds: dict[str, tuple[JobSpec, str]] = {}
+        self._idle: list[_Idle] = []
+        self._kinds: dict[str, JobSpec] = {}
+        self._processes = ProcessPool()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._store = asyncio.get_event_loop().create_task(self._open_store())
@@ -101,22 +112,22 @@ class Sweep:
     async def open(self, spec: JobSpec) -> tuple[Any, str]:
         """A controller that runs this trial from now on, and its name."""
         assert spec.trial is not None, "only trials are opened here"
-        kind = _kind(spec)
+        kind = self._kinds[spec.job] = _kind(spec)
         controller, name = None, spec.trial.controller
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, store=self._handle))
-        while controller is None and (fits := [entry for entry in self._idle if entry[0] == kind]):
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle))
+        while controller is None and (fits := [entry for entry in self._idle if entry.kind == kind]):
             self._idle.remove(fits[-1])
             try:
-                renewed = await asyncio.wait_for(fits[-1][1].renew.remote(spec), _CALL_TIMEOUT_S)
+                renewed = await asyncio.wait_for(fits[-1].controller.renew.remote(spec), _CALL_TIMEOUT_S)
             except (RayError, asyncio.TimeoutError):
                 continue
             if renewed:
-                controller, name = fits[-1][1], renewed
+                controller, name = fits[-1].controller, renewed
         again = controller is not None
         if controller is None:
             controller = self._start(spec)
         logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if again else "starts one")
-        self._busy[spec.job], self._kinds[spec.job] = controller, (kind, name)
+        self._busy[spec.job] = controller
         self._since_s = time.monotonic()
         self._standings[spec.job] = dataclasses.replace(
             self._standings.get(spec.job, Standing(trial=spec.job)), running=True
@@ -125,9 +136,9 @@ class Sweep:
         self._weigh()
         return controller, name
 
-    async def attached(self, spec: JobSpec, controller: Any, name: str) -> None:
+    async def attached(self, spec: JobSpec, controller: Any) -> None:
         """A front has found a trial's controller that still runs."""
-        self._busy[spec.job], self._kinds[spec.job] = controller, (_kind(spec), name)
+        self._busy[spec.job], self._kinds[spec.job] = controller, _kind(spec)
         self._standings.setdefault(spec.job, Standing(trial=spec.job))
 
     async def tell(self, trial: str, values: tuple[float, ...]) -> None:
@@ -141,8 +152,25 @@ class Sweep:
         if trial in self._standings:
             self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
         if controller is not None and kind is not None:
-            self._idle.append((kind[0], controller, kind[1]))
+            self._idle.append(_Idle(kind=kind, controller=controller, trial=trial))
         self._weigh()
+
+    # -- for controllers ---------------------------------------------------------------------------------------
+
+    async def lend(self, trial: str, node: str) -> tuple[Any, bool] | None:
+        """A worker process on the node, and whether it is new; None for a trial that nobody has told of."""
+        kind = self._kinds.get(trial)
+        return self._processes.lend(trial, kind, node) if kind is not None else None
+
+    async def take_back(self, trial: str, actor: Any, *, fit: bool) -> None:
+        """A process is not needed any more; ``fit``: another trial may use it."""
+        self._processes.take_back(trial, actor, fit=fit)
+
+    async def settle(self, trial: str, fit: list[Any]) -> None:
+        """A trial's controller has given everything back; ``fit``: processes that another trial may use."""
+        self._processes.settle(trial, fit)
+
+    # -- inside ------------------------------------------------------------------------------------------------
 
     def _weigh(self) -> None:
         for trial, weight in weights(list(self._standings.values()), self._promise).items():
@@ -159,16 +187,19 @@ class Sweep:
             for trial, controller in list(self._busy.items()):
                 if await _is_gone(controller):
                     self._busy.pop(trial, None)
+                    self._processes.settle(trial)
                     self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
             for entry in list(self._idle):
-                if await _is_gone(entry[1]) and entry in self._idle:
+                if await _is_gone(entry.controller) and entry in self._idle:
                     self._idle.remove(entry)
+                    self._processes.settle(entry.trial)
             now_s = time.monotonic()
+            self._processes.expire(now_s)
             if self._busy:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:
-                for _, controller, _ in self._idle:
-                    controller.dismiss.remote()
+                for entry in self._idle:
+                    entry.controller.dismiss.remote()
                 await asyncio.sleep(_LOOK_S)
                 if not self._busy:
                     ray.kill(self._handle)
@@ -188,5 +219,5 @@ def _kind(spec: JobSpec) -> JobSpec:
     """What trials must have in common to use each other's processes."""
     trial = spec.trial
     if trial is not None:
-        trial = dataclasses.replace(trial, controller="", start_from=None, store=None)
+        trial = dataclasses.replace(trial, controller="", start_from=None, sweep=None)
     return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial)

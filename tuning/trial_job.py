@@ -289,7 +289,7 @@ class TrialJob:
         if own and start is not None:
             progress = RunStorage(spec.storage_path, self._filesystem).load_progress(start) or {}
             self._taken = int(progress.get("reports", 0))
-        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller, str(note["controller"]))
+        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
         logger.info("trial %s: its job still runs, and goes on", self.job)
         return handle
 

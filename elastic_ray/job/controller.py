@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -116,8 +116,8 @@ class JobController:
         self._begin(spec)
         self._main = asyncio.get_event_loop().create_task(self._run())
 
-    def _begin(self, spec: JobSpec, warm: Mapping[str, Sequence[Any]] | None = None, named: int = 0) -> None:
-        """Set up for a job; ``warm`` processes and the ``named`` workers are those of a trial before it."""
+    def _begin(self, spec: JobSpec, named: int = 0) -> None:
+        """Set up for a job; the ``named`` workers are those of a trial before it."""
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         elastic = spec.elastic
         self._spec = spec
@@ -133,7 +133,7 @@ class JobController:
             first_most=self._record.workers_at_most,
             named=named,
         )
-        self._crew = Crew(spec, self._handle, self._take, self._on_result, warm)
+        self._crew = Crew(spec, self._take, self._on_result)
         self._desk = BatchDesk(fixed=elastic.fixed_batch)
         self._feed = ReportFeed(
             taken=int((self._record.resume_point or {}).get("reports", 0)),
@@ -166,7 +166,7 @@ class JobController:
         self._before = named
         self._stuck: tuple[int, int] = (-1, 0)
         self._return_value: Any = None
-        self._vacated: asyncio.Task[dict[str, list[Any]]] | None = None
+        self._vacated: asyncio.Task[None] | None = None
         self._closed = asyncio.Event()
         self._dismissed = asyncio.Event()
         self._next: asyncio.Future[JobSpec] = asyncio.get_event_loop().create_future()
@@ -437,6 +437,7 @@ class JobController:
                     train_loop=self._spec.train_loop,
                     storage_path=self._spec.storage_path,
                     node=launch.node,
+                    controller=self._handle,
                     store=self._address,
                     checkpoint=path,
                     resume_point=point,
@@ -607,11 +608,11 @@ class JobController:
         _, pending = await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
         for each in pending:
             each.cancel()  # whoever comes now is late
-        kept = await self._vacated
+        await self._vacated
         if self._next.cancelled():
             return False
         begun = self._begun
-        self._begin(self._next.result(), kept, self._machine.named)
+        self._begin(self._next.result(), self._machine.named)
         begun.set()
         return True
 
@@ -630,10 +631,10 @@ class JobController:
 
     async def _shared_store(self) -> StoreAddress | None:
         trial = self._spec.trial
-        if trial is None or trial.store is None:
+        if trial is None or trial.sweep is None:
             return None
         try:
-            address: StoreAddress = await asyncio.wait_for(trial.store.store.remote(), START_TIMEOUT_S)
+            address: StoreAddress = await asyncio.wait_for(trial.sweep.store.remote(), START_TIMEOUT_S)
         except (RayError, asyncio.TimeoutError) as error:
             logger.warning("job %s: opens a store of its own, for its sweep does not answer: %s", self._spec.job, error)
             return None
@@ -715,11 +716,10 @@ class JobController:
             self._crew.disband()
             self._allocator.ended()
 
-    async def _vacate(self) -> dict[str, list[Any]]:
+    async def _vacate(self) -> None:
         self._crew.post([member.worker for member in self._machine.members()], Stop())
-        kept = await self._crew.vacate()
+        await self._crew.vacate()
         self._allocator.ended()
-        return kept
 
     def _status(self) -> JobStatus:
         return views.job_status(self._spec, self._desk, self._record, self._machine)

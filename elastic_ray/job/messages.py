@@ -38,6 +38,7 @@ class Assignment:
         train_loop: the pickled train function and its config.
         storage_path: directory of the job's results.
         node: node id it runs on.
+        controller: handle of the job's controller.
         store: the job's rendezvous store.
         checkpoint: path of the checkpoint to start from, None at the beginning.
         resume_point: where that checkpoint stands.
@@ -50,6 +51,7 @@ class Assignment:
     train_loop: bytes
     storage_path: str
     node: str
+    controller: Any
     store: StoreAddress
     checkpoint: str | None = None
     resume_point: Mapping[str, Any] | None = None

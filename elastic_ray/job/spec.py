@@ -20,7 +20,7 @@ class TrialSpec:
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
-        store: actor whose ``store()`` is the address of a rendezvous store for all trials; None opens one of its own.
+        sweep: actor that has what trials share, a rendezvous store and worker processes; None shares nothing.
     """
 
     controller: str
@@ -28,7 +28,7 @@ class TrialSpec:
     reports_ahead: int = 1
     knowledge_path: str = ""
     keep_s: float = 0.0
-    store: Any = None
+    sweep: Any = None
 
     def __post_init__(self) -> None:
         if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:

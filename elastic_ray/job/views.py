@@ -70,6 +70,8 @@ def allocator_view(
         held_at=held_at,
         allocation=allocation,
         most_workers=most_workers,
+        # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
+        growth_limit=spec.min_workers if spec.trial is not None and not most_workers else None,
         goodput=desk.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,

@@ -55,8 +55,8 @@ _RERUNS = 8
 class ControllerLink:
     """A session's link to its job controller; every call but ``report`` returns at once."""
 
-    def __init__(self, controller: Any, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
-        self._controller = controller
+    def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
+        self._controller = assignment.controller
         self._worker = assignment.worker
         self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
         self._store = store
@@ -69,7 +69,7 @@ class ControllerLink:
         return float(ray.get(self._controller.saved.remote(message), timeout=10.0))
 
     def push(self, message: WorkerMessage) -> Any:
-        """Send a message; a controller that is gone takes this process with it, so nobody waits here."""
+        """Send a message; with a controller that is gone this process is ended, so nobody waits here."""
         return self._controller.push.remote(self._worker, message)
 
     def flush(self) -> None:
@@ -150,14 +150,12 @@ class Worker:
 
     Args:
         setup: what all workers of the job share.
-        controller: handle of the job's controller.
     """
 
-    def __init__(self, setup: WorkerSetup, controller: Any) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         logging.getLogger("elastic_ray").setLevel(setup.log_level)
         self._setup = setup
-        self._controller = controller
         self._membership: Membership | None = None
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -185,7 +183,7 @@ class Worker:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         store = connect_store(assignment.store)
-        link = ControllerLink(self._controller, assignment, self._setup, store)
+        link = ControllerLink(assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept, source = self._saved_state(assignment, link)
         for _ in range(_RERUNS):

@@ -6,7 +6,6 @@ A controller only starts workers; torch, which :mod:`elastic_ray.job.worker` nee
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult, WorkerSetup
 from elastic_ray.membership.plan import Message
@@ -15,10 +14,10 @@ from elastic_ray.membership.plan import Message
 class WorkerProcess:
     """Actor class; see :class:`elastic_ray.job.worker.Worker`, which its methods call."""
 
-    def __init__(self, setup: WorkerSetup, controller: Any) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         from elastic_ray.job.worker import Worker
 
-        self._worker = Worker(setup, controller)
+        self._worker = Worker(setup)
 
     def prepare(self) -> ProcessFacts:
         """Do what the first step would otherwise wait for."""

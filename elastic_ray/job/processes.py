@@ -1,0 +1,180 @@
+"""SHELL: where a job's worker processes come from and go: its own warm pool, or the pool of the sweep it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic_ray.job.messages import ProcessFacts, WorkerSetup
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+# ``run`` occupies a thread for the length of the training; messages need some beside it.
+_THREADS = 4
+_ANSWER_S = 5.0  # of a process that is warm, or of the sweep
+_COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
+
+
+def start_process(spec: JobSpec, node: str) -> Any:
+    """A new worker process on the node, for jobs of this kind; whoever calls owns it.
+
+    It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
+    worker's, but it can run where the group has reserved the room.
+    """
+    setup = WorkerSetup(
+        use_gpu=spec.use_gpu,
+        cpus=spec.bundle.get("CPU", 1.0),
+        storage_filesystem=spec.storage_filesystem,
+        elastic=spec.elastic,
+        log_level=spec.log_level,
+        paced=spec.trial is not None,
+        states_kept=spec.states_kept,
+    )
+    environment: dict[str, Any] = dict(spec.runtime_env)
+    if spec.use_gpu:
+        # The process asks for no GPU itself and would see none; it takes those of its reservation.
+        variables: Mapping[str, str] = environment.get("env_vars", {})
+        environment["env_vars"] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **variables}
+    actor: Any = ray.remote(WorkerProcess)
+    return actor.options(
+        num_cpus=0,
+        max_concurrency=_THREADS,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        runtime_env=environment or None,
+    ).remote(setup)
+
+
+class Processes:
+    """A job's worker processes while no worker of the job runs in them.
+
+    A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
+
+    Args:
+        spec: the job.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._spec = spec
+        self._sweep = spec.trial.sweep if spec.trial is not None else None
+        self._lent: set[Any] = set()
+        self._warm: dict[str, list[Any]] = {}
+        self._warming: set[str] = set()
+        self._cold_until_s: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def take(self, node: str) -> tuple[Any, ProcessFacts]:
+        """A process on the node that is ready: a warm one, one that the sweep lends, or a new one."""
+        warm = self._warm.get(node, [])
+        while warm:
+            actor = warm.pop()
+            if (facts := await _answer(actor)) is not None:
+                return actor, facts
+            ray.kill(actor)
+        while (lent := await self._borrow(node)) is not None:
+            actor, is_new = lent
+            self._lent.add(actor)
+            if is_new:
+                return actor, await actor.prepare.remote()
+            if (facts := await _answer(actor)) is not None:
+                return actor, facts
+            self.end(actor)
+        actor = start_process(self._spec, node)
+        return actor, await actor.prepare.remote()
+
+    async def _borrow(self, node: str) -> tuple[Any, bool] | None:
+        if self._sweep is None:
+            return None
+        try:
+            lent: tuple[Any, bool] | None = await asyncio.wait_for(
+                self._sweep.lend.remote(self._spec.job, node), _ANSWER_S
+            )
+        except (RayError, asyncio.TimeoutError) as error:
+            logger.warning("job %s: its sweep lends no process, so it starts one: %s", self._spec.job, error)
+            return None
+        return lent
+
+    def rest(self, node: str, actor: Any) -> None:
+        """A process is not used any more, and could be again."""
+        warm = self._warm.setdefault(node, [])
+        if actor in self._lent:
+            self._give_back(actor, fit=True)
+        elif len(warm) < self._spec.elastic.warm_workers_per_node:
+            warm.append(actor)
+        else:
+            ray.kill(actor)
+
+    def end(self, actor: Any) -> None:
+        """A process is not to be used again."""
+        ray.kill(actor)
+        if actor in self._lent:
+            self._give_back(actor, fit=False)
+
+    def _give_back(self, actor: Any, *, fit: bool) -> None:
+        self._lent.discard(actor)
+        assert self._sweep is not None, "only a sweep lends"
+        self._sweep.take_back.remote(self._spec.job, actor, fit=fit)
+
+    def witness(self, node: str) -> Any | None:
+        """A warm process of the node, which can look at others."""
+        return next(iter(self._warm.get(node, [])), None)
+
+    # -- the warm pool -----------------------------------------------------------------------------------------
+
+    def keep_warm(self, nodes: Iterable[str]) -> None:
+        """Fill the pool on these nodes, one process at a time, and end warm processes elsewhere."""
+        wanted = set(nodes)
+        for node in set(self._warm) - wanted:
+            for actor in self._warm.pop(node):
+                ray.kill(actor)
+        if self._warming:
+            return
+        for node in sorted(wanted):
+            if (
+                time.monotonic() >= self._cold_until_s.get(node, 0.0)
+                and len(self._warm.get(node, [])) < self._spec.elastic.warm_workers_per_node
+            ):
+                self._warming.add(node)
+                task = asyncio.get_running_loop().create_task(self._warm_up(node))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                return
+
+    async def _warm_up(self, node: str) -> None:
+        try:
+            actor = start_process(self._spec, node)
+            await asyncio.wait_for(actor.prepare.remote(), self._spec.elastic.join_timeout_s)
+            self.rest(node, actor)
+        except (RayError, asyncio.TimeoutError) as error:
+            self._cold_until_s[node] = time.monotonic() + _COLD_S
+            logger.info("job %s: no warm worker on node %s: %s", self._spec.job, node[:8], error)
+        finally:
+            self._warming.discard(node)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, *, fit: bool) -> None:
+        """End warm processes and give back all that were borrowed and never used, which are ``fit`` for another job."""
+        self.keep_warm(())
+        for task in self._tasks:
+            task.cancel()
+        if self._sweep is not None:
+            self._sweep.settle.remote(self._spec.job, list(self._lent) if fit else [])
+        self._lent.clear()
+
+
+async def _answer(actor: Any) -> ProcessFacts | None:
+    try:
+        facts: ProcessFacts = await asyncio.wait_for(actor.prepare.remote(), _ANSWER_S)
+    except (RayError, asyncio.TimeoutError):
+        return None
+    return facts
