@@ -7,8 +7,9 @@ trial, its best choice: nothing is lost to synchronisation, and slots idle only 
 and 1.3 x faster, under 5 % of the slots idle, a stopped trial's slots back at work within 1 s.
 
 What a slot computes is a stand-in: a step is a real forward, backward, all-reduce and update of a tiny network, and
-`time.sleep` of 6 ms for each sample of the local batch, as if the slot held an accelerator; slots are Ray's logical
-CPUs. Two cores cannot speed real computation up eightfold. `ResourceChangingScheduler` is given a perfect speed-up for
+`time.sleep` of 12 ms for each sample of the local batch, as if the slot held an accelerator; slots are Ray's logical
+CPUs. Two cores cannot speed real computation up eightfold. With ``--sample-ms 6`` trials are half as long, and the start
+of some twenty processes on few cores weighs twice as much. `ResourceChangingScheduler` is given a perfect speed-up for
 nothing: one process sleeps 1/n of the time on n slots.
 
 ASHA decides by who reports first, so that the epochs trained differ a little between sides: both the wall time and the
@@ -37,7 +38,6 @@ SLOTS = 8
 TRIALS = 24
 BATCH = 64
 TRAINING = 1024
-SAMPLE_S = 0.006
 MOST_EPOCHS = 27
 SIDES = ("elastic-ray", "Ray Tune", "ResourceChangingScheduler")
 
@@ -122,7 +122,7 @@ def elastic_loop(config: dict[str, Any]) -> None:
             if step == 0:
                 log.begin()
             optimizer.zero_grad()
-            time.sleep(len(x) * SAMPLE_S)
+            time.sleep(len(x) * config["sample_s"])
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             log.worked()
@@ -153,7 +153,7 @@ def plain_loop(config: dict[str, Any]) -> None:
             if step == 0:
                 log.begin()
             optimizer.zero_grad()
-            time.sleep(len(x) * SAMPLE_S / slots)
+            time.sleep(len(x) * config["sample_s"] / slots)
             torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             log.worked(slots)
@@ -204,17 +204,17 @@ def plain_trainable(constants: dict[str, Any]) -> Any:
     return tune.with_resources(plain, {"CPU": 1})
 
 
-def run(system: str, trials: int, concurrent: int) -> Outcome:
+def run(system: str, trials: int, concurrent: int, sample_s: float) -> Outcome:
     """One sweep on a cluster of its own."""
     local = LocalCluster(num_cpus=SLOTS, _system_config=None)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            return _sweep(system, Path(folder), trials, concurrent)
+            return _sweep(system, Path(folder), trials, concurrent, sample_s)
     finally:
         local.shutdown()
 
 
-def _sweep(system: str, folder: Path, trials: int, concurrent: int) -> Outcome:
+def _sweep(system: str, folder: Path, trials: int, concurrent: int, sample_s: float) -> Outcome:
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler, ResourceChangingScheduler
     from ray.tune.schedulers.resource_changing_scheduler import DistributeResources
@@ -227,6 +227,7 @@ def _sweep(system: str, folder: Path, trials: int, concurrent: int) -> Outcome:
         "labels": labels.astype("uint8"),
         "log": str(folder),
         "changing": changing,
+        "sample_s": sample_s,
     }
     scheduler: Any = ASHAScheduler(max_t=MOST_EPOCHS, grace_period=1, reduction_factor=3)
     if changing:
@@ -318,17 +319,20 @@ def main() -> None:
     parser = side_parser(__doc__ or "", sides=False)
     parser.add_argument("--only", choices=SIDES, default=None)
     parser.add_argument("--concurrent", type=int, default=SLOTS, help="trials at a time of the elastic side")
+    parser.add_argument("--sample-ms", type=float, default=12.0, help="stand-in for the computation of a sample [ms]")
     options = parser.parse_args()
-    trials = 6 if options.quick else TRIALS
-    epoch_s = TRAINING * SAMPLE_S
-    print(f"stand-in for computation: {SAMPLE_S * 1000:g} ms of sleep per sample; an epoch: {epoch_s:.1f} s on a slot")
+    trials, sample_s = 6 if options.quick else TRIALS, options.sample_ms / 1000
+    epoch_s = TRAINING * sample_s
+    print(
+        f"stand-in for computation: {options.sample_ms:g} ms of sleep per sample; an epoch: {epoch_s:.1f} s on a slot"
+    )
     outcomes: list[Outcome] = []
     failed = True
     try:
         for system in SIDES:
             if options.only in (None, system):
                 print(f"{system}", flush=True)
-                outcomes.append(run(system, trials, options.concurrent))
+                outcomes.append(run(system, trials, options.concurrent, sample_s))
         failed = False
     finally:
         clean_up(failed=failed)
