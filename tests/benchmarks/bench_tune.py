@@ -8,8 +8,8 @@ and 1.3 x faster, under 5 % of the slots idle, a stopped trial's slots back at w
 
 What a slot computes is a stand-in: a step is a real forward, backward, all-reduce and update of a tiny network, and
 `time.sleep` of 12 ms for each sample of the local batch, as if the slot held an accelerator; slots are Ray's logical
-CPUs. Two cores cannot speed real computation up eightfold. With ``--sample-ms 6`` trials are half as long, and the start
-of some twenty processes on few cores weighs twice as much. `ResourceChangingScheduler` is given a perfect speed-up for
+CPUs. Two cores cannot speed real computation up eightfold. With ``--sample-ms 6`` trials are half as long, and starting
+some twenty processes on few cores weighs twice as much. `ResourceChangingScheduler` is given a perfect speed-up for
 nothing: one process sleeps 1/n of the time on n slots.
 
 ASHA decides by who reports first, so that the epochs trained differ a little between sides: both the wall time and the
