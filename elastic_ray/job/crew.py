@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from elastic_ray.job.background import Background
 from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult
 from elastic_ray.job.processes import Processes
 from elastic_ray.job.spec import JobSpec
@@ -53,7 +54,7 @@ class Crew:
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self.facts: dict[str, ProcessFacts] = {}
 
     # -- resources ---------------------------------------------------------------------------------------------
@@ -62,7 +63,7 @@ class Crew:
         """Ask for the worker's resources; ``Reserved`` follows when they are there."""
         self._groups[worker] = groups.reserve(self._spec.bundle, node, group_name(self._spec.job, worker))
         self._nodes[worker] = node
-        self._spawn(self._await_reservation(worker))
+        self._background.start(self._await_reservation(worker))
 
     async def _await_reservation(self, worker: str) -> None:
         group = self._groups.get(worker)
@@ -87,7 +88,7 @@ class Crew:
 
     def launch(self, assignment: Assignment) -> None:
         """Run the train function in a warm process of the node, or in a new one."""
-        self._spawn(self._run(assignment))
+        self._background.start(self._run(assignment))
 
     async def _run(self, assignment: Assignment) -> None:
         worker = assignment.worker
@@ -169,8 +170,7 @@ class Crew:
         """Give everything back."""
         for worker in list(self._groups):
             self.release(worker, kill=True)
-        for task in self._tasks:
-            task.cancel()
+        self._background.cancel()
         self._processes.close(fit=False)
 
     async def vacate(self) -> None:
@@ -183,18 +183,12 @@ class Crew:
             await asyncio.sleep(0.01)
         for worker in list(self._groups):
             self.release(worker, kill=worker not in self._results)
-        for task in self._tasks:
-            task.cancel()
+        self._background.cancel()
         self._processes.close(fit=True)
 
     def _may_come_out(self, worker: str) -> bool:
         facts = self.facts.get(worker)
         return worker not in self._results and facts is not None and not facts.cuda
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _gpu_ids() -> list[int]:

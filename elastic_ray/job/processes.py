@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic_ray.job.background import Background
 from elastic_ray.job.messages import ProcessFacts, WorkerSetup
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.worker_process import WorkerProcess
@@ -70,7 +71,7 @@ class Processes:
         self._warm: dict[str, list[Any]] = {}
         self._warming: set[str] = set()
         self._cold_until_s: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     async def take(self, node: str) -> tuple[Any, ProcessFacts]:
         """A process on the node that is ready: a warm one, one that the sweep lends, or a new one."""
@@ -144,9 +145,7 @@ class Processes:
                 and len(self._warm.get(node, [])) < self._spec.elastic.warm_workers_per_node
             ):
                 self._warming.add(node)
-                task = asyncio.get_running_loop().create_task(self._warm_up(node))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._background.start(self._warm_up(node))
                 return
 
     async def _warm_up(self, node: str) -> None:
@@ -165,8 +164,7 @@ class Processes:
     def close(self, *, fit: bool) -> None:
         """End warm processes and give back all that were borrowed and never used, which are ``fit`` for another job."""
         self.keep_warm(())
-        for task in self._tasks:
-            task.cancel()
+        self._background.cancel()
         if self._sweep is not None:
             self._sweep.settle.remote(self._spec.job, list(self._lent) if fit else [])
         self._lent.clear()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job.course import Course
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.messages import ProcessFacts
@@ -44,15 +45,13 @@ def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
 def allocator_view(
     spec: JobSpec,
     desk: BatchDesk,
+    course: Course,
     *,
     resume_point: Mapping[str, Any] | None,
     submitted_s: float,
     held_at: int | None,
     allocation: Mapping[str, int],
-    most_workers: int,
-    resize_cost_s: float,
-    stop_cost_s: float | None,
-    resizes: int,
+    may_be_stopped: bool,
     weight: float,
 ) -> JobView:
     """The job as the allocator is told of it with every heartbeat.
@@ -69,16 +68,16 @@ def allocator_view(
         submitted_s=submitted_s,
         held_at=held_at,
         allocation=allocation,
-        most_workers=most_workers,
+        most_workers=course.most_workers,
         # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
-        growth_limit=spec.min_workers if spec.trial is not None and not most_workers else None,
+        growth_limit=spec.min_workers if spec.trial is not None and not course.most_workers else None,
         goodput=desk.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
         accumulation=limits.gradient_accumulation if limits else False,
-        resize_cost_s=max(0.0, resize_cost_s),
-        stop_cost_s=stop_cost_s,
+        resize_cost_s=max(0.0, course.resize_cost_s),
+        stop_cost_s=course.start_s if may_be_stopped else None,
         label_selector=spec.label_selector,
         priority=spec.scheduling.priority,
         tenant=spec.scheduling.tenant,
@@ -89,7 +88,7 @@ def allocator_view(
         budget_usd=spec.scheduling.budget_usd,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
-        restarts=resizes,
+        restarts=course.resizes,
         fingerprint=fingerprint(spec, desk.loader),
         progress=_progress(spec, desk, resume_point),
         models=desk.models,

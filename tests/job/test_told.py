@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
+from elastic_ray.job.course import Course
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.job.views import allocator_view
 from elastic_ray.link import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.membership.plan import Member, Plan
@@ -81,18 +82,18 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
     return StepReport(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def seen(desk: BatchDesk, resume_point: Any = None, **fields: Any) -> JobView:
+def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
+    course = Course(0.0)
+    course.most_workers = ran_with
     return allocator_view(
         spec(**fields),
         desk,
+        course,
         resume_point=resume_point,
         submitted_s=0.0,
         held_at=None,
         allocation={"n": 2},
-        most_workers=2,
-        resize_cost_s=0.2,
-        stop_cost_s=None,
-        resizes=0,
+        may_be_stopped=False,
         weight=1.0,
     )
 
@@ -295,3 +296,11 @@ def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
     assert change is not None and change[0].batch_size(2) > 128
     assert late.advise({"T4": PRIOR}) is None
     assert seen(late).goodput is None, "the allocator is told only what the job has measured"
+
+
+def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
+    """Of eight trials that come at once, each would have started a second process for nothing."""
+    trial = TrialSpec(controller="c")
+    assert seen(BatchDesk(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
+    assert seen(BatchDesk(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
+    assert seen(BatchDesk(fixed=False), ran_with=0).growth_limit is None

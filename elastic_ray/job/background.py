@@ -1,0 +1,30 @@
+"""Work beside the one event loop of a controller, held for as long as it lasts: the loop itself may forget a task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Background:
+    """Tasks of one owner."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine beside the caller."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def in_thread(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Run a function that may block in a thread."""
+        self.start(asyncio.to_thread(function, *arguments))
+
+    def cancel(self) -> None:
+        """Give up what has not ended."""
+        for task in self._tasks:
+            task.cancel()

@@ -1,0 +1,400 @@
+"""SHELL: one job under its controller: gathers what happens to it, asks the pure parts, carries out the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
+from elastic_ray.job import views
+from elastic_ray.job.allocator_link import AllocatorLink
+from elastic_ray.job.background import Background
+from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.feed import ReportFeed
+from elastic_ray.job.group import WorkerGroup
+from elastic_ray.job.losses import Losses
+from elastic_ray.job.messages import (
+    Beat,
+    RunResult,
+    StateSaved,
+    WorkerCouldNotForm,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerSwitched,
+)
+from elastic_ray.job.preemption import Preemption
+from elastic_ray.job.record import JobRecord
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.link import StepReport
+from elastic_ray.membership.plan import SetBatch, Stop
+from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.signals import (
+    Finished,
+    Left,
+    Lost,
+    Note,
+    PrepareFailed,
+    Ready,
+    Rerun,
+    StepFailed,
+    Switched,
+    Target,
+)
+from elastic_ray.storage import RunStorage
+from placement.jobs import JobView
+from placement.knowledge import Prior
+
+logger = logging.getLogger("elastic_ray.job")
+
+_STOP_GRACE_S = 10.0
+
+
+class RunningJob:
+    """From its submission to its end. All of it runs in the controller's event loop, so nothing here needs a lock.
+
+    Args:
+        spec: the job.
+        controller: handle of its controller, for workers and the allocator.
+        background: what runs beside the loop, and may outlast the job.
+        named: workers of the trial that the controller ran before; their messages come too late.
+
+    Attributes:
+        record: its phase, events and reports.
+        feed: its reports, one by one.
+        vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
+    """
+
+    def __init__(self, spec: JobSpec, controller: Any, background: Background, *, named: int = 0) -> None:
+        self._spec, self._background = spec, background
+        self.record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
+        self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
+        self._group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
+        self._allocator = AllocatorLink(spec, controller, self._view, self._advised)
+        self.feed = ReportFeed(
+            taken=int((self.record.resume_point or {}).get("reports", 0)),
+            ahead=spec.trial.reports_ahead if spec.trial is not None else None,
+        )
+        self._losses = Losses(spec.max_failures)
+        self._preemption = Preemption(spec.elastic.join_timeout_s)
+        self._submitted_s = time.time()
+        self._held_at: int | None = None
+        self._weight = spec.scheduling.weight
+        self._saved = False
+        self._resumed = ""
+        self._stopping_since: float | None = None
+        self._return_value: Any = None
+        self.vacated: asyncio.Task[None] | None = None
+
+    # -- for drivers -------------------------------------------------------------------------------------------
+
+    @property
+    def named(self) -> int:
+        """How many workers it has given a name."""
+        return self._group.machine.named
+
+    @property
+    def unformed(self) -> bool:
+        """Whether it waits for its workers, or is over already."""
+        return self._group.machine.current is None
+
+    def status(self) -> JobStatus:
+        """The job now."""
+        return views.job_status(self._spec, self._desk, self.record, self._group.machine)
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Members of the present generation, by rank."""
+        return views.members(self._group.machine, self.record, self._group.facts)
+
+    def hold(self, workers: int | None) -> None:
+        """Hold the job at this many workers; None leaves its size to the allocator.
+
+        Raises:
+            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        """
+        if workers is not None:
+            views.check_size(workers, self._spec, self._desk)
+        self._held_at = workers
+        self._allocator.soon()
+
+    def weigh(self, weight: float) -> None:
+        """Let the job's speed count so many times beside that of others."""
+        self._weight = weight
+        self._allocator.soon()
+
+    def stop(self) -> None:
+        """End the job after the step in progress."""
+        if self._stopping_since is None:
+            self._stopping_since = time.monotonic()
+            self.feed.close()
+            self._group.post_to_members(Stop())
+            if not self._group.machine.members():
+                self.finish(JobPhase.STOPPED)
+
+    # -- for the allocator -------------------------------------------------------------------------------------
+
+    def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+        """The allocator's decision for this job."""
+        if self.record.phase.ended or self._stopping_since is not None:
+            return
+        if not nodes and self.record.phase is JobPhase.WAITING:
+            self.record.message = reason
+        target = Target(nodes=nodes, reason=reason)
+        if self._preemption.active:
+            self._preemption.follow(target)
+        elif not nodes and self._may_be_preempted():
+            self._preemption.begin(target, time.monotonic())
+        else:
+            self._group.take(target)
+
+    # -- for workers -------------------------------------------------------------------------------------------
+
+    async def hear(self, worker: str, message: WorkerMessage) -> None:
+        """A worker's message; a trial's report is answered when training may go on."""
+        if not self._group.heard(worker):
+            return
+        match message:
+            case Beat():
+                self._group.beat(worker, message)
+                if message.report is not None:
+                    self._observe(message.report)
+            case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
+                if resumed and resumed != self._resumed and self._group.machine.current is None:
+                    self._resumed = resumed
+                    self._event(EventKind.RESUMED, 0, 0, resumed)
+                self._desk.open(loader)
+                self._group.take(Ready(worker=worker, has_state=has_state))
+            case WorkerFailed(generation=generation, cause=cause):
+                self._group.take(StepFailed(worker=worker, generation=generation, cause=cause))
+            case WorkerCouldNotForm(generation=generation, cause=cause):
+                self._group.take(PrepareFailed(worker=worker, generation=generation, cause=cause))
+            case WorkerSwitched(generation=generation, pause_s=pause_s):
+                self._group.take(Switched(worker=worker, generation=generation, pause_s=pause_s))
+            case WorkerOutOfMemory(atomic_bsz=atomic_bsz):
+                self._out_of_memory(worker, atomic_bsz)
+            case WorkerReport():
+                await self._report(message)
+
+    def _observe(self, report: StepReport) -> None:
+        before = self._desk.observe(report)
+        if before is not None:
+            detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
+            self._event(EventKind.BATCH, report.replicas, report.replicas, self.record.batch_reason, detail=detail)
+
+    async def _report(self, message: WorkerReport) -> None:
+        dropped = self.record.report(message)
+        if dropped:
+            self._background.in_thread(self.record.delete_checkpoints, dropped)
+        workers = self._group.machine.world_size
+        self.feed.put(
+            Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
+        )
+        await self.feed.turn(message.index)
+
+    def saved(self, message: StateSaved) -> float:
+        """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
+        self.record.saved(message.state)
+        if not self._saved:
+            self._saved = True
+            self._allocator.soon()  # it may be stopped from now on
+        return self._losses.mean_time_s(time.time() - self._submitted_s)
+
+    def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
+        try:
+            reason = self._desk.out_of_memory(atomic_bsz)
+        except BatchDoesNotFitError as error:
+            self.finish(JobPhase.FAILED, error=error)
+            return
+        workers = self._group.machine.world_size
+        self._event(EventKind.OUT_OF_MEMORY, workers, workers, reason)
+        self._group.take(Rerun(worker=worker))
+
+    # -- for the group of workers ------------------------------------------------------------------------------
+
+    def came_back(self, worker: str, result: RunResult) -> None:
+        """A run of the train function has ended."""
+        match result.kind:
+            case "finished":
+                plan = self._group.machine.current
+                if plan is None or plan.rank_of(worker) == 0 or self._return_value is None:
+                    self._return_value = result.value
+                self._group.take(Finished(worker=worker))
+            case "left":
+                self._group.take(Left(worker=worker))
+            case "stopped":
+                self.finish(JobPhase.STOPPED)
+            case "preempted":
+                pass  # rank 0 saves the job
+            case "saved":
+                self._suspend(result.cause)
+            case "lost":
+                self._group.take(Lost(worker=worker, cause=result.cause))
+            case "no room" if self._group.machine.current is not None:  # the others go on without it
+                self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {result.cause}"))
+            case _:
+                self.finish(JobPhase.FAILED, error=result.error)
+
+    def noted(self, note: Note) -> None:
+        """A group trains, or has failed."""
+        before, after, course = note.from_workers, note.to_workers, self._group.course
+        self._event(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
+        if note.kind is EventKind.CANCELLED:
+            return
+        if note.kind is EventKind.FAILURE:
+            steps = self._desk.latest.total_steps if self._desk.latest is not None else 0
+            if course.is_stuck(steps):
+                self.finish(JobPhase.FAILED, error=RuntimeError(course.stuck_because(note.reason)))
+                return
+            self._losses.some_lost(before, after)
+        course.settled(note, time.monotonic())
+        self.record.phase = JobPhase.RUNNING
+        self._allocator.soon()
+
+    def all_lost(self, reason: str) -> None:
+        """Nobody is left."""
+        if not self._losses.all_lost():
+            from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
+
+            failures, limit = self._losses.failures, self._spec.max_failures
+            self.finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
+            return
+        self._start_again(reason)
+
+    def complete(self) -> None:
+        """All have left the train function."""
+        self.finish(JobPhase.FINISHED)
+
+    def released(self) -> None:
+        """Resources were given back."""
+        self._allocator.soon()
+
+    # -- starting again ----------------------------------------------------------------------------------------
+
+    def _start_again(self, reason: str) -> None:
+        """From what was saved last, without what has been trained since."""
+        steps = (self.record.resume_point or {}).get("steps")
+        start = f"from step {steps}" if steps is not None else "anew"
+        self._event(EventKind.RESTART, self._group.machine.world_size, 0, f"{reason}; it starts {start}")
+        self._give_all_back()
+
+    def _may_be_preempted(self) -> bool:
+        """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
+        if (
+            not self._spec.states_kept
+            or self._group.machine.current is None
+            or self._group.machine.in_phase(Phase.FINISHED)
+        ):
+            return False
+        return self._saved or self._group.course.saves_soon(time.monotonic())
+
+    def _suspend(self, why_not_saved: str) -> None:
+        """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
+        if not self._preemption.active or self.record.phase.ended:
+            return
+        reason = self._preemption.reason
+        if self._stopping_since is not None:
+            self.finish(JobPhase.STOPPED)
+        elif why_not_saved:
+            self._start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
+        else:
+            pause_s = self._preemption.lasted_s(time.monotonic())
+            self._event(EventKind.PREEMPTED, self._group.machine.world_size, 0, reason, pause_s=pause_s)
+            self._give_all_back()
+
+    def _give_all_back(self) -> None:
+        """Begin with other workers once the allocator says where."""
+        then = self._preemption.end()
+        waits = then is not None and not then.nodes
+        self.record.phase = JobPhase.WAITING if waits else JobPhase.STARTING
+        self.record.message = then.reason if then is not None and waits else ""
+        self._group.begin_again(waits=waits)
+        if then is not None:
+            self._group.take(then)
+        self._allocator.soon()
+
+    # -- the clock ---------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Before the first tick."""
+        await self._group.open()
+        self._background.in_thread(self.record.delete_checkpoints, self.record.surplus)
+
+    def tick(self) -> None:
+        """Some ten times a second until it has ended."""
+        now_s = time.monotonic()
+        self._group.tick(now_s)
+        if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
+            self.finish(JobPhase.STOPPED)
+        if self._preemption.remind(now_s):
+            self._group.post(self._group.training(), Stop(save=True))
+        if why := self._preemption.failed(now_s, self._group.training()):
+            self._suspend(why)
+        snapshot = self._desk.due(now_s)
+        if snapshot is not None:
+            self._background.start(self._fit(snapshot))
+        self._allocator.tick(now_s)
+
+    async def _fit(self, snapshot: Any) -> None:
+        self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+
+    def _advised(self, priors: Mapping[str, Prior]) -> None:
+        """What others have measured of this job's model."""
+        self._change_batch(self._desk.advise(priors))
+
+    def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
+        plan = self._group.machine.current
+        if change is not None and plan is not None and self._group.machine.in_flight is None:
+            choice, self.record.batch_reason = change
+            self._group.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
+
+    def _view(self) -> JobView:
+        return views.allocator_view(
+            self._spec,
+            self._desk,
+            self._group.course,
+            resume_point=self.record.resume_point,
+            submitted_s=self._submitted_s,
+            held_at=self._held_at,
+            allocation=self._group.reserved(),
+            may_be_stopped=self._saved and self._may_be_preempted(),
+            weight=self._weight,
+        )
+
+    def _event(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
+        facts = {"generation": self._group.machine.generation} | facts
+        event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
+        told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
+        logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
+        self.record.event(event)
+        self._background.in_thread(self.record.write_events)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
+        """The job is over; nothing happens if it was before."""
+        if self.record.phase.ended:
+            return
+        reason = views.explain(error, phase)
+        self._event(EventKind.FINISHED, self._group.machine.world_size, 0, reason)
+        self.record.end(phase, error=error, return_value=self._return_value, message=reason)
+        self.feed.close()
+        self._desk.close()
+        if phase is JobPhase.FINISHED and self._spec.states_kept:
+            self._background.in_thread(self.record.delete_states)
+        if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
+            self.vacated = self._background.start(self._vacate())
+        else:
+            self._group.disband()
+            self._allocator.ended()
+
+    async def _vacate(self) -> None:
+        self._group.post_to_members(Stop())
+        await self._group.vacate()
+        self._allocator.ended()
