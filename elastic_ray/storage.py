@@ -90,7 +90,8 @@ class RunStorage:
         self._unwritten = False
 
     @property
-    def _local(self) -> bool:
+    def local(self) -> bool:
+        """Whether it is a plain directory."""
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
@@ -122,7 +123,7 @@ class RunStorage:
     def append_event(self, line: str) -> None:
         """Add a line to ``events.jsonl``: at once on a local file system, with :meth:`flush` elsewhere."""
         path = posixpath.join(self.path, EVENTS_FILE)
-        if self._local:
+        if self.local:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(line.rstrip("\n") + "\n")
             return
@@ -190,7 +191,7 @@ class RunStorage:
             )
         self.check_reachable()
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
-        work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self._local else target
+        work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
         note = {"index": index, "progress": dict(progress or {}), "metrics": dict(metrics or {})}
         text = json.dumps(note, default=_plain)
         self.delete_checkpoint(work)

@@ -31,6 +31,7 @@ _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
 _OPEN_S = 120.0
+_HELD = 2
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
@@ -96,6 +97,7 @@ class Sweep:
         self._idle: list[_Idle] = []
         self._kinds: dict[str, JobSpec] = {}
         self._processes = ProcessPool()
+        self._held: dict[str, dict[str, Any]] = {}  # checkpoints in memory, by trial and path
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._store = asyncio.get_event_loop().create_task(self._open_store())
@@ -114,7 +116,8 @@ class Sweep:
         assert spec.trial is not None, "only trials are opened here"
         kind = self._kinds[spec.job] = _kind(spec)
         controller, name = None, spec.trial.controller
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle))
+        held = next((each[start] for each in self._held.values() if (start := spec.trial.start_from) in each), None)
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
         while controller is None and (fits := [entry for entry in self._idle if entry.kind == kind]):
             self._idle.remove(fits[-1])
             try:
@@ -149,6 +152,7 @@ class Sweep:
     async def closed(self, trial: str) -> None:
         """A trial is over, and its controller may run another one."""
         controller, kind = self._busy.pop(trial, None), self._kinds.pop(trial, None)
+        self._held.pop(trial, None)
         if trial in self._standings:
             self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
         if controller is not None and kind is not None:
@@ -165,6 +169,13 @@ class Sweep:
     async def take_back(self, trial: str, actor: Any, *, fit: bool) -> None:
         """A process is not needed any more; ``fit``: another trial may use it."""
         self._processes.take_back(trial, actor, fit=fit)
+
+    async def hold(self, trial: str, path: str, held: Any) -> None:
+        """A trial's checkpoint is in the cluster's memory; its last two stay there, for the sweep may not know both."""
+        mine = self._held.setdefault(trial, {})
+        mine[path] = held
+        while len(mine) > _HELD:
+            del mine[next(iter(mine))]
 
     async def settle(self, trial: str, fit: list[Any]) -> None:
         """A trial's controller has given everything back; ``fit``: processes that another trial may use."""
@@ -188,6 +199,7 @@ class Sweep:
                 if await _is_gone(controller):
                     self._busy.pop(trial, None)
                     self._processes.settle(trial)
+                    self._held.pop(trial, None)
                     self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
             for entry in list(self._idle):
                 if await _is_gone(entry.controller) and entry in self._idle:
@@ -219,5 +231,5 @@ def _kind(spec: JobSpec) -> JobSpec:
     """What trials must have in common to use each other's processes."""
     trial = spec.trial
     if trial is not None:
-        trial = dataclasses.replace(trial, controller="", start_from=None, sweep=None)
+        trial = dataclasses.replace(trial, controller="", start_from=None, held=None, sweep=None)
     return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial)

@@ -157,7 +157,7 @@ class JobController:
     async def unsatisfiable(self, reason: str) -> None:
         """No node could ever offer what the job asks for, as the allocator sees the cluster."""
         job = self._job
-        if not job.unformed or job.record.phase.ended:
+        if job.group.machine.current is not None or job.record.phase.ended:
             return
         if await asyncio.to_thread(may_autoscale):
             job.record.message = f"{reason}; waiting, for an autoscaler may bring it"
@@ -217,7 +217,7 @@ class JobController:
         if self._next.cancelled():
             return False
         begun = self._begun
-        self._begin(self._next.result(), self._job.named)
+        self._begin(self._next.result(), self._job.group.machine.named)
         begun.set()
         return True
 

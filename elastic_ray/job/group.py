@@ -257,6 +257,7 @@ class WorkerGroup:
             self.course.launched(time.monotonic())
         self._pulse.forget(launch.worker)
         path, point = self._record.restart_point
+        trial = self._spec.trial
         return Assignment(
             worker=launch.worker,
             job=self._spec.job,
@@ -266,6 +267,7 @@ class WorkerGroup:
             controller=self._controller,
             store=store,
             checkpoint=path,
+            held=trial.held if trial is not None and path == trial.start_from else None,
             resume_point=point,
             states=self._record.states if forming else (),
         )

@@ -41,6 +41,7 @@ class Assignment:
         controller: handle of the job's controller.
         store: the job's rendezvous store.
         checkpoint: path of the checkpoint to start from, None at the beginning.
+        held: the same in the cluster's memory, as far as it is still there; None for storage only.
         resume_point: where that checkpoint stands.
         states: automatic checkpoints further than that, newest first, the first good one of which is taken.
         gpu_ids: GPUs of its reservation; empty without CUDA.
@@ -54,6 +55,7 @@ class Assignment:
     controller: Any
     store: StoreAddress
     checkpoint: str | None = None
+    held: Any = None
     resume_point: Mapping[str, Any] | None = None
     states: tuple[StateFile, ...] = ()
     gpu_ids: tuple[int, ...] = ()
@@ -152,6 +154,7 @@ class WorkerOutOfMemory:
 class WorkerReport:
     """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
 
+    ``held`` is the checkpoint in the cluster's memory, None if it is in storage only.
     Ray may deliver calls to an async actor out of order, hence the number.
     """
 
@@ -159,6 +162,7 @@ class WorkerReport:
     metrics: Mapping[str, Any]
     checkpoint: str | None
     resume_point: Mapping[str, Any]
+    held: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

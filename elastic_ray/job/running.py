@@ -69,6 +69,7 @@ class RunningJob:
     Attributes:
         record: its phase, events and reports.
         feed: its reports, one by one.
+        group: its workers.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
@@ -76,7 +77,7 @@ class RunningJob:
         self._spec, self._background = spec, background
         self.record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
         self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
-        self._group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
+        self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
         self._allocator = AllocatorLink(spec, controller, self._view, self._advised)
         self.feed = ReportFeed(
             taken=int((self.record.resume_point or {}).get("reports", 0)),
@@ -95,23 +96,13 @@ class RunningJob:
 
     # -- for drivers -------------------------------------------------------------------------------------------
 
-    @property
-    def named(self) -> int:
-        """How many workers it has given a name."""
-        return self._group.machine.named
-
-    @property
-    def unformed(self) -> bool:
-        """Whether it waits for its workers, or is over already."""
-        return self._group.machine.current is None
-
     def status(self) -> JobStatus:
         """The job now."""
-        return views.job_status(self._spec, self._desk, self.record, self._group.machine)
+        return views.job_status(self._spec, self._desk, self.record, self.group.machine)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        return views.members(self._group.machine, self.record, self._group.facts)
+        return views.members(self.group.machine, self.record, self.group.facts)
 
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.
@@ -134,8 +125,8 @@ class RunningJob:
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
             self.feed.close()
-            self._group.post_to_members(Stop())
-            if not self._group.machine.members():
+            self.group.post_to_members(Stop())
+            if not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
 
     # -- for the allocator -------------------------------------------------------------------------------------
@@ -152,31 +143,31 @@ class RunningJob:
         elif not nodes and self._may_be_preempted():
             self._preemption.begin(target, time.monotonic())
         else:
-            self._group.take(target)
+            self.group.take(target)
 
     # -- for workers -------------------------------------------------------------------------------------------
 
     async def hear(self, worker: str, message: WorkerMessage) -> None:
         """A worker's message; a trial's report is answered when training may go on."""
-        if not self._group.heard(worker):
+        if not self.group.heard(worker):
             return
         match message:
             case Beat():
-                self._group.beat(worker, message)
+                self.group.beat(worker, message)
                 if message.report is not None:
                     self._observe(message.report)
             case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
-                if resumed and resumed != self._resumed and self._group.machine.current is None:
+                if resumed and resumed != self._resumed and self.group.machine.current is None:
                     self._resumed = resumed
                     self._event(EventKind.RESUMED, 0, 0, resumed)
                 self._desk.open(loader)
-                self._group.take(Ready(worker=worker, has_state=has_state))
+                self.group.take(Ready(worker=worker, has_state=has_state))
             case WorkerFailed(generation=generation, cause=cause):
-                self._group.take(StepFailed(worker=worker, generation=generation, cause=cause))
+                self.group.take(StepFailed(worker=worker, generation=generation, cause=cause))
             case WorkerCouldNotForm(generation=generation, cause=cause):
-                self._group.take(PrepareFailed(worker=worker, generation=generation, cause=cause))
+                self.group.take(PrepareFailed(worker=worker, generation=generation, cause=cause))
             case WorkerSwitched(generation=generation, pause_s=pause_s):
-                self._group.take(Switched(worker=worker, generation=generation, pause_s=pause_s))
+                self.group.take(Switched(worker=worker, generation=generation, pause_s=pause_s))
             case WorkerOutOfMemory(atomic_bsz=atomic_bsz):
                 self._out_of_memory(worker, atomic_bsz)
             case WorkerReport():
@@ -192,7 +183,9 @@ class RunningJob:
         dropped = self.record.report(message)
         if dropped:
             self._background.in_thread(self.record.delete_checkpoints, dropped)
-        workers = self._group.machine.world_size
+        trial, workers = self._spec.trial, self.group.machine.world_size
+        if message.held is not None and trial is not None and trial.sweep is not None:
+            trial.sweep.hold.remote(self._spec.job, message.checkpoint, message.held)
         self.feed.put(
             Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
         )
@@ -212,9 +205,9 @@ class RunningJob:
         except BatchDoesNotFitError as error:
             self.finish(JobPhase.FAILED, error=error)
             return
-        workers = self._group.machine.world_size
+        workers = self.group.machine.world_size
         self._event(EventKind.OUT_OF_MEMORY, workers, workers, reason)
-        self._group.take(Rerun(worker=worker))
+        self.group.take(Rerun(worker=worker))
 
     # -- for the group of workers ------------------------------------------------------------------------------
 
@@ -222,12 +215,12 @@ class RunningJob:
         """A run of the train function has ended."""
         match result.kind:
             case "finished":
-                plan = self._group.machine.current
+                plan = self.group.machine.current
                 if plan is None or plan.rank_of(worker) == 0 or self._return_value is None:
                     self._return_value = result.value
-                self._group.take(Finished(worker=worker))
+                self.group.take(Finished(worker=worker))
             case "left":
-                self._group.take(Left(worker=worker))
+                self.group.take(Left(worker=worker))
             case "stopped":
                 self.finish(JobPhase.STOPPED)
             case "preempted":
@@ -235,15 +228,15 @@ class RunningJob:
             case "saved":
                 self._suspend(result.cause)
             case "lost":
-                self._group.take(Lost(worker=worker, cause=result.cause))
-            case "no room" if self._group.machine.current is not None:  # the others go on without it
-                self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {result.cause}"))
+                self.group.take(Lost(worker=worker, cause=result.cause))
+            case "no room" if self.group.machine.current is not None:  # the others go on without it
+                self.group.take(Lost(worker=worker, cause=f"out of memory before it could join: {result.cause}"))
             case _:
                 self.finish(JobPhase.FAILED, error=result.error)
 
     def noted(self, note: Note) -> None:
         """A group trains, or has failed."""
-        before, after, course = note.from_workers, note.to_workers, self._group.course
+        before, after, course = note.from_workers, note.to_workers, self.group.course
         self._event(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
         if note.kind is EventKind.CANCELLED:
             return
@@ -281,18 +274,18 @@ class RunningJob:
         """From what was saved last, without what has been trained since."""
         steps = (self.record.resume_point or {}).get("steps")
         start = f"from step {steps}" if steps is not None else "anew"
-        self._event(EventKind.RESTART, self._group.machine.world_size, 0, f"{reason}; it starts {start}")
+        self._event(EventKind.RESTART, self.group.machine.world_size, 0, f"{reason}; it starts {start}")
         self._give_all_back()
 
     def _may_be_preempted(self) -> bool:
         """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
         if (
             not self._spec.states_kept
-            or self._group.machine.current is None
-            or self._group.machine.in_phase(Phase.FINISHED)
+            or self.group.machine.current is None
+            or self.group.machine.in_phase(Phase.FINISHED)
         ):
             return False
-        return self._saved or self._group.course.saves_soon(time.monotonic())
+        return self._saved or self.group.course.saves_soon(time.monotonic())
 
     def _suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
@@ -305,7 +298,7 @@ class RunningJob:
             self._start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
         else:
             pause_s = self._preemption.lasted_s(time.monotonic())
-            self._event(EventKind.PREEMPTED, self._group.machine.world_size, 0, reason, pause_s=pause_s)
+            self._event(EventKind.PREEMPTED, self.group.machine.world_size, 0, reason, pause_s=pause_s)
             self._give_all_back()
 
     def _give_all_back(self) -> None:
@@ -314,27 +307,27 @@ class RunningJob:
         waits = then is not None and not then.nodes
         self.record.phase = JobPhase.WAITING if waits else JobPhase.STARTING
         self.record.message = then.reason if then is not None and waits else ""
-        self._group.begin_again(waits=waits)
+        self.group.begin_again(waits=waits)
         if then is not None:
-            self._group.take(then)
+            self.group.take(then)
         self._allocator.soon()
 
     # -- the clock ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Before the first tick."""
-        await self._group.open()
+        await self.group.open()
         self._background.in_thread(self.record.delete_checkpoints, self.record.surplus)
 
     def tick(self) -> None:
         """Some ten times a second until it has ended."""
         now_s = time.monotonic()
-        self._group.tick(now_s)
+        self.group.tick(now_s)
         if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
             self.finish(JobPhase.STOPPED)
         if self._preemption.remind(now_s):
-            self._group.post(self._group.training(), Stop(save=True))
-        if why := self._preemption.failed(now_s, self._group.training()):
+            self.group.post(self.group.training(), Stop(save=True))
+        if why := self._preemption.failed(now_s, self.group.training()):
             self._suspend(why)
         snapshot = self._desk.due(now_s)
         if snapshot is not None:
@@ -349,26 +342,26 @@ class RunningJob:
         self._change_batch(self._desk.advise(priors))
 
     def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
-        plan = self._group.machine.current
-        if change is not None and plan is not None and self._group.machine.in_flight is None:
+        plan = self.group.machine.current
+        if change is not None and plan is not None and self.group.machine.in_flight is None:
             choice, self.record.batch_reason = change
-            self._group.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
+            self.group.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
 
     def _view(self) -> JobView:
         return views.allocator_view(
             self._spec,
             self._desk,
-            self._group.course,
+            self.group.course,
             resume_point=self.record.resume_point,
             submitted_s=self._submitted_s,
             held_at=self._held_at,
-            allocation=self._group.reserved(),
+            allocation=self.group.reserved(),
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
         )
 
     def _event(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        facts = {"generation": self._group.machine.generation} | facts
+        facts = {"generation": self.group.machine.generation} | facts
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
         logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
@@ -382,7 +375,7 @@ class RunningJob:
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase)
-        self._event(EventKind.FINISHED, self._group.machine.world_size, 0, reason)
+        self._event(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
         self.record.end(phase, error=error, return_value=self._return_value, message=reason)
         self.feed.close()
         self._desk.close()
@@ -391,10 +384,10 @@ class RunningJob:
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())
         else:
-            self._group.disband()
+            self.group.disband()
             self._allocator.ended()
 
     async def _vacate(self) -> None:
-        self._group.post_to_members(Stop())
-        await self._group.vacate()
+        self.group.post_to_members(Stop())
+        await self.group.vacate()
         self._allocator.ended()

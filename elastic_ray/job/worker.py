@@ -17,6 +17,7 @@ import torch
 from elastic_ray.context import set_session
 from elastic_ray.faults import FaultInjector
 from elastic_ray.job import train_loop
+from elastic_ray.job.held import held, hold
 from elastic_ray.job.messages import (
     Assignment,
     Beat,
@@ -90,12 +91,14 @@ class ControllerLink:
         self.push(Beat(report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
-        path = None
+        path = kept = None
         if checkpoint is not None:
             stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
             path = stored.path
+            if self._paced and not self._storage.local:  # only a trial's is wanted by others while it lives
+                kept = hold(checkpoint)
         self._last_report = self.push(
-            WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point)
+            WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
         )
         if self._paced:
             ray.get(self._last_report)  # as long as the sweep's scheduler takes to decide
@@ -186,12 +189,14 @@ class Worker:
         link = ControllerLink(assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept, source = self._saved_state(assignment, link)
-        for _ in range(_RERUNS):
-            session = self._session(assignment, link, progress, kept, source)
-            outcome = self._run_once(assignment, session, link)
-            if isinstance(outcome, RunResult):
-                return outcome
-            (kept, progress), source = outcome, ""
+        with held(assignment.held) as checkpoint:
+            for _ in range(_RERUNS):
+                session = self._session(assignment, link, progress, kept, source)
+                session.checkpoint = checkpoint or session.checkpoint
+                outcome = self._run_once(assignment, session, link)
+                if isinstance(outcome, RunResult):
+                    return outcome
+                (kept, progress), source = outcome, ""
         return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
     def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:

@@ -29,8 +29,9 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.01))
     model = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(data, batch_size=8)
-    inherited = 0.0
+    inherited, read_from = 0.0, ""
     if er.get_checkpoint() is not None:
+        read_from = er.get_checkpoint().filesystem.type_name
         with er.get_checkpoint().as_directory() as folder:
             saved = torch.load(Path(folder) / "state.pt")
         model.load_state_dict(saved["model"])
@@ -49,7 +50,7 @@ def train(config: dict[str, Any]) -> None:
             raise KeyError("the user's own mistake")
         if config.get("silent"):
             continue
-        metrics = {"score": score, "epoch": epoch, "inherited": inherited}
+        metrics = {"score": score, "epoch": epoch, "inherited": inherited, "read_from": read_from}
         if not config.get("checkpoint"):
             er.report(metrics)
             continue
@@ -119,5 +120,5 @@ def fit(folder: Path, space: dict[str, Any], *, elastic: Any = None, run: Any = 
         elastic or trainable(),
         param_space=space,
         tune_config=tune.TuneConfig(**{"metric": "score", "mode": "max", "max_concurrent_trials": 4, **config}),
-        run_config=tune.RunConfig(storage_path=str(folder), verbose=0, **(run or {})),
+        run_config=tune.RunConfig(**{"storage_path": str(folder), "verbose": 0, **(run or {})}),
     ).fit()

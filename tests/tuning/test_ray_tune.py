@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import ray
 from ray import tune
@@ -110,6 +111,24 @@ def test_pbt_exploits_from_the_donors_checkpoint(tmp_path: Path) -> None:
     # The worse one went on from the better one's 3 x 5.0 or more.
     assert min(result.metrics["score"] for result in grid) > 15.0
     assert max(result.metrics["inherited"] for result in grid) >= 15.0
+
+
+def test_a_clone_reads_its_living_donors_checkpoint_from_memory(tmp_path: Path) -> None:
+    """Storage is anything but a plain directory here, as a bucket would be."""
+    pbt = PopulationBasedTraining(
+        time_attr="training_iteration",
+        perturbation_interval=2,
+        quantile_fraction=0.5,
+        hyperparam_mutations={"quality": [0.1, 5.0]},
+        log_config=False,
+    )
+    far = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    space = {"quality": tune.grid_search([0.1, 5.0]), "epochs": 10, "checkpoint": True, "pause_s": 0.1}
+    run = {"storage_path": "results", "storage_filesystem": far}
+    grid = fit(tmp_path, space, scheduler=pbt, reuse_actors=True, run=run)
+    assert not grid.errors
+    assert max(result.metrics["inherited"] for result in grid) >= 5.0
+    assert "py::fsspec+memory" in [result.metrics["read_from"] for result in grid]
 
 
 def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that goes on from it while this one lives."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pyarrow.fs
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 256 * 2**20
+_FETCH_S = 30.0
+
+
+def hold(checkpoint: Any) -> Any | None:
+    """Put a checkpoint's files into Ray's object store; they last as long as this process and somebody's reference.
+
+    Args:
+        checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
+
+    Returns:
+        A reference to them; None if they are larger than 256 MiB or cannot be read.
+    """
+    from ray.train import Checkpoint
+
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint.from_directory(checkpoint)
+    with checkpoint.as_directory() as folder:
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        if sum(path.stat().st_size for path in files) > _MOST_BYTES:
+            return None
+        return ray.put({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+
+
+@contextlib.contextmanager
+def held(reference: Any | None) -> Iterator[Checkpoint | None]:
+    """The checkpoint behind a reference, in this process's memory while the context lasts; None if it is gone."""
+    from ray.train import Checkpoint
+
+    if reference is None:
+        yield None
+        return
+    try:
+        files: dict[str, bytes] = ray.get(reference, timeout=_FETCH_S)
+    except (RayError, GetTimeoutError) as error:
+        logger.info("a checkpoint is read from storage, for it is not in memory any more: %s", type(error).__name__)
+        yield None
+        return
+    memory, root = fsspec.filesystem("memory"), f"/elastic_ray/{uuid.uuid4().hex}"
+    try:
+        for name, content in files.items():
+            memory.pipe_file(f"{root}/{name}", content)
+        yield Checkpoint(root, pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)))
+    finally:
+        memory.rm(root, recursive=True)
