@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from elastic_ray.job.background import Background
-from elastic_ray.job.course import Course
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.history import SizeHistory
 from elastic_ray.job.launcher import Launcher
 from elastic_ray.job.messages import Assignment, Beat, ProcessFacts, RunResult
 from elastic_ray.job.pulse import Pulse
@@ -76,7 +76,7 @@ class WorkerGroup:
 
     Attributes:
         machine: who is a member, and what is to become of that.
-        course: sizes and costs so far.
+        history: sizes and costs so far.
         returned: workers whose train function has come back.
     """
 
@@ -112,7 +112,7 @@ class WorkerGroup:
         self._crew = Crew(spec, self.take, self._on_result)
         self._launcher = Launcher(spec, self._crew.launch)
         self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
-        self.course = Course(time.monotonic())
+        self.history = SizeHistory(time.monotonic())
         self.returned: set[str] = set()
         self._furthest = (0, 0)
         self._before = named
@@ -204,7 +204,7 @@ class WorkerGroup:
         for worker in set(self._pulse.questionable()) & members:
             self._background.start(self._look_at(worker))
         self.take(Tick())
-        if now_s - self.course.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
+        if now_s - self.history.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
             self._crew.keep_warm({m.node for m in self.machine.current.members})
 
     async def _look_at(self, worker: str) -> None:
@@ -254,7 +254,7 @@ class WorkerGroup:
         self._record.starting()
         forming = self.machine.current is None
         if forming:
-            self.course.launched(time.monotonic())
+            self.history.launched(time.monotonic())
         self._pulse.forget(launch.worker)
         path, point = self._record.restart_point
         trial = self._spec.trial

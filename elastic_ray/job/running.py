@@ -236,17 +236,17 @@ class RunningJob:
 
     def noted(self, note: Note) -> None:
         """A group trains, or has failed."""
-        before, after, course = note.from_workers, note.to_workers, self.group.course
+        before, after, history = note.from_workers, note.to_workers, self.group.history
         self._event(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
         if note.kind is EventKind.CANCELLED:
             return
         if note.kind is EventKind.FAILURE:
             steps = self._desk.latest.total_steps if self._desk.latest is not None else 0
-            if course.is_stuck(steps):
-                self.finish(JobPhase.FAILED, error=RuntimeError(course.stuck_because(note.reason)))
+            if history.is_stuck(steps):
+                self.finish(JobPhase.FAILED, error=RuntimeError(history.stuck_because(note.reason)))
                 return
             self._losses.some_lost(before, after)
-        course.settled(note, time.monotonic())
+        history.settled(note, time.monotonic())
         self.record.phase = JobPhase.RUNNING
         self._allocator.soon()
 
@@ -285,7 +285,7 @@ class RunningJob:
             or self.group.machine.in_phase(Phase.FINISHED)
         ):
             return False
-        return self._saved or self.group.course.saves_soon(time.monotonic())
+        return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def _suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
@@ -351,7 +351,7 @@ class RunningJob:
         return views.allocator_view(
             self._spec,
             self._desk,
-            self.group.course,
+            self.group.history,
             resume_point=self.record.resume_point,
             submitted_s=self._submitted_s,
             held_at=self._held_at,

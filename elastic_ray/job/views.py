@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
-from elastic_ray.job.course import Course
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
+from elastic_ray.job.history import SizeHistory
 from elastic_ray.job.messages import ProcessFacts
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
@@ -45,7 +45,7 @@ def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
 def allocator_view(
     spec: JobSpec,
     desk: BatchDesk,
-    course: Course,
+    history: SizeHistory,
     *,
     resume_point: Mapping[str, Any] | None,
     submitted_s: float,
@@ -68,16 +68,16 @@ def allocator_view(
         submitted_s=submitted_s,
         held_at=held_at,
         allocation=allocation,
-        most_workers=course.most_workers,
+        most_workers=history.most_workers,
         # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
-        growth_limit=spec.min_workers if spec.trial is not None and not course.most_workers else None,
+        growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
         goodput=desk.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
         accumulation=limits.gradient_accumulation if limits else False,
-        resize_cost_s=max(0.0, course.resize_cost_s),
-        stop_cost_s=course.start_s if may_be_stopped else None,
+        resize_cost_s=max(0.0, history.resize_cost_s),
+        stop_cost_s=history.start_s if may_be_stopped else None,
         label_selector=spec.label_selector,
         priority=spec.scheduling.priority,
         tenant=spec.scheduling.tenant,
@@ -88,7 +88,7 @@ def allocator_view(
         budget_usd=spec.scheduling.budget_usd,
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
-        restarts=course.resizes,
+        restarts=history.resizes,
         fingerprint=fingerprint(spec, desk.loader),
         progress=_progress(spec, desk, resume_point),
         models=desk.models,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
-from elastic_ray.job.course import Course
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
+from elastic_ray.job.history import SizeHistory
 from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.job.views import allocator_view
 from elastic_ray.link import LoaderInfo, ModelInfo, StepReport
@@ -83,12 +83,12 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
 
 
 def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
-    course = Course(0.0)
-    course.most_workers = ran_with
+    history = SizeHistory(0.0)
+    history.most_workers = ran_with
     return allocator_view(
         spec(**fields),
         desk,
-        course,
+        history,
         resume_point=resume_point,
         submitted_s=0.0,
         held_at=None,

@@ -10,7 +10,7 @@ _RESIZE_COST_S = 0.2  # before the first one was measured
 _STUCK_FAILURES = 10
 
 
-class Course:
+class SizeHistory:
     """Times are monotonic [s].
 
     Attributes:
