@@ -178,6 +178,9 @@ _LIMITS = (
 )
 
 
+_MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
+
+
 def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
     """Whether a heartbeat says something that a decision depends on: ``limits``, ``weight``, ``model`` or None.
 
@@ -188,7 +191,7 @@ def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
         return None
     if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
         return "limits"
-    if (before.stop_cost_s is None) != (after.stop_cost_s is None):
+    if any((getattr(before, field) is None) != (getattr(after, field) is None) for field in _MAY_BE_UNKNOWN):
         return "limits"
     if abs(after.weight - before.weight) > model_change * before.weight:
         return "weight"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -15,53 +15,75 @@ from elastic_ray.job.spec import JobSpec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Process:
-    """A process, what trials can use it, and since when it has been where it is [s, monotonic]."""
+    """A process, what trials can use it, whether it has ever answered, and when it came to rest [s, monotonic]."""
 
     actor: Any
     kind: JobSpec
     node: str
-    since_s: float
+    ready: bool = False
+    since_s: float = 0.0
 
 
 class ProcessPool:
-    """Lends processes to trials and takes them back.
+    """Lends processes to runs of trials and takes them back.
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
-    never more of them than trials of this kind have had workers on the node at one time.
+    never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
+    goes on has a second run, which has nothing to do with the processes of its first one.
     """
 
     def __init__(self) -> None:
+        self._kinds: dict[str, JobSpec] = {}
         self._idle: list[_Process] = []
         self._lent: dict[str, list[_Process]] = {}
 
-    def lend(self, job: str, kind: JobSpec, node: str) -> tuple[Any, bool]:
-        """A process on the node for a trial of this kind, the one used last or a new one, and whether it is new."""
+    def admit(self, run: str, kind: JobSpec) -> None:
+        """A run begins, and may borrow processes for trials of this kind until it is settled."""
+        self._kinds[run] = kind
+        self._lent.setdefault(run, [])
+
+    def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
+        """A process on the node, the one used last or a new one, and whether it has ever answered.
+
+        None for a run that was not admitted, or is settled.
+        """
+        kind = self._kinds.get(run)
+        if kind is None:
+            return None
         fits = [each for each in self._idle if each.node == node and each.kind == kind]
         if fits:
-            self._idle.remove(fits[-1])
-        actor = fits[-1].actor if fits else start_process(kind, node)
-        lent = _Process(actor=actor, kind=kind, node=node, since_s=time.monotonic())
-        self._lent.setdefault(job, []).append(lent)
-        return actor, not fits
+            process = fits[-1]
+            self._idle.remove(process)
+        else:
+            process = _Process(actor=start_process(kind, node), kind=kind, node=node)
+        self._lent[run].append(process)
+        return process.actor, process.ready
 
-    def take_back(self, job: str, actor: Any, *, fit: bool) -> None:
-        """A trial needs a process no more; one that is not ``fit`` for another trial ends."""
-        for process in self._lent.get(job, []):
+    def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
+        """A run needs a process no more; one that is not ``fit`` for another run ends."""
+        for process in self._lent.get(run, []):
             if process.actor == actor:
-                self._lent[job].remove(process)
-                self._rest(process, fit=fit)
+                self._lent[run].remove(process)
+                self._rest(process, fit=fit, ready=True)
                 return
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
-    def settle(self, job: str, fit: Collection[Any] = ()) -> None:
-        """A trial is over: what it still has ends, but for those that are ``fit`` for another trial."""
-        for process in self._lent.pop(job, []):
-            self._rest(process, fit=process.actor in fit)
+    def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
+        """A run is over: what it still has ends, but for processes that another run may use.
 
-    def _rest(self, process: _Process, *, fit: bool) -> None:
+        Args:
+            run: the run.
+            fit: those, and whether each has answered; None for none.
+        """
+        self._kinds.pop(run, None)
+        fit = fit or {}
+        for process in self._lent.pop(run, []):
+            self._rest(process, fit=process.actor in fit, ready=fit.get(process.actor, False))
+
+    def _rest(self, process: _Process, *, fit: bool, ready: bool) -> None:
         trial = process.kind.trial
         if fit and trial is not None and trial.keep_s:
-            self._idle.append(dataclasses.replace(process, since_s=time.monotonic()))
+            self._idle.append(dataclasses.replace(process, ready=ready, since_s=time.monotonic()))
         else:
             ray.kill(process.actor)
 

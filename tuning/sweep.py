@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.store import StoreAddress, open_store
@@ -67,12 +67,12 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Idle:
-    """A controller that waits for another trial of its kind, and the one that it ran last."""
+class _Run:
+    """A run of a trial: what trials can use its controller after it, and the controller."""
 
+    trial: str
     kind: JobSpec
     controller: Any
-    trial: str
 
 
 class Sweep:
@@ -93,11 +93,10 @@ class Sweep:
         self._promise = promise
         self._standings: dict[str, Standing] = {}
         self._told: dict[str, float] = {}
-        self._busy: dict[str, Any] = {}
-        self._idle: list[_Idle] = []
-        self._kinds: dict[str, JobSpec] = {}
+        self._busy: dict[str, _Run] = {}
+        self._idle: dict[str, _Run] = {}
         self._processes = ProcessPool()
-        self._held: dict[str, dict[str, Any]] = {}  # checkpoints in memory, by trial and path
+        self._held: dict[str, dict[str, Any]] = {}  # checkpoints in memory, by run and path
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._store = asyncio.get_event_loop().create_task(self._open_store())
@@ -114,104 +113,111 @@ class Sweep:
     async def open(self, spec: JobSpec) -> tuple[Any, str]:
         """A controller that runs this trial from now on, and its name."""
         assert spec.trial is not None, "only trials are opened here"
-        kind = self._kinds[spec.job] = _kind(spec)
-        controller, name = None, spec.trial.controller
-        held = next((each[start] for each in self._held.values() if (start := spec.trial.start_from) in each), None)
+        kind, run, name, start = _kind(spec), spec.trial.controller, "", spec.trial.start_from
+        self._processes.admit(run, kind)
+        held = next((each[start] for each in self._held.values() if start in each), None) if start else None
         spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
-        while controller is None and (fits := [entry for entry in self._idle if entry.kind == kind]):
-            self._idle.remove(fits[-1])
+        while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
+            controller = self._idle.pop(fits[-1]).controller
             try:
-                renewed = await asyncio.wait_for(fits[-1].controller.renew.remote(spec), _CALL_TIMEOUT_S)
+                name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
             except (RayError, asyncio.TimeoutError):
                 continue
-            if renewed:
-                controller, name = fits[-1].controller, renewed
-        again = controller is not None
-        if controller is None:
-            controller = self._start(spec)
-        logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if again else "starts one")
-        self._busy[spec.job] = controller
-        self._since_s = time.monotonic()
-        self._standings[spec.job] = dataclasses.replace(
-            self._standings.get(spec.job, Standing(trial=spec.job)), running=True
-        )
-        self._told.pop(spec.job, None)
-        self._weigh()
+        logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if name else "starts one")
+        if not name:
+            controller, name = self._start(spec), run
+        self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
         return controller, name
 
     async def attached(self, spec: JobSpec, controller: Any) -> None:
         """A front has found a trial's controller that still runs."""
-        self._busy[spec.job], self._kinds[spec.job] = controller, _kind(spec)
-        self._standings.setdefault(spec.job, Standing(trial=spec.job))
+        assert spec.trial is not None, "only trials are attached here"
+        run, kind = spec.trial.controller, _kind(spec)
+        self._processes.admit(run, kind)
+        self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
+
+    def _begun(self, run: str, begun: _Run) -> None:
+        self._busy[run] = begun
+        self._since_s = time.monotonic()
+        standing = self._standings.get(begun.trial, Standing(trial=begun.trial))
+        self._standings[begun.trial] = dataclasses.replace(standing, running=True)
+        self._told.pop(begun.trial, None)
+        self._weigh()
 
     async def tell(self, trial: str, values: tuple[float, ...]) -> None:
         """A trial has reported: the compared metric after each of its reports."""
-        self._standings[trial] = Standing(trial=trial, values=values, running=trial in self._busy)
+        self._standings[trial] = Standing(trial=trial, values=values, running=self._runs(trial))
         self._weigh()
 
-    async def closed(self, trial: str) -> None:
-        """A trial is over, and its controller may run another one."""
-        controller, kind = self._busy.pop(trial, None), self._kinds.pop(trial, None)
-        self._held.pop(trial, None)
-        if trial in self._standings:
-            self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
-        if controller is not None and kind is not None:
-            self._idle.append(_Idle(kind=kind, controller=controller, trial=trial))
-        self._weigh()
+    async def closed(self, run: str) -> None:
+        """A run is over, and its controller may run another trial."""
+        ended = self._busy.pop(run, None)
+        if ended is not None:
+            self._idle[run] = ended
+            self._ended(run, ended.trial)
 
     # -- for controllers ---------------------------------------------------------------------------------------
 
-    async def lend(self, trial: str, node: str) -> tuple[Any, bool] | None:
-        """A worker process on the node, and whether it is new; None for a trial that nobody has told of."""
-        kind = self._kinds.get(trial)
-        return self._processes.lend(trial, kind, node) if kind is not None else None
+    async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
+        """A worker process on the node, and whether it has ever answered; None for a run that nobody has told of."""
+        return self._processes.lend(run, node)
 
-    async def take_back(self, trial: str, actor: Any, *, fit: bool) -> None:
+    async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
         """A process is not needed any more; ``fit``: another trial may use it."""
-        self._processes.take_back(trial, actor, fit=fit)
+        self._processes.take_back(run, actor, fit=fit)
 
-    async def hold(self, trial: str, path: str, held: Any) -> None:
-        """A trial's checkpoint is in the cluster's memory; its last two stay there, for the sweep may not know both."""
-        mine = self._held.setdefault(trial, {})
-        mine[path] = held
-        while len(mine) > _HELD:
-            del mine[next(iter(mine))]
+    async def settle(self, run: str, fit: dict[Any, bool]) -> None:
+        """A run's controller gives all back; ``fit``: processes that another trial may use, and if they answered."""
+        self._processes.settle(run, fit)
 
-    async def settle(self, trial: str, fit: list[Any]) -> None:
-        """A trial's controller has given everything back; ``fit``: processes that another trial may use."""
-        self._processes.settle(trial, fit)
+    async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
+        """A run's checkpoint is in the cluster's memory; its last two stay there, for Tune may not know of both.
+
+        ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
+        """
+        if run in self._busy:
+            mine = self._held.setdefault(run, {})
+            mine[path] = held[0]
+            while len(mine) > _HELD:
+                del mine[next(iter(mine))]
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _runs(self, trial: str) -> bool:
+        return any(each.trial == trial for each in self._busy.values())
+
+    def _ended(self, run: str, trial: str) -> None:
+        self._held.pop(run, None)
+        if trial in self._standings:
+            self._standings[trial] = dataclasses.replace(self._standings[trial], running=self._runs(trial))
+        self._weigh()
+
     def _weigh(self) -> None:
-        for trial, weight in weights(list(self._standings.values()), self._promise).items():
-            before = self._told.get(trial, 1.0)
-            if trial in self._busy and abs(weight.value - before) > _NEWS * before:
-                self._told[trial] = weight.value
-                logger.info("sweep %s: trial %s weighs %.2f: %s", self._name, trial, weight.value, weight.reason)
-                self._busy[trial].weigh.remote(weight.value)
+        weighed = weights(list(self._standings.values()), self._promise)
+        for each in self._busy.values():
+            weight, before = weighed.get(each.trial), self._told.get(each.trial, 1.0)
+            if weight is not None and abs(weight.value - before) > _NEWS * before:
+                self._told[each.trial] = weight.value
+                logger.info("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
+                each.controller.weigh.remote(weight.value)
 
     async def _watch(self) -> None:
         """Forget controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for trial, controller in list(self._busy.items()):
-                if await _is_gone(controller):
-                    self._busy.pop(trial, None)
-                    self._processes.settle(trial)
-                    self._held.pop(trial, None)
-                    self._standings[trial] = dataclasses.replace(self._standings[trial], running=False)
-            for entry in list(self._idle):
-                if await _is_gone(entry.controller) and entry in self._idle:
-                    self._idle.remove(entry)
-                    self._processes.settle(entry.trial)
+            for run, each in [*self._busy.items(), *self._idle.items()]:
+                if await _is_gone(each.controller):
+                    self._processes.settle(run)
+                    self._idle.pop(run, None)
+                    if self._busy.pop(run, None) is not None:
+                        self._ended(run, each.trial)
             now_s = time.monotonic()
             self._processes.expire(now_s)
             if self._busy:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:
-                for entry in self._idle:
-                    entry.controller.dismiss.remote()
+                for each in self._idle.values():
+                    each.controller.dismiss.remote()
                 await asyncio.sleep(_LOOK_S)
                 if not self._busy:
                     ray.kill(self._handle)
@@ -220,7 +226,7 @@ class Sweep:
 async def _is_gone(controller: Any) -> bool:
     try:
         await asyncio.wait_for(controller.spec.remote(), _CALL_TIMEOUT_S)
-    except RayActorError:
+    except ActorDiedError:  # not ActorUnavailableError: that one may come back
         return True
     except (RayError, asyncio.TimeoutError):
         return False

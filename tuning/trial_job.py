@@ -175,6 +175,7 @@ class TrialJob:
         self.job = f"{sweep}-{trial}"
         self._values: tuple[float, ...] = ()
         self._taken: int | None = None
+        self._run = f"{self._sweep}-{secrets.token_hex(4)}"  # of this job, which may be one of several of the trial
         self._handle = self._find() or self._start(config)
 
     # -- a front's side ----------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class TrialJob:
                 self._handle.leave()
                 return
         self._delete_untaken()
-        self._tell("closed", self.job)
+        self._tell("closed", self._run)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -255,7 +256,7 @@ class TrialJob:
             num_to_keep=None,  # the sweep decides
             scheduling=scheduling,
             trial=TrialSpec(
-                controller=f"{self._sweep}-{secrets.token_hex(4)}",
+                controller=self._run,
                 start_from=self._start_from,
                 reports_ahead=template.reports_ahead,
                 knowledge_path=self._knowledge_path,
@@ -285,7 +286,9 @@ class TrialJob:
         if note["key"] != self._key or not (own or start == spec.trial.start_from):
             handle.stop(now=True)  # the sweep wants something else of the trial
             handle.wait(_STOP_TIMEOUT_S)
+            self._tell("closed", spec.trial.controller)
             return None
+        self._run = spec.trial.controller
         if own and start is not None:
             progress = RunStorage(spec.storage_path, self._filesystem).load_progress(start) or {}
             self._taken = int(progress.get("reports", 0))

@@ -78,7 +78,10 @@ class JobController:
 
     async def spec(self) -> JobSpec:
         """What was submitted, without the train function."""
-        return dataclasses.replace(self._spec, train_loop=b"")
+        trial = self._spec.trial
+        if trial is not None:
+            trial = dataclasses.replace(trial, held=None)  # whoever asks is not to keep it alive
+        return dataclasses.replace(self._spec, train_loop=b"", trial=trial)
 
     async def status(self) -> JobStatus:
         """The job now."""

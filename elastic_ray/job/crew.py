@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -49,6 +50,7 @@ class Crew:
         self._tell = tell
         self._on_result = on_result
         self._processes = Processes(spec)
+        self._token = secrets.token_hex(8)  # of two crews that a process serves one after the other, both have a "w1"
         self._groups: dict[str, Any] = {}
         self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
@@ -88,7 +90,7 @@ class Crew:
 
     def launch(self, assignment: Assignment) -> None:
         """Run the train function in a warm process of the node, or in a new one."""
-        self._background.start(self._run(assignment))
+        self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
         worker = assignment.worker
@@ -158,7 +160,7 @@ class Crew:
         for worker in workers:
             actor = self._actors.get(worker)
             if actor is not None:
-                actor.post.remote(worker, message)
+                actor.post.remote(self._token, worker, message)
 
     def keep_warm(self, nodes: Iterable[str]) -> None:
         """Keep processes at hand on these nodes, and on no other."""

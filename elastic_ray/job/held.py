@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pyarrow.fs
 import ray
-from ray.exceptions import GetTimeoutError, RayError
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -36,11 +35,15 @@ def hold(checkpoint: Any) -> Any | None:
 
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint.from_directory(checkpoint)
-    with checkpoint.as_directory() as folder:
-        files = [path for path in Path(folder).rglob("*") if path.is_file()]
-        if sum(path.stat().st_size for path in files) > _MOST_BYTES:
-            return None
-        return ray.put({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+    try:
+        with checkpoint.as_directory() as folder:
+            files = [path for path in Path(folder).rglob("*") if path.is_file()]
+            if sum(path.stat().st_size for path in files) > _MOST_BYTES:
+                return None
+            return ray.put({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+    except Exception as error:  # it is in storage already: nobody's report may fail by this
+        logger.info("a checkpoint is not held in memory: %r", error)
+        return None
 
 
 @contextlib.contextmanager
@@ -53,8 +56,8 @@ def held(reference: Any | None) -> Iterator[Checkpoint | None]:
         return
     try:
         files: dict[str, bytes] = ray.get(reference, timeout=_FETCH_S)
-    except (RayError, GetTimeoutError) as error:
-        logger.info("a checkpoint is read from storage, for it is not in memory any more: %s", type(error).__name__)
+    except Exception as error:
+        logger.info("a checkpoint is read from storage, for it is not in memory any more: %r", error)
         yield None
         return
     memory, root = fsspec.filesystem("memory"), f"/elastic_ray/{uuid.uuid4().hex}"
@@ -63,4 +66,5 @@ def held(reference: Any | None) -> Iterator[Checkpoint | None]:
             memory.pipe_file(f"{root}/{name}", content)
         yield Checkpoint(root, pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory)))
     finally:
-        memory.rm(root, recursive=True)
+        with contextlib.suppress(FileNotFoundError):  # it had no files
+            memory.rm(root, recursive=True)

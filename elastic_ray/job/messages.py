@@ -44,6 +44,7 @@ class Assignment:
         held: the same in the cluster's memory, as far as it is still there; None for storage only.
         resume_point: where that checkpoint stands.
         states: automatic checkpoints further than that, newest first, the first good one of which is taken.
+        token: what messages to this run carry.
         gpu_ids: GPUs of its reservation; empty without CUDA.
     """
 
@@ -58,6 +59,7 @@ class Assignment:
     held: Any = None
     resume_point: Mapping[str, Any] | None = None
     states: tuple[StateFile, ...] = ()
+    token: str = ""
     gpu_ids: tuple[int, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -55,6 +56,14 @@ def start_process(spec: JobSpec, node: str) -> Any:
     ).remote(setup)
 
 
+class _Lent(enum.Enum):
+    """Whether a borrowed process is known to answer."""
+
+    STARTING = enum.auto()
+    ASKED = enum.auto()
+    READY = enum.auto()
+
+
 class Processes:
     """A job's worker processes while no worker of the job runs in them.
 
@@ -67,11 +76,13 @@ class Processes:
     def __init__(self, spec: JobSpec) -> None:
         self._spec = spec
         self._sweep = spec.trial.sweep if spec.trial is not None else None
-        self._lent: set[Any] = set()
+        self._run = spec.trial.controller if spec.trial is not None else ""
+        self._lent: dict[Any, _Lent] = {}
         self._warm: dict[str, list[Any]] = {}
         self._warming: set[str] = set()
         self._cold_until_s: dict[str, float] = {}
         self._background = Background()
+        self._closed = False
 
     async def take(self, node: str) -> tuple[Any, ProcessFacts]:
         """A process on the node that is ready: a warm one, one that the sweep lends, or a new one."""
@@ -82,11 +93,12 @@ class Processes:
                 return actor, facts
             ray.kill(actor)
         while (lent := await self._borrow(node)) is not None:
-            actor, is_new = lent
-            self._lent.add(actor)
-            if is_new:
-                return actor, await actor.prepare.remote()
+            actor, ready = lent
+            if not ready:
+                return actor, await self._started(actor)
+            self._lent[actor] = _Lent.ASKED
             if (facts := await _answer(actor)) is not None:
+                self._lent[actor] = _Lent.READY
                 return actor, facts
             self.end(actor)
         actor = start_process(self._spec, node)
@@ -96,34 +108,48 @@ class Processes:
         if self._sweep is None:
             return None
         try:
-            lent: tuple[Any, bool] | None = await asyncio.wait_for(
-                self._sweep.lend.remote(self._spec.job, node), _ANSWER_S
-            )
+            lent: tuple[Any, bool] | None = await asyncio.wait_for(self._sweep.lend.remote(self._run, node), _ANSWER_S)
         except (RayError, asyncio.TimeoutError) as error:
             logger.warning("job %s: its sweep lends no process, so it starts one: %s", self._spec.job, error)
             return None
         return lent
+
+    async def _started(self, actor: Any) -> ProcessFacts:
+        """A borrowed process that is only starting, once it is there; a start takes as long as it takes."""
+        self._lent[actor] = _Lent.STARTING
+        try:
+            facts: ProcessFacts = await actor.prepare.remote()
+        except RayError:
+            self.end(actor)
+            raise
+        self._lent[actor] = _Lent.READY
+        return facts
 
     def rest(self, node: str, actor: Any) -> None:
         """A process is not used any more, and could be again."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
-        elif len(warm) < self._spec.elastic.warm_workers_per_node:
+        elif len(warm) < self._spec.elastic.warm_workers_per_node and not self._closed:
             warm.append(actor)
         else:
             ray.kill(actor)
 
     def end(self, actor: Any) -> None:
         """A process is not to be used again."""
-        ray.kill(actor)
         if actor in self._lent:
             self._give_back(actor, fit=False)
+        else:
+            ray.kill(actor)
 
     def _give_back(self, actor: Any, *, fit: bool) -> None:
-        self._lent.discard(actor)
+        if self._closed:
+            return  # it was given back with all others, and may be somebody else's by now
+        if not fit:
+            ray.kill(actor)  # at once, also if the sweep is busy
+        del self._lent[actor]
         assert self._sweep is not None, "only a sweep lends"
-        self._sweep.take_back.remote(self._spec.job, actor, fit=fit)
+        self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
         """A warm process of the node, which can look at others."""
@@ -162,12 +188,14 @@ class Processes:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, *, fit: bool) -> None:
-        """End warm processes and give back all that were borrowed and never used, which are ``fit`` for another job."""
+        """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""
         self.keep_warm(())
         self._background.cancel()
+        self._closed = True
         if self._sweep is not None:
-            self._sweep.settle.remote(self._spec.job, list(self._lent) if fit else [])
-        self._lent.clear()
+            # One that was asked and has not answered may hang.
+            kept = {actor: state is _Lent.READY for actor, state in self._lent.items() if state is not _Lent.ASKED}
+            self._sweep.settle.remote(self._run, kept if fit else {})
 
 
 async def _answer(actor: Any) -> ProcessFacts | None:

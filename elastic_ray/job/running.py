@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -180,12 +181,12 @@ class RunningJob:
             self._event(EventKind.BATCH, report.replicas, report.replicas, self.record.batch_reason, detail=detail)
 
     async def _report(self, message: WorkerReport) -> None:
-        dropped = self.record.report(message)
+        dropped = self.record.report(dataclasses.replace(message, held=None))
         if dropped:
             self._background.in_thread(self.record.delete_checkpoints, dropped)
         trial, workers = self._spec.trial, self.group.machine.world_size
         if message.held is not None and trial is not None and trial.sweep is not None:
-            trial.sweep.hold.remote(self._spec.job, message.checkpoint, message.held)
+            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
         self.feed.put(
             Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
         )

@@ -14,7 +14,8 @@ class TrialSpec:
     """What a job has beyond others that is a trial of a sweep. Its declared epochs are a bound, not its length.
 
     Attributes:
-        controller: name of its controller's actor after ``job:``; a controller may run one trial after the other.
+        controller: name of its controller's actor after ``job:``, if it is given one of its own, and of this run of the
+            trial, which may have several; a controller may run one trial after the other.
         start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
             run left in the job's directory does not count: the sweep decides where a trial goes on.
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.

@@ -160,6 +160,7 @@ class Worker:
         logging.getLogger("elastic_ray").setLevel(setup.log_level)
         self._setup = setup
         self._membership: Membership | None = None
+        self._token = ""
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
 
@@ -173,10 +174,10 @@ class Worker:
         labels = ray.get_runtime_context().get_node_labels()
         return ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
 
-    def post(self, worker: str, message: Message) -> None:
+    def post(self, token: str, worker: str, message: Message) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""
         membership = self._membership
-        if membership is not None and membership.worker == worker:
+        if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
 
     def run(self, assignment: Assignment) -> RunResult:
@@ -185,6 +186,7 @@ class Worker:
         if assignment.gpu_ids:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
+        self._membership, self._token = None, assignment.token
         store = connect_store(assignment.store)
         link = ControllerLink(assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None

@@ -27,9 +27,9 @@ class WorkerProcess:
         """Run the train function."""
         return self._worker.run(assignment)
 
-    def post(self, worker: str, message: Message) -> None:
+    def post(self, token: str, worker: str, message: Message) -> None:
         """A message of the controller to one run."""
-        self._worker.post(worker, message)
+        self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
         """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""
