@@ -19,6 +19,7 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.store import StoreAddress, open_store
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
+from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool
 from tuning.trials import Promise, Standing, weights
 
@@ -31,7 +32,6 @@ _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
 _OPEN_S = 120.0
-_HELD = 2
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
@@ -96,7 +96,7 @@ class Sweep:
         self._busy: dict[str, _Run] = {}
         self._idle: dict[str, _Run] = {}
         self._processes = ProcessPool()
-        self._held: dict[str, dict[str, Any]] = {}  # checkpoints in memory, by run and path
+        self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._store = asyncio.get_event_loop().create_task(self._open_store())
@@ -113,9 +113,9 @@ class Sweep:
     async def open(self, spec: JobSpec) -> tuple[Any, str]:
         """A controller that runs this trial from now on, and its name."""
         assert spec.trial is not None, "only trials are opened here"
-        kind, run, name, start = _kind(spec), spec.trial.controller, "", spec.trial.start_from
+        kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
-        held = next((each[start] for each in self._held.values() if start in each), None) if start else None
+        held = self._held.find(spec.trial.start_from)
         spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
             controller = self._idle.pop(fits[-1]).controller
@@ -154,7 +154,7 @@ class Sweep:
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._idle[run] = ended
-            self._ended(run, ended.trial)
+            self._ended(run, ended)
 
     # -- for controllers ---------------------------------------------------------------------------------------
 
@@ -171,23 +171,21 @@ class Sweep:
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
-        """A run's checkpoint is in the cluster's memory; its last two stay there, for Tune may not know of both.
+        """A run's checkpoint is in the cluster's memory.
 
         ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
         """
         if run in self._busy:
-            mine = self._held.setdefault(run, {})
-            mine[path] = held[0]
-            while len(mine) > _HELD:
-                del mine[next(iter(mine))]
+            self._held.hold(run, path, held[0])
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _runs(self, trial: str) -> bool:
         return any(each.trial == trial for each in self._busy.values())
 
-    def _ended(self, run: str, trial: str) -> None:
-        self._held.pop(run, None)
+    def _ended(self, run: str, ended: _Run) -> None:
+        trial, keep_s = ended.trial, ended.kind.trial.keep_s if ended.kind.trial is not None else 0.0
+        self._held.over(run, time.monotonic() + keep_s)  # the process that owns it waits as long, too
         if trial in self._standings:
             self._standings[trial] = dataclasses.replace(self._standings[trial], running=self._runs(trial))
         self._weigh()
@@ -210,9 +208,10 @@ class Sweep:
                     self._processes.settle(run)
                     self._idle.pop(run, None)
                     if self._busy.pop(run, None) is not None:
-                        self._ended(run, each.trial)
+                        self._ended(run, each)
             now_s = time.monotonic()
             self._processes.expire(now_s)
+            self._held.expire(now_s)
             if self._busy:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:

@@ -113,7 +113,7 @@ def test_pbt_exploits_from_the_donors_checkpoint(tmp_path: Path) -> None:
     assert max(result.metrics["inherited"] for result in grid) >= 15.0
 
 
-def test_a_clone_reads_its_living_donors_checkpoint_from_memory(tmp_path: Path) -> None:
+def test_a_clone_reads_its_donors_checkpoint_from_memory(tmp_path: Path) -> None:
     """Storage is anything but a plain directory here, as a bucket would be."""
     pbt = PopulationBasedTraining(
         time_attr="training_iteration",
