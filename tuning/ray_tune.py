@@ -42,7 +42,7 @@ def elastic(
     model_fingerprint: str | None = None,
     weight: float = 1.0,
     promise: Promise | None = None,
-    reports_ahead: int = 1,
+    reports_ahead: int = 0,
     keep_s: float = 30.0,
     sweep: str | None = None,
 ) -> type[Trainable]:
@@ -70,8 +70,9 @@ def elastic(
         weight: of the sweep against other jobs; ``AllocatorConfig.tenants`` overrules it.
         promise: by what trials are compared while they run, so that those near the top grow and those that are about to
             be cut do not; None lets them compete by their speed alone.
-        reports_ahead: how many reports training may be ahead of Tune's decision on the last one. 1 hides the time that
-            Tune takes; 0 trains nothing that a stop would throw away, and waits at every report.
+        reports_ahead: how many reports training may be ahead of Tune's decision on the last one. With 0, as in a
+            function of Tune's own, it waits at every report for as long as Tune takes; a trial that is stopped has then
+            trained nothing in vain, and its processes are free at once. 1 hides that time where epochs are short.
         keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no
             resources. 10 s after the last trial they end anyway.
         sweep: name of the sweep, also its tenant: sweeps of one name share weight and processes. By default the name of

@@ -51,6 +51,7 @@ class AllocatorLink:
         self._root = StorageRoot(path=root, filesystem=filesystem)
         self._root_is_known = False
         self._allocator: Any = None
+        self._over = False
         self._due_s = 0.0
         self._attained_s = 0.0
         self._seen_s = time.monotonic()
@@ -70,6 +71,7 @@ class AllocatorLink:
 
     def ended(self) -> None:
         """The job is over."""
+        self._over = True
         if self._allocator is not None:
             self._allocator.ended.remote(self._spec.job, self._seen())
 
@@ -83,6 +85,8 @@ class AllocatorLink:
         try:
             if self._allocator is None:
                 self._allocator = await asyncio.to_thread(self._find)
+            if self._over:
+                return
             root = None if self._root_is_known else self._root
             beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
             answer = await asyncio.wait_for(beat, _TIMEOUT_S)

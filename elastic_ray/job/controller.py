@@ -183,9 +183,12 @@ class JobController:
 
     async def _run(self) -> None:
         """The controller's life: one job, or one trial after the other while they come in time."""
-        await self._run_job()
-        while await self._is_renewed():
+        try:
             await self._run_job()
+            while await self._is_renewed():
+                await self._run_job()
+        except Exception:  # whoever waits for it learns of its end
+            logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)

@@ -33,6 +33,7 @@ class Launcher:
         self._launch = launch
         self._store: Any = None
         self._address: StoreAddress | None = None
+        self._opened = 0
         self._waiting: list[Callable[[StoreAddress], Assignment]] = []
 
     @property
@@ -43,15 +44,17 @@ class Launcher:
     async def open(self) -> None:
         """Find the sweep's store, or open one; then launch what waits."""
         self._address = None
-        shared = await self._of_sweep()
-        if shared is not None:
-            self._address = dataclasses.replace(shared, prefix=f"{self._spec.job}/{secrets.token_hex(4)}")
-        else:
+        self._opened += 1
+        latest, store, address = self._opened, None, await self._of_sweep()
+        if address is None:
             host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            self._store = await asyncio.to_thread(open_store, host)
-            self._address = StoreAddress(host=host, port=self._store.port)
+            store = await asyncio.to_thread(open_store, host)
+            address = StoreAddress(host=host, port=store.port)
+        if latest != self._opened:
+            return  # the job has begun again meanwhile, and all of its workers are to meet in one place
+        self._store, self._address = store, address
         for assign in self._waiting:
-            self._launch(assign(self._address))
+            self._launch(assign(address))
         self._waiting.clear()
 
     async def _of_sweep(self) -> StoreAddress | None:
@@ -63,7 +66,7 @@ class Launcher:
         except (RayError, asyncio.TimeoutError) as error:
             logger.warning("job %s: opens a store of its own, for its sweep does not answer: %s", self._spec.job, error)
             return None
-        return address
+        return dataclasses.replace(address, prefix=f"{self._spec.job}/{secrets.token_hex(4)}")
 
     def add(self, assign: Callable[[StoreAddress], Assignment]) -> None:
         """Launch a worker, which is told where the store is, now or when there is one."""
