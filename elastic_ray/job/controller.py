@@ -171,9 +171,11 @@ class JobController:
 
     # -- for workers -------------------------------------------------------------------------------------------
 
-    async def push(self, worker: str, message: WorkerMessage) -> None:
-        """A worker's message."""
-        await self._job.hear(worker, message)
+    async def push(self, worker: str, message: WorkerMessage) -> bool:
+        """A worker's message; whether the job goes on."""
+        job = self._job
+        await job.hear(worker, message)
+        return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""

@@ -101,7 +101,8 @@ class ControllerLink:
             WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
         )
         if self._paced:
-            ray.get(self._last_report)  # as long as the sweep's scheduler takes to decide
+            if not ray.get(self._last_report):  # after as long as the sweep's scheduler takes to decide
+                raise WorkerDismissed(stopped=True)
         elif path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -50,7 +51,7 @@ def train(config: dict[str, Any]) -> None:
             raise KeyError("the user's own mistake")
         if config.get("silent"):
             continue
-        metrics = {"score": score, "epoch": epoch, "inherited": inherited, "read_from": read_from}
+        metrics = {"score": score, "epoch": epoch, "inherited": inherited, "read_from": read_from, "pid": os.getpid()}
         if not config.get("checkpoint"):
             er.report(metrics)
             continue

@@ -207,6 +207,15 @@ def test_within_a_second_a_stopped_trials_workers_are_gone_and_its_share_is_the_
     assert said["grown"] - said["stopped"] < 1.5  # one look of Tune's loop more
 
 
+def test_a_stopped_trials_process_is_the_next_ones_however_long_its_steps_are(tmp_path: Path) -> None:
+    space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 3, "pause_s": 1.0}
+    run = {"stop": {"training_iteration": 1}}
+    grid = fit(tmp_path, space, elastic=trainable(workers=1), run=run, max_concurrent_trials=1)
+    assert not grid.errors
+    assert [result.metrics["epoch"] for result in grid] == [0, 0]
+    assert len({result.metrics["pid"] for result in grid}) == 1
+
+
 _DRIVER = """
 import sys
 from pathlib import Path
