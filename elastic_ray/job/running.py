@@ -35,7 +35,7 @@ from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.link import StepReport
-from elastic_ray.membership.plan import SetBatch, Stop
+from elastic_ray.membership.plan import Cancel, SetBatch, Stop
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
     Finished,
@@ -390,5 +390,8 @@ class RunningJob:
 
     async def _vacate(self) -> None:
         self.group.post_to_members(Stop())
+        if (plan := self.group.machine.current) is not None:
+            # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
+            self.group.post_to_members(Cancel(generation=plan.generation))
         await self.group.vacate()
         self._allocator.ended()

@@ -51,7 +51,13 @@ def train(config: dict[str, Any]) -> None:
             raise KeyError("the user's own mistake")
         if config.get("silent"):
             continue
-        metrics = {"score": score, "epoch": epoch, "inherited": inherited, "read_from": read_from, "pid": os.getpid()}
+        metrics = {
+            "score": score,
+            "epoch": epoch,
+            "inherited": inherited,
+            "read_from": read_from,
+            "process": os.getpid(),
+        }
         if not config.get("checkpoint"):
             er.report(metrics)
             continue

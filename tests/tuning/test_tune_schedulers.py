@@ -213,7 +213,7 @@ def test_a_stopped_trials_process_is_the_next_ones_however_long_its_steps_are(tm
     grid = fit(tmp_path, space, elastic=trainable(workers=1), run=run, max_concurrent_trials=1)
     assert not grid.errors
     assert [result.metrics["epoch"] for result in grid] == [0, 0]
-    assert len({result.metrics["pid"] for result in grid}) == 1
+    assert len({result.metrics["process"] for result in grid}) == 1
 
 
 _DRIVER = """
