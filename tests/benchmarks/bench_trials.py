@@ -70,13 +70,21 @@ def allocator_pid() -> int:
 def held(allocator: int) -> Held:
     """What is held now."""
     long_lived = [psutil.Process(), psutil.Process(allocator)]
-    ours = psutil.Process().children(recursive=True)
+    ours = [each for each in psutil.Process().children(recursive=True) if not _is_idle(each)]
     return Held(
         processes=len(ours),
         open_files=sum(process.num_fds() for process in long_lived),
         ports=sum(_listening(process) for process in [*long_lived, *ours]),
         temporary=sum(1 for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith("er-")),
     )
+
+
+def _is_idle(process: psutil.Process) -> bool:
+    """Ray starts and ends idle workers of its own as it likes; each of them listens on a port."""
+    try:
+        return "ray::IDLE" in " ".join(process.cmdline())
+    except psutil.Error:
+        return True
 
 
 def _listening(process: psutil.Process) -> int:
