@@ -81,6 +81,12 @@ def test_that_a_job_can_be_stopped_is_news_and_what_it_costs_is_not() -> None:
     assert is_news(stoppable, dataclasses.replace(before, stop_cost_s=9.0), 0.1) is None
 
 
+def test_that_a_trial_may_grow_now_is_news() -> None:
+    before = dataclasses.replace(job("a"), growth_limit=1)
+    assert is_news(before, dataclasses.replace(before, growth_limit=None), 0.1) == "limits"
+    assert is_news(before, dataclasses.replace(before, growth_limit=2), 0.1) is None
+
+
 @pytest.mark.parametrize("name", ["weight", "tenant_weight"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_are_above_zero(name: str, value: float) -> None:
