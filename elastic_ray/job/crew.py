@@ -56,6 +56,7 @@ class Crew:
         self._processes = Processes(spec)
         self._token = secrets.token_hex(8)  # of two crews that a process serves one after the other, both have a "w1"
         self._groups: dict[str, Any] = {}
+        self._asked = 0
         self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
@@ -67,13 +68,19 @@ class Crew:
 
     def reserve(self, worker: str, node: str) -> None:
         """Ask for the worker's resources; ``Reserved`` follows when they are there."""
-        self._groups[worker] = groups.reserve(self._spec.bundle, node, group_name(self._spec.job, worker))
         self._nodes[worker] = node
-        self._background.start(self._await_reservation(worker, node))
+        self._ask(worker)
+        self._background.start(self._await_reservation(worker))
 
-    async def _await_reservation(self, worker: str, node: str) -> None:
+    def _ask(self, worker: str) -> None:
+        # No name twice: Ray refuses one whose group, of this worker or of an earlier run's "w1", is only going.
+        self._asked += 1
+        name = group_name(self._spec.job, f"{worker}.{self._token}.{self._asked}")
+        self._groups[worker] = groups.reserve(self._spec.bundle, self._nodes[worker], name)
+
+    async def _await_reservation(self, worker: str) -> None:
         # The membership machine gives reservations up in its own time; this only bounds the wait.
-        begun_s, asked = time.monotonic(), 0
+        begun_s = time.monotonic()
         until_s = begun_s + self._spec.elastic.reserve_timeout_s * 2
         while (group := self._groups.get(worker)) is not None and (now_s := time.monotonic()) < until_s:
             patience_s = _ASK_AGAIN_S if now_s < begun_s + _ASK_AGAIN_FOR_S else until_s - now_s
@@ -81,11 +88,9 @@ class Crew:
                 self._fulfilled.add(worker)
                 self._tell(Reserved(worker=worker))
                 return
-            if worker in self._groups:
-                asked += 1
+            if worker in self._groups and patience_s == _ASK_AGAIN_S:
                 groups.release(group)
-                name = group_name(self._spec.job, f"{worker}.{asked}")
-                self._groups[worker] = groups.reserve(self._spec.bundle, node, name)
+                self._ask(worker)
 
     def reserved(self) -> dict[str, int]:
         """Fulfilled reservations by node."""
