@@ -103,10 +103,13 @@ class CostPerProgress:
         wait_s = np.where(sizes > have, choice.kind.startup_s, 0.0)
         change_s = np.where((sizes != have) & (have > 0), view.resize_cost_s, 0.0)
         meanwhile = np.minimum(now * wait_s, work)
-        with np.errstate(divide="ignore"):
+        usd_per_h = choice.whole_usd if demand.alone else choice.part_usd
+        # What never ends is the worst also where an hour costs nothing, and zero times infinity would be the best.
+        with np.errstate(divide="ignore", invalid="ignore"):
             time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
-        usd = (choice.whole_usd if demand.alone else choice.part_usd) * time_s / 3600.0
-        return Prospect(choice=choice, time_s=time_s, usd=usd, score=usd + self.value_usd_per_h * time_s / 3600.0)
+            usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
+            score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
+        return Prospect(choice=choice, time_s=time_s, usd=usd, score=score)
 
     def _best(self, prospects: list[Prospect], view: JobView, gpu: str | None) -> tuple[Prospect, int]:
         """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""

@@ -249,6 +249,11 @@ def test_the_least_money_is_the_smallest_size_and_dear_time_the_fastest() -> Non
     assert sizes[0] <= 4 and sizes == sorted(sizes) and sizes[-1] > sizes[0]
 
 
+def test_worthless_time_does_not_want_fewer_workers_than_a_job_can_run_with() -> None:
+    decision = autoscaler([FIRM], CostPerProgress(value_usd_per_h=0.0)).decide([job(min_workers=3)], here(), NOW)
+    assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason
+
+
 def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
     scaler = CostPerProgress(value_usd_per_h=20.0, hysteresis=0.0)
     running = job().placed({"f0": 4})
