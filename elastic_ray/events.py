@@ -107,6 +107,9 @@ class JobStatus:
         goodput: throughput x statistical efficiency [samples/s], None before the model is fitted.
         metrics: the latest metrics of rank 0, as reported.
         message: what the job waits for, or why it ended; empty when it simply runs.
+        cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
+        note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
+            that find no node.
     """
 
     job: str
@@ -122,6 +125,8 @@ class JobStatus:
     goodput: float | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message: str = ""
+    cost_usd: float | None = None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

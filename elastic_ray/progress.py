@@ -46,14 +46,15 @@ def status_fields(status: JobStatus) -> dict[str, str]:
     loss = status.metrics.get("loss")
     if isinstance(loss, int | float):
         fields["loss"] = f"{loss:.4g}"
+    if status.cost_usd is not None:
+        fields["USD"] = f"{status.cost_usd:.3g}"
     return fields
 
 
 def status_line(status: JobStatus) -> str:
     """A status as one line: ``job a1: running, workers 4, batch 512, samples/s 8.3k, epoch 2/30``."""
     parts = [status.phase.value, *(f"{name} {text}" for name, text in status_fields(status).items())]
-    if status.message:
-        parts.append(status.message.strip().rstrip("."))
+    parts += [text.strip().rstrip(".") for text in (status.message, status.note) if text]
     return f"job {status.job}: " + ", ".join(parts)
 
 
@@ -156,8 +157,8 @@ def _table(status: JobStatus) -> Table:
     from rich.table import Table
 
     cells = {"job": status.job, "phase": status.phase.value, **status_fields(status)}
-    if status.message:
-        cells["message"] = status.message
+    if said := "; ".join(filter(None, (status.message, status.note))):
+        cells["message"] = said
     table = Table(box=None, pad_edge=False)
     for column in cells:
         table.add_column(column, header_style="dim")

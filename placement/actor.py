@@ -10,6 +10,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
@@ -54,7 +55,10 @@ _ATTEMPTS = 5  # to replace an allocator that has no jobs
 _HEARINGS = 10
 _ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
 _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
+_NO_PRICES = "budget_usd={:g} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 logger = logging.getLogger("placement.allocator")
 
@@ -66,13 +70,13 @@ class PolicyConflictError(ValueError):
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
     """The cluster's allocator, created on first use on the head node (if it is there).
 
-    A cluster has one policy at a time. One that is asked for here takes effect if there is no allocator yet, or one
-    without jobs, which is then replaced.
+    A cluster has one policy and one configuration at a time. What is asked for here takes effect if there is no
+    allocator yet, or one without jobs, which is then replaced and leaves its successor what is not asked for.
 
     Args:
         policy: whatever ``make_policy`` accepts (a registered name, ``module:name``, a function, class or object);
             None for the one that there is, or else ``"goodput"``.
-        config: times and thresholds; matters only to the call that creates the allocator.
+        config: times, tenants, node types; None for the one that there is. While jobs run it stays, with a warning.
 
     Raises:
         PolicyConflictError: jobs are running under another policy.
@@ -82,23 +86,38 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
     parcel = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
     for attempt in range(_ATTEMPTS):
         handle: ActorHandle[Any] = _named_actor(parcel, config)
-        if policy is None:
+        if policy is None and config is None:
             return handle
         try:
             ask: Any = handle.rule_by
-            rule: Rule | None = ray.get(ask.remote(parcel.identity), timeout=_ANSWER_S)
+            wanted = (None if policy is None else parcel.identity, config)
+            rule: Rule | None = ray.get(ask.remote(*wanted), timeout=_ANSWER_S)
             if rule is None:
                 return handle
             if rule.running:
-                raise PolicyConflictError(
-                    f"policy {parcel.name!r} cannot rule this cluster now: its allocator runs policy {rule.policy!r} "
-                    f"for {', '.join(rule.running)}, and all jobs of a cluster share one; leave policy out, give the "
-                    "same one with the same settings, or wait until these jobs have ended"
-                )
+                _let_it_be(rule, wanted=parcel if policy is not None else None)
+                return handle
             ray.kill(handle)
+            parcel, config = parcel if policy is not None else rule.parcel, config or rule.config
         except RayActorError:  # it is on its way out
             time.sleep(0.1 * (attempt + 1))
-    raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r}; try again")
+    raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r} and its configuration; try again")
+
+
+def _let_it_be(rule: Rule, *, wanted: PolicyParcel | None) -> None:
+    """Jobs run: say that their allocator stays, unless that is no answer."""
+    running = ", ".join(rule.running)
+    if wanted is not None and wanted.identity != rule.parcel.identity:
+        raise PolicyConflictError(
+            f"policy {wanted.name!r} cannot rule this cluster now: its allocator runs policy {rule.parcel.name!r} for "
+            f"{running}, and all jobs of a cluster share one; leave policy out, give the same one with the same "
+            "settings, or wait until these jobs have ended"
+        )
+    logger.warning(
+        "the allocator keeps its AllocatorConfig instead of the one given here, for %s; give it before the first job, "
+        "or when these have ended",
+        running,
+    )
 
 
 def find_allocator(parcel: PolicyParcel | None) -> Any:
@@ -124,9 +143,10 @@ def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Who rules, over whom: the answer to one who wants another policy."""
+    """Who rules, how, over whom: the answer to one who wants another policy or configuration."""
 
-    policy: str
+    parcel: PolicyParcel
+    config: AllocatorConfig | None
     running: tuple[str, ...]
 
 
@@ -137,10 +157,20 @@ class Answer:
     Attributes:
         priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
         knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
+        cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
+        note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
     """
 
     priors: Mapping[str, Prior]
     knows_root: bool
+    cost_usd: float | None = None
+    note: str = ""
+
+
+def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
+    """Whether they say the same; an objective of a user's own need not be comparable, and comes as a copy."""
+    said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
+    return said[0] == said[1]
 
 
 class Allocator:
@@ -187,7 +217,17 @@ class Allocator:
         # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
         cluster = None if view.job in core.jobs else self._usable(view.job)
         self._handle(JobHeartbeat(view=view, cluster=cluster))
-        return Answer(priors=self._knowledge.priors(view, time.time()), knows_root=self._keeper.knows(view.job))
+        return Answer(
+            priors=self._knowledge.priors(view, time.time()),
+            knows_root=self._keeper.knows(view.job),
+            cost_usd=self._scaler.spent_usd.get(view.job) if self._scaler is not None else None,
+            note=self._note(view),
+        )
+
+    def _note(self, view: JobView) -> str:
+        if self._scaler is None:
+            return "" if view.budget_usd is None else _NO_PRICES.format(view.budget_usd)
+        return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
         """A job is over; the view is how it stood at last."""
@@ -210,23 +250,23 @@ class Allocator:
         """The last decision about the cluster's size, and what each job has cost so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
-    async def rule_by(self, identity: str) -> Rule | None:
-        """Somebody wants the policy with this identity: None if it rules already; else what is in the way.
+    async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> Rule | None:
+        """Somebody wants the policy with this identity, or this configuration: None if both rule; else what is there.
 
-        Without jobs nothing is, and all that is known has been written, so that this actor may be replaced.
+        Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
         """
         core = await self._start()
-        if identity == self._parcel.identity:
+        if identity in (None, self._parcel.identity) and (config is None or _equal(config, self._config)):
             return None
         for _ in range(_HEARINGS):
-            if core.snapshot().settled:
+            if core.settled:
                 break
             await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
         if not core.jobs:
             await self._keeper.save(now=True)
             if self._scaler is not None:
                 await self._scaler.withdraw()
-        return Rule(policy=self._parcel.name, running=core.jobs)
+        return Rule(parcel=self._parcel, config=self._config, running=core.jobs)
 
     # ------------------------------------------------------------------------------------------------ inside
 
@@ -289,9 +329,12 @@ class Allocator:
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
 
     def _scale(self) -> None:
-        """The cluster's size; decided beside everything else, which never waits for nodes."""
+        """The cluster's size; decided beside everything else, which never waits for nodes.
+
+        Not before jobs that ran already could be heard: their nodes would be taken for empty.
+        """
         assert self._core is not None, "the loop starts after the core"
-        if self._scaler is not None:
+        if self._scaler is not None and self._core.settled:
             now_s = time.time()
             self._scaler.look(self._core.views(now_s), self._present(), now_s)
 
@@ -358,7 +401,7 @@ class Allocator:
             nodes = dict(instruction.nodes)
             await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
         else:
-            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason))
+            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
 
     async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
         """Call one controller; never wait for a slow one, and never let a broken one harm the others."""

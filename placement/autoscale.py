@@ -248,6 +248,8 @@ class Autoscaler:
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
         """The most that was wanted of each type within the last ``linger_s``, of what is there."""
+        if not self._targets:  # made anew beside jobs that it has yet to hear of: nothing goes at once
+            self._targets.append((now_s, present))
         self._targets.append((now_s, target))
         while self._targets[0][0] < now_s - self._config.linger_s:
             self._targets.popleft()

@@ -36,7 +36,7 @@ class ClusterScaler:
             config.node_types, policy, config.objective, config.times, constraints, most_nodes=config.max_nodes
         )
         self._requests = NodeRequests()
-        self._looked_s = 0.0
+        self._looked_s = float("-inf")
         self._refused_s: float | None = None
         self._look: asyncio.Task[None] | None = None
         self.decision: ScalingDecision | None = None
@@ -57,9 +57,11 @@ class ClusterScaler:
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Decide anew, if it is time and the last look is over."""
-        if now_s - self._looked_s < self._config.interval_s or (self._look is not None and not self._look.done()):
+        # A wall clock that is set back would stop all looks, and with them the requests that Ray lets expire.
+        present_s = time.monotonic()
+        if present_s - self._looked_s < self._config.interval_s or (self._look is not None and not self._look.done()):
             return
-        self._looked_s = now_s
+        self._looked_s = present_s
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
     async def _carry_out(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
@@ -87,7 +89,7 @@ class ClusterScaler:
 
     async def withdraw(self) -> None:
         """Ask for no node any more: the allocator makes way for another one."""
-        self._looked_s = time.time()  # not at once again, before it has gone
+        self._looked_s = time.monotonic()  # not at once again, before it has gone
         if self._look is not None:
             await asyncio.wait([self._look], timeout=_LOOK_S)
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)

@@ -92,6 +92,11 @@ class AllocatorCore:
         return tuple(self._log)
 
     @property
+    def settled(self) -> bool:
+        """Whether all jobs that ran before it was made have had the time to be heard of."""
+        return not self._settling
+
+    @property
     def jobs(self) -> tuple[str, ...]:
         """Names of the known jobs."""
         return tuple(self._jobs)
@@ -100,7 +105,7 @@ class AllocatorCore:
         """Everything it knows, as frozen values."""
         return CoreSnapshot(
             policy=self._policy.name,
-            settled=not self._settling,
+            settled=self.settled,
             cluster=self._cluster,
             jobs={
                 name: JobState(view=job.view, target=dict(job.target), reason=job.reason, heard_s=job.heard_s)
@@ -331,7 +336,7 @@ class AllocatorCore:
             if since_s is None or job.told_impossible or now_s - since_s < self._config.unsatisfiable_s:
                 continue
             job.told_impossible = True
-            told.append(Unsatisfiable(job=name, reason=job.reason))
+            told.append(Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable)))
         return told
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:

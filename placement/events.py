@@ -86,10 +86,14 @@ class Allocate:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unsatisfiable:
-    """Tell the job's controller that no node of this cluster, even empty, could run the job's minimum."""
+    """Tell the job's controller that no node of this cluster, even empty, could run the job's minimum.
+
+    ``final``: the nodes that the autoscaler could have were counted as well, so that waiting is of no use.
+    """
 
     job: str
     reason: str
+    final: bool = False
 
 
 Instruction: TypeAlias = Allocate | Unsatisfiable

@@ -81,6 +81,7 @@ class LocalCluster:
         if node in self.added:
             self.added.remove(node)
         self.cluster.remove_node(node, allow_graceful=not abruptly)
+        disconnect(node)
 
     def drain_node(self, node: Any, *, deadline_s: float = 600.0) -> None:
         """Tell Ray that a node will go away, as an autoscaler or a spot notice does."""
@@ -142,8 +143,16 @@ class LocalCluster:
         """Disconnect and end every process of the cluster."""
         import ray
 
+        nodes = [self.cluster.head_node, *self.added]
         ray.shutdown()
         self.cluster.shutdown()
+        for node in nodes:
+            disconnect(node)
+
+
+def disconnect(node: Any) -> None:
+    """End the thread that asks a cluster's control store: Ray keeps it to the interpreter's end, which it may crash."""
+    node._gcs_client = None
 
 
 def _free_port() -> int:

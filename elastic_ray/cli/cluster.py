@@ -25,6 +25,7 @@ from elastic_ray.cli.rows import Known
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
+from placement.autoscale import ScalingDecision
 from placement.events import CoreSnapshot
 from placement.explaining import Explanation
 
@@ -232,6 +233,12 @@ def explain(job: str) -> Explanation | None:
     """Why the job has what it has; None if the allocator has not heard of it."""
     answer: Explanation | None = _ask_allocator("explain", job)
     return answer
+
+
+def scaling() -> ScalingDecision | None:
+    """The last decision about the cluster's size; None where the allocator does not decide about it."""
+    answer: tuple[ScalingDecision | None, Mapping[str, float]] | None = _ask_allocator("scaling")
+    return answer[0] if answer is not None else None
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:

@@ -28,6 +28,7 @@ from elastic_ray.cli.rows import (
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from placement.autoscale import ScalingDecision
     from placement.events import CoreSnapshot
 
 _NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
@@ -63,6 +64,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
     if job is not None and job not in seen.jobs and not log:
         raise cluster.not_found(job, list(seen.jobs))
     why = cluster.explain(job) if job is not None else None
+    scaling = cluster.scaling()
     if as_json:
         show_json(
             {
@@ -71,14 +73,25 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
                 "jobs": list(seen.jobs),
                 "decisions": log,
                 "explanation": why,
+                "scaling": scaling,
             }
         )
         return
     click.echo(headline(seen))
+    for line in scaling_lines(scaling) if scaling is not None else ():
+        click.echo(line)
     if why is not None:
         click.echo(str(why))
     now_s = time.time()
     show_table(DECISION_COLUMNS, [decision_cells(record, now_s) for record in log], empty="no decisions")
+
+
+def scaling_lines(decision: ScalingDecision) -> list[str]:
+    """What the cluster is to be, what changes and why, and what users of jobs must know."""
+    nodes = ", ".join(f"{n} {name}" for name, n in decision.nodes.items() if n) or "none"
+    lines = [f"nodes wanted: {nodes}; {decision.usd_per_h:.3g} USD/h"]
+    lines += [f"  {reason}" for reason in decision.reasons.values()]
+    return [*lines, *(f"  job {job}: {note}" for job, note in decision.notes.items())]
 
 
 def headline(seen: CoreSnapshot) -> str:

@@ -113,6 +113,8 @@ class JobRow:
     step: int = 0
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message: str = ""
+    cost_usd: float | None = None
+    note: str = ""
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""
@@ -190,7 +192,7 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields = status_fields(_status(row))
     except ValueError:  # not a job's phase: a script, or a silent controller
         fields = {"workers": str(row.workers) if row.workers else ""}
-    why = row.message or row.reason
+    why = row.message or row.note or row.reason
     return (
         row.job,
         row.phase,

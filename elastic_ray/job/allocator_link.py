@@ -7,16 +7,15 @@ import dataclasses
 import logging
 import posixpath
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ray.exceptions import RayError
 
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.storage import resolve
-from placement.actor import find_allocator
+from placement.actor import Answer, find_allocator
 from placement.jobs import JobView
-from placement.knowledge import Prior
 from placement.knowledge_store import StorageRoot
 
 logger = logging.getLogger("elastic_ray.job")
@@ -32,7 +31,7 @@ class AllocatorLink:
         spec: the job.
         controller: handle of its controller.
         view: the job as the allocator is to see it now.
-        advise: takes what others have measured of the job's model.
+        hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
     """
 
     def __init__(
@@ -40,12 +39,12 @@ class AllocatorLink:
         spec: JobSpec,
         controller: Any,
         view: Callable[[], JobView],
-        advise: Callable[[Mapping[str, Prior]], None],
+        hear: Callable[[Answer], None],
     ) -> None:
         self._spec = spec
         self._controller = controller
         self._view = view
-        self._advise = advise
+        self._hear = hear
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
         self._root = StorageRoot(path=root, filesystem=filesystem)
@@ -95,8 +94,7 @@ class AllocatorLink:
             self._allocator, self._root_is_known = None, False
             return
         self._root_is_known = answer.knows_root
-        if answer.priors:
-            self._advise(answer.priors)
+        self._hear(answer)
 
     def _find(self) -> Any:
         # Whether the policy may rule was asked at submission; here it only makes a lost allocator anew.

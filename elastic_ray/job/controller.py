@@ -157,12 +157,15 @@ class JobController:
         """The allocator's decision for this job."""
         self._job.allocate(nodes, reason)
 
-    async def unsatisfiable(self, reason: str) -> None:
-        """No node could ever offer what the job asks for, as the allocator sees the cluster."""
+    async def unsatisfiable(self, reason: str, final: bool) -> None:
+        """No node could ever offer what the job asks for, as the allocator sees the cluster.
+
+        ``final``: nor could one that the allocator's own autoscaling may ask for.
+        """
         job = self._job
         if job.group.machine.current is not None or job.record.phase.ended:
             return
-        if await asyncio.to_thread(may_autoscale):
+        if not final and await asyncio.to_thread(may_autoscale):
             job.record.message = f"{reason}; waiting, for an autoscaler may bring it"
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train

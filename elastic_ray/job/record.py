@@ -18,6 +18,8 @@ class JobRecord:
     """See the module's text. Files are written by ``write_events`` and ``delete_checkpoints``, which may block.
 
     Attributes:
+        note: what the allocator has to tell the job's user.
+        cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
         surplus: checkpoints of an earlier run of this name that are not to be kept.
     """
 
@@ -35,6 +37,8 @@ class JobRecord:
         self._resume: Mapping[str, Any] | None = None
         self.phase = JobPhase.WAITING
         self.message = "waiting for resources"
+        self.note = ""
+        self.cost_usd: float | None = None
         self.events: list[JobEvent] = []
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""

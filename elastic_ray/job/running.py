@@ -50,8 +50,8 @@ from elastic_ray.membership.signals import (
     Target,
 )
 from elastic_ray.storage import RunStorage
+from placement.actor import Answer
 from placement.jobs import JobView
-from placement.knowledge import Prior
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -79,7 +79,7 @@ class RunningJob:
         self.record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
         self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
         self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
-        self._allocator = AllocatorLink(spec, controller, self._view, self._advised)
+        self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
         self.feed = ReportFeed(
             taken=int((self.record.resume_point or {}).get("reports", 0)),
             ahead=spec.trial.reports_ahead if spec.trial is not None else None,
@@ -338,9 +338,10 @@ class RunningJob:
     async def _fit(self, snapshot: Any) -> None:
         self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
 
-    def _advised(self, priors: Mapping[str, Prior]) -> None:
-        """What others have measured of this job's model."""
-        self._change_batch(self._desk.advise(priors))
+    def _hear_allocator(self, answer: Answer) -> None:
+        self.record.cost_usd, self.record.note = answer.cost_usd, answer.note
+        if answer.priors:
+            self._change_batch(self._desk.advise(answer.priors))
 
     def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
         plan = self.group.machine.current

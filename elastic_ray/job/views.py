@@ -124,6 +124,8 @@ def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMe
         goodput=desk.goodput(),
         metrics=record.metrics,
         message=record.message,
+        cost_usd=record.cost_usd,
+        note="" if ended else record.note,
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.local_cluster import disconnect
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -48,5 +50,8 @@ def ray_nodes() -> Iterator[object]:
             ray.init(address=cluster.address, namespace="tests", log_to_driver=False)
             yield cluster
         finally:
+            nodes = [cluster.head_node, *cluster.worker_nodes]
             ray.shutdown()
             cluster.shutdown()
+            for node in nodes:
+                disconnect(node)

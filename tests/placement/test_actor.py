@@ -13,11 +13,16 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from placement.actor import NAMESPACE, PolicyConflictError, get_or_create_allocator
+from placement.allocator_config import AllocatorConfig
+from placement.autoscale import AutoscalerConfig
 from placement.cluster import Cluster
 from placement.events import CoreSnapshot
 from placement.groups import ready, release, reserve
 from placement.jobs import JobView
+from placement.node_types import NodeType
+from placement.scaling.config import Autoscaling
 from placement.snapshot import group_name, on_head
+from tests.local_cluster import disconnect
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 
@@ -81,7 +86,7 @@ class Controller:
             self.held.add(serial)
             await self.beat()
 
-    async def unsatisfiable(self, reason: str) -> None:
+    async def unsatisfiable(self, reason: str, final: bool) -> None:
         self.impossible = reason
 
     async def state(self) -> tuple[int, list[tuple[float, dict[str, int], str]], str]:
@@ -239,6 +244,7 @@ def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_
     jobs.start("a", max_workers=16)
     wait_until(lambda: jobs.held() == {"a": 10}, "the new node is used")
     ray_nodes.remove_node(third, allow_graceful=False)
+    disconnect(third)
     wait_until(lambda: sum(snapshot().jobs["a"].target.values()) == 8, "the lost node is noticed")
 
 
@@ -254,6 +260,7 @@ def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any
         assert set(ray.get([actor.node.remote() for actor in actors], timeout=60)) == {ray_nodes.head_node.node_id}
     for node in joined:
         ray_nodes.remove_node(node)
+        disconnect(node)
 
 
 def one_each(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
@@ -296,6 +303,49 @@ def test_one_policy_at_a_time(jobs: Jobs, ruled_by_one_each: None) -> None:
     assert snapshot().policy == "fair_share"
     ray.kill(get_or_create_allocator(), no_restart=False)
     assert snapshot().policy == "fair_share"
+
+
+def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    """With jobs it stays, and that is said; without, a new one takes over, and a new policy leaves it alone."""
+
+    def configured(allocator: Any) -> AllocatorConfig | None:
+        config: AllocatorConfig | None = ray.get(allocator.rule_by.remote("nobody's", None), timeout=30).config
+        return config
+
+    first, second = AllocatorConfig(log_length=7), AllocatorConfig(log_length=9)
+    get_or_create_allocator(config=first)
+    assert configured(get_or_create_allocator("fair_share")) == first and snapshot().policy == "fair_share"
+    jobs.start("a")
+    wait_until(lambda: jobs.held() == {"a": 8}, "the job has everything")
+    assert configured(get_or_create_allocator(config=first)) == first and not caplog.records
+    assert configured(get_or_create_allocator(config=second)) == first
+    assert "keeps its AllocatorConfig instead of the one given here, for a;" in caplog.text
+    jobs.stop("a")
+    assert configured(get_or_create_allocator(config=second)) == second and snapshot().policy == "fair_share"
+    get_or_create_allocator("goodput", config=AllocatorConfig())
+
+
+def test_a_restart_beside_running_jobs_gives_up_no_node_of_theirs(jobs: Jobs) -> None:
+    """Jobs that it has yet to hear of hold nodes that would look empty to its autoscaling."""
+    kind = NodeType(name="four", resources={"CPU": 4.0}, usd_per_h=1.0, max_nodes=2)
+    times = AutoscalerConfig(linger_s=0.0)
+    scaling = Autoscaling(node_types=(kind,), objective="throughput_efficiency", times=times, interval_s=0.2)
+    get_or_create_allocator(config=AllocatorConfig(autoscaling=scaling))
+    fixed = {"min_workers": 4, "max_workers": 4, "stop_cost_s": 20.0}
+    for job in "ab":
+        jobs.start(job, **fixed)
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    before = {job: jobs.told(job)[-1][1] for job in "ab"}
+    ray.kill(get_or_create_allocator(), no_restart=False)
+    wait_until(lambda: snapshot().settled and set(snapshot().jobs) == {"a", "b"}, "both jobs are known again")
+    decided = ray.get(get_or_create_allocator().scaling.remote(), timeout=10)[0]
+    wait_until(lambda: ray.get(get_or_create_allocator().scaling.remote(), timeout=10)[0] is not None, "a look")
+    assert decided is None or decided.release == ()
+    time.sleep(1.0)
+    assert {job: jobs.told(job)[-1][1] for job in "ab"} == before
+    for job in "ab":
+        jobs.stop(job)
+    get_or_create_allocator("goodput", config=AllocatorConfig())
 
 
 def test_it_explains_itself(jobs: Jobs) -> None:
