@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_ray.cli.output import ago, plain_table, to_json
+from elastic_ray.cli.overview import scaling_lines
 from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
     JOB_COLUMNS,
@@ -26,6 +27,7 @@ from elastic_ray.cli.rows import (
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.spec import JobSpec
+from placement.autoscale import ScalingDecision
 from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
 from placement.events import CoreSnapshot, DecisionRecord, JobState
 from placement.jobs import JobView
@@ -152,3 +154,21 @@ def test_json_takes_whatever_a_train_function_reports() -> None:
 )
 def test_spans_have_two_units(seconds: float, text: str) -> None:
     assert ago(seconds) == text
+
+
+def test_a_decision_about_nodes_says_what_changes_and_what_users_must_know() -> None:
+    decision = ScalingDecision(
+        nodes={"firm": 1, "spot": 2, "large": 0},
+        add={"spot": 1},
+        release=(),
+        leaving=(),
+        reasons={"spot": "spot: 1 -> 2 nodes; job a: cheapest"},
+        wants={},
+        notes={"a": "its budget of 5 USD cannot be met"},
+        usd_per_h=6.0,
+    )
+    assert scaling_lines(decision) == [
+        "nodes wanted: 1 firm, 2 spot; 6 USD/h",
+        "  spot: 1 -> 2 nodes; job a: cheapest",
+        "  job a: its budget of 5 USD cannot be met",
+    ]

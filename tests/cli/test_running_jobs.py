@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import elastic_ray as er
 from elastic_ray.cli.app import cli
 from tests.job.jobs import start, wait_until
 
@@ -28,7 +29,8 @@ def run(cluster: Any, *arguments: str, code: int = 0) -> Result:
 
 def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_path: Path) -> None:
     assert "no job runs" in run(ray_cluster, "status", "seen", code=1).stderr
-    handle = start(tmp_path, workers=(1, 3), name="seen", epochs=100_000)
+    budget = er.SchedulingConfig(budget_usd=5.0)
+    handle = start(tmp_path, workers=(1, 3), name="seen", epochs=100_000, scheduling=budget)
     wait_until(lambda: handle.status().step > 3, handle)
 
     (row,) = json.loads(run(ray_cluster, "jobs", "--json").stdout)
@@ -50,6 +52,7 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     refused = run(ray_cluster, "resize", "seen", "9", code=1).stderr
     assert "between 1 and 3" in refused and "Traceback" not in refused
     status = run(ray_cluster, "status", "seen").stdout
+    assert "budget_usd=5 is not watched" in status  # the allocator here knows no prices
     assert "rank 1: process" in status and "0 -> 2 workers" in status
     told = json.loads(run(ray_cluster, "status", "seen", "--json", "--events", "1").stdout)
     assert told["job"]["held_at"] == 2 and len(told["events"]) == 1

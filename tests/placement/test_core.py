@@ -213,6 +213,20 @@ def test_impossible_jobs_are_told_what_is_missing() -> None:
     assert "holds 4 even when it is empty" in told.reason
 
 
+def test_what_no_node_on_offer_could_hold_need_not_wait() -> None:
+    world, types = World(4), (node("large", 8),)
+    world.send(NodesChanged(cluster=cluster(4), obtainable=types))
+    world.arrive(view("fits", bundle={"CPU": 8.0}))
+    world.arrive(view("never", bundle={"CPU": 9.0}))
+    world.send(Tick(), 1.0)
+    (told,) = world.send(Tick(), 3.0)
+    assert told.job == "never" and isinstance(told, Unsatisfiable) and told.final
+    elsewhere = World(4)  # another autoscaler than ours may yet bring a larger node
+    elsewhere.arrive(view("later", bundle={"CPU": 9.0}))
+    elsewhere.send(Tick(), 1.0)
+    assert [told.final for told in elsewhere.send(Tick(), 3.0) if isinstance(told, Unsatisfiable)] == [False]
+
+
 def test_a_waiting_job_is_told_why() -> None:
     world = World(2)
     world.arrive(view("a", min_workers=2, max_workers=2))

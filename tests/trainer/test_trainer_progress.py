@@ -59,6 +59,10 @@ def test_events_as_lines(given: JobEvent, line: str) -> None:
             status(metrics={"loss": "n/a"}, throughput=0.5),
             "job a1: running, workers 4, samples/s 0.5, epoch 2, step 0",
         ),
+        (
+            status(cost_usd=1.2345, note="budget of 2 USD cannot be met."),
+            "job a1: running, workers 4, epoch 2, step 0, USD 1.23, budget of 2 USD cannot be met",
+        ),
     ],
 )
 def test_statuses_as_lines(given: JobStatus, line: str) -> None:
