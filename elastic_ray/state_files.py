@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import posixpath
 import uuid
 from collections.abc import Callable, Mapping
@@ -75,10 +76,12 @@ def write_file(
         with filesystem.open_output_stream(path) as raw:
             stream = _Hashing(raw, go_on)
             write(stream)
+        _sync(storage, path)
         found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
         note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
         with filesystem.open_output_stream(_note_of(path)) as raw:
             raw.write(json.dumps(note).encode())
+        _sync(storage, _note_of(path))
     except BaseException:
         with contextlib.suppress(Exception):
             _delete_state(filesystem, path)
@@ -151,6 +154,14 @@ def _delete_state(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     for each in (_note_of(path), path):  # the note first: what is left must not look complete
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_file(each)
+
+
+def _sync(storage: RunStorage, path: str) -> None:
+    """Wait until a file has reached the disk: a node's end would take what only its memory holds."""
+    if not storage.local:
+        return  # there a file is kept once it is written
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 class _Hashing(io.RawIOBase):

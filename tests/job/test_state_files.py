@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def test_another_of_as_many_steps_takes_nothing_away_until_it_is_there(storage: 
     delete_others(storage, second, keep=2)
     assert state_files(storage) == (second,)
     assert torch.equal(read_state(storage, second)["model/0"]["weight"], torch.full((3, 4), 2.0))
+
+
+def test_a_state_is_on_the_disk_before_its_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, fsync = [], os.fsync
+
+    def synced(file: int) -> None:
+        there.append(sorted(path.suffix for path in (tmp_path / "automatic").iterdir()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    write_state(RunStorage(str(tmp_path)), trees(), point(5))
+    assert there == [[".pt"], [".json", ".pt"]]
 
 
 def test_those_of_a_course_that_was_left_take_no_place(storage: RunStorage) -> None:
