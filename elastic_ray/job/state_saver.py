@@ -88,8 +88,6 @@ class StateSaver:
         """
         if self._thread is not None:
             self._thread.join()  # one that was begun before; it is under way
-        if self._off:
-            return "its state cannot be saved"
         begin_s = time.monotonic()
         try:
             state = write_state(self._storage, self._session.shared.capture(), self._session.resume_point())
@@ -115,10 +113,16 @@ class StateSaver:
         )
 
     def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
-        self._buffers = [
-            torch.zeros(shape, dtype=dtype, pin_memory=cuda and torch.cuda.is_available())
-            for shape, dtype, cuda in specs
-        ]
+        self._buffers = []  # those of another shape: not both at once
+        for pin in (True, False):  # pinned memory is scarcer; without it a copy from a GPU only takes longer
+            try:
+                self._buffers = [
+                    torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in specs
+                ]
+                return
+            except Exception as error:
+                why = str(error)
+        self._give_up(f"there is no memory for a copy of the state: {why}")
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = sorted(zip(self._buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
