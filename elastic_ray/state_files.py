@@ -1,8 +1,9 @@
 """SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow knows.
 
-Each is two files in ``automatic/``: ``step_<n>.pt``, the state, and ``step_<n>.json``, written last, which says where
-it stands and what the first one's checksum is. A state without its note is incomplete, one of another checksum is
-corrupt. What a state holds is none of this module's business (see ``parallel/saved_state.py``).
+Each is two files in ``automatic/``: ``step_<n>_<token>.pt``, the state, and ``step_<n>_<token>.json``, written last,
+which says where it stands and what the first one's checksum is. A state without its note is incomplete, one of another
+checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
+steps. What a state holds is none of this module's business (see ``parallel/saved_state.py``).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
 import posixpath
-import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +24,6 @@ import pyarrow.fs
 from elastic_ray.storage import RunStorage
 
 DIRECTORY = "automatic"
-_NOTE = re.compile(r"step_(\d{12})\.json")
 _CHUNK_BYTES = 16 << 20
 
 
@@ -68,20 +69,23 @@ def write_file(
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
     """
     filesystem, directory = storage.filesystem, posixpath.join(storage.path, DIRECTORY)
-    path = posixpath.join(directory, f"step_{int(resume_point['steps']):012d}.pt")
+    name = f"step_{int(resume_point['steps']):012d}_{uuid.uuid4().hex[:8]}.pt"
+    path = posixpath.join(directory, name)
     filesystem.create_dir(directory, recursive=True)
-    local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
-    work = f"{path}.part" if local else path  # elsewhere a file is there once it is whole
-    _delete(filesystem, _note_of(path))
-    with filesystem.open_output_stream(work) as raw:
-        stream = _Hashing(raw, go_on)
-        write(stream)
-    if work != path:
-        filesystem.move(work, path)
-    found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
-    note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
-    with filesystem.open_output_stream(_note_of(path)) as raw:
-        raw.write(json.dumps(note).encode())
+    try:
+        with filesystem.open_output_stream(path) as raw:
+            stream = _Hashing(raw, go_on)
+            write(stream)
+        _sync(storage, path)
+        found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
+        note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
+        with filesystem.open_output_stream(_note_of(path)) as raw:
+            raw.write(json.dumps(note).encode())
+        _sync(storage, _note_of(path))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            _delete_state(filesystem, path)
+        raise
     return found
 
 
@@ -91,7 +95,7 @@ def state_files(storage: RunStorage) -> tuple[StateFile, ...]:
     selector = pyarrow.fs.FileSelector(directory, allow_not_found=True)
     found = []
     for entry in storage.filesystem.get_file_info(selector):
-        if not _NOTE.fullmatch(posixpath.basename(entry.path)):
+        if not entry.path.endswith(".json"):
             continue
         path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json") + ".pt")
         try:
@@ -124,24 +128,40 @@ def read_file(storage: RunStorage, state: StateFile) -> bytes:
     return data
 
 
-def delete_states(storage: RunStorage, *, keep: int) -> None:
-    """Delete all automatic checkpoints but the newest ``keep``; with 0, the directory."""
-    if keep == 0:
-        with contextlib.suppress(FileNotFoundError):
-            storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
-        return
-    for state in state_files(storage)[keep:]:
-        _delete(storage.filesystem, _note_of(state.path))  # first: what is left must not look complete
-        _delete(storage.filesystem, state.path)
+def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
+    """Delete all automatic checkpoints but the one just written and the newest of fewer steps, ``keep`` in all.
+
+    Those of more steps are of a course that was left: the job went on from an earlier one because they were corrupt.
+    """
+    others = [each for each in state_files(storage) if each.path != state.path]
+    fewer = [each for each in others if each.steps < state.steps]
+    for each in others:
+        if each not in fewer[: keep - 1]:
+            _delete_state(storage.filesystem, each.path)
+
+
+def delete_states(storage: RunStorage) -> None:
+    """Delete all automatic checkpoints, and their directory."""
+    with contextlib.suppress(FileNotFoundError):
+        storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
 
 
 def _note_of(path: str) -> str:
     return path.removesuffix(".pt") + ".json"
 
 
-def _delete(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.delete_file(path)
+def _delete_state(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    for each in (_note_of(path), path):  # the note first: what is left must not look complete
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.delete_file(each)
+
+
+def _sync(storage: RunStorage, path: str) -> None:
+    """Wait until a file has reached the disk: a node's end would take what only its memory holds."""
+    if not storage.local:
+        return  # there a file is kept once it is written
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 class _Hashing(io.RawIOBase):

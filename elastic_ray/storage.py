@@ -56,7 +56,7 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
         filesystem: a file system of the user's own.
 
     Raises:
-        ValueError: if pyarrow knows no file system for the URI.
+        ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -69,6 +69,9 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
             f"storage_path must be a local path or a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, "
             f"file://), but got {storage_path!r}: {error}. Pass another file system as storage_filesystem."
         ) from error
+    except OSError as error:
+        needs = " (hdfs:// needs Java and Hadoop on every node)" if storage_path.startswith("hdfs://") else ""
+        raise OSError(f"the file system of storage_path={storage_path!r} cannot be opened{needs}: {error}") from error
     return found, path
 
 

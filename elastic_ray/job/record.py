@@ -77,10 +77,10 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """An automatic checkpoint was written."""
+        """An automatic checkpoint was written; its writer deletes the files of those that are not kept."""
         self._since_checkpoint.add(state.path)
-        others = [each for each in self._states if each.path != state.path]
-        self._states = (state, *others)[: self._states_kept]
+        fewer = [each for each in self._states if each.steps < state.steps]
+        self._states = (state, *fewer)[: self._states_kept]
 
     @property
     def workers_at_most(self) -> int:
@@ -129,7 +129,7 @@ class JobRecord:
     def delete_states(self) -> None:
         """Delete the automatic checkpoints: the job has finished."""
         self._states = ()
-        delete_states(self._storage, keep=0)
+        delete_states(self._storage)
 
     def end(self, phase: JobPhase, *, error: BaseException | None, return_value: Any, message: str) -> None:
         """The job has ended."""

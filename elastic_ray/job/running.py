@@ -86,7 +86,7 @@ class RunningJob:
         )
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
-        self._submitted_s = time.time()
+        self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
@@ -198,7 +198,7 @@ class RunningJob:
         if not self._saved:
             self._saved = True
             self._allocator.soon()  # it may be stopped from now on
-        return self._losses.mean_time_s(time.time() - self._submitted_s)
+        return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
         try:

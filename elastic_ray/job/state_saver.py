@@ -16,7 +16,7 @@ from elastic_ray.job.messages import StateSaved
 from elastic_ray.parallel.saved_state import UnsafeStateError, write_state
 from elastic_ray.parallel.state import pack, unpack
 from elastic_ray.session import Session
-from elastic_ray.state_files import delete_states
+from elastic_ray.state_files import StateFile, delete_others
 from elastic_ray.storage import RunStorage
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,6 @@ class StateSaver:
         """
         if self._thread is not None:
             self._thread.join()  # one that was begun before; it is under way
-        if self._off:
-            return "its state cannot be saved"
         begin_s = time.monotonic()
         try:
             state = write_state(self._storage, self._session.shared.capture(), self._session.resume_point())
@@ -97,6 +95,7 @@ class StateSaver:
             self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+        self._delete_others(state)
         return ""
 
     def close(self) -> None:
@@ -114,10 +113,16 @@ class StateSaver:
         )
 
     def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
-        self._buffers = [
-            torch.zeros(shape, dtype=dtype, pin_memory=cuda and torch.cuda.is_available())
-            for shape, dtype, cuda in specs
-        ]
+        self._buffers = []  # those of another shape: not both at once
+        for pin in (True, False):  # pinned memory is scarcer; without it a copy from a GPU only takes longer
+            try:
+                self._buffers = [
+                    torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in specs
+                ]
+                return
+            except Exception as error:
+                why = str(error)
+        self._give_up(f"there is no memory for a copy of the state: {why}")
 
     def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = sorted(zip(self._buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
@@ -139,7 +144,6 @@ class StateSaver:
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
             state = write_state(self._storage, trees, point, go_on=lambda: not self._closed.is_set())
-            delete_states(self._storage, keep=self._keep)
         except InterruptedError:
             return
         except UnsafeStateError as error:
@@ -155,11 +159,18 @@ class StateSaver:
         except Exception as error:
             logger.warning("job %s: nobody has heard of the automatic checkpoint: %s", self._session.job, error)
             return
+        self._delete_others(state)  # not before: its controller may have to go on from one of them
         self._interval_s = self._fixed_s if self._fixed_s is not None else checkpoint_interval_s(cost_s, mean_s)
         logger.info(
             "job %s: automatic checkpoint at step %d, %.1f MB, pause %.3f s, written in %.1f s; the next in %.0f s",
             self._session.job, state.steps, state.size / 1e6, pause_s, saved.write_s, self._interval_s,
         )  # fmt: skip
+
+    def _delete_others(self, state: StateFile) -> None:
+        try:
+            delete_others(self._storage, state, keep=self._keep)
+        except Exception as error:  # the next one deletes them
+            logger.warning("job %s: older automatic checkpoints were not deleted: %s", self._session.job, error)
 
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._off = True

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from elastic_ray.durability import PRIOR_MEAN_TIME_S
+from elastic_ray.job.background import Background
 from elastic_ray.job.losses import Losses
+from elastic_ray.job.messages import StateSaved
+from elastic_ray.job.running import RunningJob
+from elastic_ray.state_files import StateFile
+from tests.job.test_told import spec
 
 
 def test_so_many_losses_are_allowed() -> None:
@@ -26,3 +34,12 @@ def test_members_count_as_their_part_of_the_job() -> None:
     assert losses.mean_time_s(0.0) == pytest.approx(PRIOR_MEAN_TIME_S / 1.25)
     losses.all_lost()
     assert losses.mean_time_s(900.0) == pytest.approx((PRIOR_MEAN_TIME_S + 900.0) / 2.25)
+
+
+def test_a_wall_clock_that_is_set_back_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = RunningJob(spec(storage_path=str(tmp_path / "run")), None, Background())
+    begin_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: begin_s - 3600.0)
+    state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 1})
+    mean_s = job.saved(StateSaved(state=state, pause_s=0.0, cost_s=0.0, write_s=0.0))
+    assert PRIOR_MEAN_TIME_S <= mean_s < PRIOR_MEAN_TIME_S + 60.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.durability import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
 from elastic_ray.parallel.saved_state import UnsafeStateError, read_state, write_state
-from elastic_ray.state_files import CorruptStateError, delete_states, state_files
+from elastic_ray.state_files import CorruptStateError, delete_others, delete_states, state_files
 from elastic_ray.storage import RunStorage
 
 
@@ -50,16 +51,16 @@ def test_what_was_written_is_read_and_the_newest_comes_first(storage: RunStorage
     assert {key: read[key] for key in ("run", "shape", "lr_scheduler/0/0")} == {
         key: trees()[key] for key in ("run", "shape", "lr_scheduler/0/0")
     }
-    delete_states(storage, keep=2)
+    delete_others(storage, found[0], keep=2)
     assert [state.steps for state in state_files(storage)] == [100, 20]
-    delete_states(storage, keep=0)
-    delete_states(storage, keep=0)  # nothing there: no error
+    delete_states(storage)
+    delete_states(storage)  # nothing there: no error
     assert state_files(storage) == ()
 
 
 def test_a_changed_or_torn_state_is_recognised(storage: RunStorage, tmp_path: Path) -> None:
     state = write_state(storage, trees(), point(5))
-    path = tmp_path / "run" / "automatic" / "step_000000000005.pt"
+    path = tmp_path / state.path
     content = path.read_bytes()
     for bad, why in ((content[:-1], "bytes"), (content[:40] + b"\1" + content[41:], "checksum")):
         path.write_bytes(bad)
@@ -72,10 +73,43 @@ def test_a_changed_or_torn_state_is_recognised(storage: RunStorage, tmp_path: Pa
     assert state_files(storage) == ()
 
 
-def test_one_that_was_given_up_half_way_does_not_count(storage: RunStorage) -> None:
+def test_one_that_was_given_up_half_way_does_not_count(storage: RunStorage, tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         write_state(storage, trees(), point(5), go_on=lambda: False)
-    assert state_files(storage) == ()
+    assert state_files(storage) == () and list((tmp_path / "run" / "automatic").iterdir()) == []
+
+
+def test_another_of_as_many_steps_takes_nothing_away_until_it_is_there(storage: RunStorage) -> None:
+    first = write_state(storage, trees(1.0), point(5))
+    with pytest.raises(InterruptedError):
+        write_state(storage, trees(2.0), point(5), go_on=lambda: False)
+    assert state_files(storage) == (first,)
+    assert torch.equal(read_state(storage, first)["model/0"]["weight"], torch.ones(3, 4))
+    second = write_state(storage, trees(2.0), point(5))
+    delete_others(storage, second, keep=2)
+    assert state_files(storage) == (second,)
+    assert torch.equal(read_state(storage, second)["model/0"]["weight"], torch.full((3, 4), 2.0))
+
+
+def test_a_state_is_on_the_disk_before_its_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, fsync = [], os.fsync
+
+    def synced(file: int) -> None:
+        there.append(sorted(path.suffix for path in (tmp_path / "automatic").iterdir()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    write_state(RunStorage(str(tmp_path)), trees(), point(5))
+    assert there == [[".pt"], [".json", ".pt"]]
+
+
+def test_those_of_a_course_that_was_left_take_no_place(storage: RunStorage) -> None:
+    """Two corrupt ones, 98 and 100, and the job goes on from a reported checkpoint at 50."""
+    kept = []
+    for steps in (98, 100, 52, 54, 56):
+        delete_others(storage, write_state(storage, trees(), point(steps)), keep=2)
+        kept.append([state.steps for state in state_files(storage)])
+    assert kept == [[98], [100, 98], [52], [54, 52], [56, 54]]
 
 
 class Thing:

@@ -146,3 +146,12 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     assert record.resume_point == point, "what was reported after it is further"
     record.saved(state)
     assert record.resume_point == state.resume_point
+
+
+def test_the_record_forgets_the_states_of_a_course_that_was_left(tmp_path: Path) -> None:
+    """The one at 100 was corrupt: the job went on from 90, and its file is deleted with the next save."""
+    spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
+    record = JobRecord(spec, RunStorage(str(tmp_path)))
+    for steps in (90, 100, 92):
+        record.saved(StateFile(path=str(steps), size=1, sha256="", resume_point={"steps": steps}))
+    assert [state.steps for state in record.states] == [92, 90]

@@ -143,6 +143,8 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve(f"file://{tmp_path}/y", None)[1] == f"{tmp_path}/y"
     with pytest.raises(ValueError, match="storage_path must be a local path or a URI"):
         resolve("nope://x/y", None)
+    with pytest.raises(OSError, match=r"storage_path='hdfs://nowhere/x' cannot be opened \(hdfs:// needs Java"):
+        resolve("hdfs://nowhere/x", None)
 
 
 def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:

@@ -1,0 +1,68 @@
+"""What becomes of automatic checkpoints where memory is short; no Ray."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.job.messages import StateSaved
+from elastic_ray.job.state_saver import StateSaver
+from elastic_ray.state_files import state_files
+from elastic_ray.storage import RunStorage
+
+
+class Rank0:
+    """A session as its saver sees it: one tensor of state, at step 7."""
+
+    rank, job = 0, "j"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.captures = 0
+
+    @property
+    def shared(self) -> Rank0:
+        return self
+
+    def capture(self) -> dict[str, Any]:
+        self.captures += 1
+        return {"model/0": {"weight": self._tensor}, "shape": None}
+
+    def resume_point(self) -> dict[str, Any]:
+        return {"steps": 7}
+
+
+def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:
+    def tell(saved: StateSaved) -> float:
+        told.append(saved)
+        return 1e5
+
+    return StateSaver(session, RunStorage(str(folder)), tell, keep=2, interval_s=1e-3)
+
+
+def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, told = Rank0(torch.ones(1).expand(1 << 55)), list[StateSaved]()  # in memory and on disk it is one number
+    saver = saver_of(session, tmp_path, told)
+    with caplog.at_level(logging.WARNING, "elastic_ray"):
+        for _ in range(20):
+            time.sleep(0.005)
+            saver.between_steps()
+    assert session.captures == 1 and not told
+    (warning,) = caplog.messages
+    assert "no automatic checkpoints: there is no memory for a copy of the state: " in warning
+    assert saver.save() == "" and len(told) == 1, "of a preempted job nothing is copied"
+    assert [state.steps for state in state_files(RunStorage(str(tmp_path)))] == [7]
+
+
+def test_a_copy_does_without_pinned_memory_where_there_is_none(tmp_path: Path) -> None:
+    state = torch.ones(3)
+    saver = saver_of(Rank0(state), tmp_path, [])
+    saver._make_buffers([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned
+    assert saver._fit([state]) and not saver._off
