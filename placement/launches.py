@@ -83,15 +83,25 @@ class Lifetimes:
         self._losses = dict.fromkeys(self._types, 0)
         self._seen: dict[str, str] = {}
         self._seen_s: float | None = None
+        self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Count hours, and nodes that went though nobody had given them up."""
+        """Count hours, and nodes that went though nobody had given them up.
+
+        Args:
+            cluster: the nodes that are there.
+            given_up: ids of those that the last decision gave up. It names no node that is on its way out by now: once
+                given up and draining, one counts as given up until it is gone.
+            now_s: present time [s since the epoch].
+        """
+        ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}
         if self._seen_s is not None:
             for node_id, kind in self._seen.items():
                 self._hours[kind] += max(now_s - self._seen_s, 0.0) / 3600.0
-                if node_id not in here and node_id not in given_up:
+                if node_id not in here and node_id not in ours:
                     self._losses[kind] += 1
+        self._leaving = frozenset(n.node_id for n in cluster.nodes if n.draining and n.node_id in ours)
         self._seen, self._seen_s = here, now_s
 
     def hours(self, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -139,6 +140,25 @@ def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
     assert lifetimes.hours("spot") == pytest.approx((4.0 + 2.0) / 2)
     lifetimes.watch(Cluster(), ("b",), 7200.0)  # given up, not lost
     assert lifetimes.hours("spot") == pytest.approx((4.0 + 3.0) / 2)
+
+
+def test_a_node_that_was_given_up_is_no_loss_though_it_drains_before_it_ends() -> None:
+    lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
+    draining = Cluster(nodes=(dataclasses.replace(here, draining=True),))
+    lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
+    lifetimes.watch(draining, ("a",), 0.0)
+    lifetimes.watch(draining, (), 0.0)
+    lifetimes.watch(Cluster(), (), 0.0)
+    assert lifetimes.hours("spot") == 4.0
+
+
+def test_a_node_that_was_given_up_and_is_wanted_again_is_a_loss_when_it_goes() -> None:
+    lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
+    lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
+    lifetimes.watch(Cluster(nodes=(here,)), ("a",), 0.0)
+    lifetimes.watch(Cluster(nodes=(dataclasses.replace(here, draining=True),)), (), 0.0)  # by its cloud
+    lifetimes.watch(Cluster(), (), 0.0)
+    assert lifetimes.hours("spot") == pytest.approx(4.0 / 2)
 
 
 def test_a_nodes_type_is_its_group_or_what_it_looks_like() -> None:
