@@ -113,6 +113,29 @@ def test_what_does_not_come_is_closed_and_asked_for_again_later() -> None:
     assert "asked again in 1200 s" in str(launches.closed("spot", 800.0))
 
 
+@pytest.mark.parametrize("there", [0, 1])
+def test_the_time_until_a_type_is_asked_again_doubles_also_beside_nodes_of_it(there: int) -> None:
+    launches, times = Launches([SPOT], timeout_s=40.0, retry_s=600.0), []
+    now_s = 0.0
+    for _ in range(5):
+        launches.watch({"spot": there + 1}, {"spot": there}, now_s)
+        launches.watch({"spot": there + 1}, {"spot": there}, now_s + 100.0)
+        times.append(float(str(launches.closed("spot", now_s + 100.0)).split()[-2]))
+        launches.watch({"spot": there}, {"spot": there}, now_s + 110.0)  # as long as it is closed
+        now_s += 100.0 + times[-1]
+    assert times == [600.0, 1200.0, 2400.0, 4800.0, 4800.0]
+
+
+def test_a_node_that_comes_ends_a_row_of_failures_also_after_another_has_gone() -> None:
+    launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
+    launches.watch({"spot": 3}, {"spot": 2}, 0.0)
+    launches.refuse("spot", "none", 0.0)
+    launches.watch({"spot": 1}, {"spot": 1}, 300.0)
+    launches.watch({"spot": 2}, {"spot": 2}, 700.0)
+    launches.refuse("spot", "none", 700.0)
+    assert launches.closed("spot", 700.0) == "none; asked again in 600 s"
+
+
 def test_a_node_that_comes_gives_the_others_more_time() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     launches.watch({"spot": 2}, {"spot": 0}, 0.0)
