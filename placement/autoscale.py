@@ -115,6 +115,7 @@ class Autoscaler:
         self._released: tuple[str, ...] = ()
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
         self._spent: dict[str, float] = {}
+        self._forgotten: set[str] = set()
         self._seen_s: float | None = None
 
     @property
@@ -123,7 +124,8 @@ class Autoscaler:
         return dict(self._spent)
 
     def forget(self, job: str) -> float:
-        """The job has ended; what it has cost [USD]."""
+        """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
+        self._forgotten.add(job)
         return self._spent.pop(job, 0.0)
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
@@ -203,11 +205,20 @@ class Autoscaler:
         )
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Each job pays its workers' part of their nodes; one that is new here, for the time it says it has had."""
+        """Each job pays its workers' part of their nodes; one that is new here, for the time it says it has had.
+
+        The views may be older than a job's end, so that it would come back for good: one that was forgotten since the
+        last look is left out of this one. A new job of its name pays for that time at the next.
+        """
+        forgotten = frozenset(self._forgotten)
+        for job in forgotten:
+            self._spent.pop(job, None)
         types = {each.name: each for each in self._types}
         of = {node.node_id: types.get(type_of(node, self._types) or "") for node in cluster.nodes}
         passed_h = 0.0 if self._seen_s is None else max(now_s - self._seen_s, 0.0) / 3600.0
         for view in views:
+            if view.job in forgotten:
+                continue
             usd_per_h = 0.0
             for node, workers in view.allocation.items():
                 kind = of.get(node)
@@ -217,6 +228,7 @@ class Autoscaler:
             else:
                 self._spent[view.job] = usd_per_h / max(view.workers, 1) * view.attained_s / 3600.0
         self._seen_s = now_s
+        self._forgotten -= forgotten
 
     # What should be there
     # ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -228,6 +228,37 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     scaler.decide(views, here(1), NOW + 3600.0)
     assert scaler.spent_usd == {"a": pytest.approx(2.0)}
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
+
+
+def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:
+    scaler = autoscaler([FIRM])
+    views = [job(max_workers=4, attained_s=4 * 3600.0).placed({"f0": 4})]
+    scaler.decide(views, here(1), NOW)
+    assert scaler.forget("a") == pytest.approx(4.0)
+    scaler.decide(views, here(1), NOW + 1.0)  # begun before the job's end
+    assert scaler.spent_usd == {}
+    again = [job(max_workers=4).placed({"f0": 4})]
+    scaler.decide(again, here(1), NOW + 2.0)
+    assert scaler.spent_usd == {"a": 0.0}, "of the same name, with nothing spent"
+
+
+def test_a_job_that_ends_while_its_cost_is_counted_does_not_pay_for_the_next_of_its_name() -> None:
+    scaler = autoscaler([FIRM])
+    old = job(max_workers=4, attained_s=4 * 3600.0).placed({"f0": 4})
+
+    class Ends(list[JobView]):
+        """Views of which the job is forgotten, by another thread, once they are being read."""
+
+        def __iter__(self) -> Iterator[JobView]:
+            scaler.forget("a")
+            return super().__iter__()
+
+    scaler._count_costs(Ends([old]), here(1), NOW)
+    assert scaler.spent_usd == {"a": pytest.approx(4.0)}
+    again = [job(max_workers=4).placed({"f0": 4})]
+    for i in (1, 2):
+        scaler.decide(again, here(1), NOW + i)
+    assert scaler.spent_usd["a"] < 0.01
 
 
 # Known values
