@@ -222,12 +222,25 @@ def test_nodes_linger_before_they_are_given_up() -> None:
 
 
 def test_jobs_pay_their_part_of_their_nodes() -> None:
-    scaler = autoscaler([FIRM])
-    views = [job(max_workers=2).placed({"f0": 2})]
-    scaler.decide(views, here(1), NOW)
-    scaler.decide(views, here(1), NOW + 3600.0)
+    scaler, running = autoscaler([FIRM]), job(max_workers=2).placed({"f0": 2})
+    for attained_s in (0.0, 3600.0, 2 * 3600.0):
+        scaler.decide([dataclasses.replace(running, attained_s=attained_s)], here(1), NOW)
     assert scaler.spent_usd == {"a": pytest.approx(2.0)}
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
+
+
+def test_jobs_pay_for_the_time_by_their_own_clock_not_for_a_clock_that_is_set() -> None:
+    scaler, running = autoscaler([FIRM]), job(max_workers=4).placed({"f0": 4})
+    for now_s, attained_s in ((0.0, 0.0), (1.0, 4.0), (36_000.0, 8.0), (3.0, 12.0)):
+        scaler.decide([dataclasses.replace(running, attained_s=attained_s)], here(1), NOW + now_s)
+    assert scaler.spent_usd == {"a": pytest.approx(3 * 4.0 / 3600.0)}
+
+
+def test_a_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
+    scaler, running = autoscaler([FIRM]), job(max_workers=4).placed({"f0": 4})
+    for attained_s in (4 * 3600.0, 0.0, 4 * 3600.0):
+        scaler.decide([dataclasses.replace(running, attained_s=attained_s)], here(1), NOW)
+    assert scaler.spent_usd == {"a": pytest.approx(8.0)}
 
 
 def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:
@@ -253,12 +266,12 @@ def test_a_job_that_ends_while_its_cost_is_counted_does_not_pay_for_the_next_of_
             scaler.forget("a")
             return super().__iter__()
 
-    scaler._count_costs(Ends([old]), here(1), NOW)
+    scaler._count_costs(Ends([old]), here(1))
     assert scaler.spent_usd == {"a": pytest.approx(4.0)}
     again = [job(max_workers=4).placed({"f0": 4})]
     for i in (1, 2):
         scaler.decide(again, here(1), NOW + i)
-    assert scaler.spent_usd["a"] < 0.01
+    assert scaler.spent_usd == {"a": 0.0}
 
 
 # Known values
