@@ -302,6 +302,16 @@ def test_worthless_time_does_not_want_fewer_workers_than_a_job_can_run_with() ->
     assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason
 
 
+@pytest.mark.parametrize("limits", [{}, {"budget_usd": 5.0}, {"deadline_s": NOW + 10.0}])
+def test_a_job_that_gets_on_at_no_size_has_the_fewest_workers_that_it_can_run_with(limits: dict[str, float]) -> None:
+    waiting = job(min_workers=3, **limits)
+    demand = autoscaler([FIRM])._demand([waiting], here(), [FIRM], {"firm": np.inf})
+    still = dataclasses.replace(demand.choices["a"][0], rate=np.zeros(16))
+    want = CostPerProgress().decide(dataclasses.replace(demand, choices={"a": (still,)}), NOW)["a"]
+    assert want.workers == 3 and want.reason.endswith("no size that it may have now is known to make progress")
+    assert "inf" not in want.reason + want.note and bool(want.note) == bool(limits)
+
+
 def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
     scaler = CostPerProgress(value_usd_per_h=20.0, hysteresis=0.0)
     running = job().placed({"f0": 4})
