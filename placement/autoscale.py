@@ -250,21 +250,22 @@ class Autoscaler:
         now_s: float,
     ) -> dict[str, int]:
         """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
-        fresh = {
-            f"{each.name}~{i}": each
-            for each in self._types
-            for i in range(len(there[each.name]), target[each.name])
-            if i >= each.min_nodes
-        }
-        if not fresh:
-            return dict(target)
-        nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
-        used = {node for place in self._plan(views, Cluster(nodes=nodes), now_s).values() for node in place}
         left = dict(target)
-        for node_id, each in fresh.items():
-            if node_id not in used:
+        while True:
+            fresh = {
+                f"{each.name}~{i}": each
+                for each in self._types
+                for i in range(len(there[each.name]), left[each.name])
+                if i >= each.min_nodes
+            }
+            nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
+            plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
+            used = {node for place in plan.values() for node in place}
+            unused = [each for node_id, each in fresh.items() if node_id not in used]
+            if not unused:
+                return left
+            for each in unused:  # without them the allocator may use others, so it is asked again
                 left[each.name] -= 1
-        return left
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
         """The most that was wanted of each type within the last ``linger_s``, of what is there."""
