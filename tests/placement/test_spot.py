@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.autoscaler.v2.schema import LaunchRequest
 
 from placement.cluster import MARKET_LABEL, Cluster, check
 from placement.jobs import JobView
 from placement.launches import Launches, Lifetimes
+from placement.node_requests import Refusal, refusal
 from placement.node_types import NodeType, type_of
 from placement.planning import make_plan
 from placement.policies import POLICIES, make_policy
@@ -152,6 +154,20 @@ def test_a_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
     launches.refuse("other", "?", 5.0)
     assert launches.closed("spot", 5.0) == "InsufficientInstanceCapacity; asked again in 600 s"
     assert launches.closed("other", 5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("details", "why"),
+    [
+        (None, "the launch failed"),
+        ("", "the launch failed"),
+        (" \n", "the launch failed"),
+        ("\nno L4\nat all\n", "no L4"),
+    ],
+)
+def test_why_a_launch_failed_is_the_first_line_of_what_ray_tells(details: str | None, why: str) -> None:
+    told = LaunchRequest("g4dn", "spot", 1, LaunchRequest.Status.FAILED, 4, failed_ts_s=5, details=details)
+    assert refusal(told) == Refusal(node_type="spot", at_s=5.0, why=why)
 
 
 def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
