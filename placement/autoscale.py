@@ -76,6 +76,14 @@ class ScalingDecision:
         )
 
 
+@dataclasses.dataclass(slots=True)
+class _Bill:
+    """What a job has cost [USD], and how many of its worker-seconds that counts."""
+
+    usd: float = 0.0
+    attained_s: float = 0.0
+
+
 class Autoscaler:
     """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
 
@@ -114,17 +122,18 @@ class Autoscaler:
         self._wanted: Mapping[str, int] = {}
         self._released: tuple[str, ...] = ()
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
-        self._spent: dict[str, float] = {}
-        self._seen_s: float | None = None
+        self._bills: dict[str, _Bill] = {}
+        self._forgotten: set[str] = set()
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
         """What each job has cost [USD]: its part of the nodes that it had workers on."""
-        return dict(self._spent)
+        return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
     def forget(self, job: str) -> float:
-        """The job has ended; what it has cost [USD]."""
-        return self._spent.pop(job, 0.0)
+        """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
+        self._forgotten.add(job)
+        return self._bills.pop(job, _Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
         """The provider says that it has no node of this type now; another one is asked for instead."""
@@ -142,7 +151,7 @@ class Autoscaler:
         present = {name: len(nodes) for name, nodes in there.items()}
         self._lifetimes.watch(cluster, self._released, now_s)
         self._launches.watch(self._wanted, present, now_s)
-        self._count_costs(views, cluster, now_s)
+        self._count_costs(views, cluster)
         lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
         limited = self._limited(present, now_s)
         demand = self._demand(views, cluster, limited, lasts_h)
@@ -198,25 +207,36 @@ class Autoscaler:
         return Demand(
             jobs=jobs,
             choices={view.job: choices(view, types, lasts_h, self._memory) for view in jobs},
-            spent_usd=self._spent,
+            spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
         )
 
-    def _count_costs(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Each job pays its workers' part of their nodes; one that is new here, for the time it says it has had."""
+    def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
+        """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.
+
+        How long that was, the job says, by a monotonic clock: by the one of these looks, setting a machine's clock ten
+        hours ahead would cost each job ten hours.
+
+        The views may be older than a job's end, so that it would come back for good: one that was forgotten since the
+        last look is left out of this one. A new job of its name pays for that time at the next.
+        """
+        forgotten = frozenset(self._forgotten)
+        for job in forgotten:
+            self._bills.pop(job, None)
         types = {each.name: each for each in self._types}
         of = {node.node_id: types.get(type_of(node, self._types) or "") for node in cluster.nodes}
-        passed_h = 0.0 if self._seen_s is None else max(now_s - self._seen_s, 0.0) / 3600.0
         for view in views:
+            if view.job in forgotten:
+                continue
             usd_per_h = 0.0
             for node, workers in view.allocation.items():
                 kind = of.get(node)
                 usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
-            if view.job in self._spent:
-                self._spent[view.job] += usd_per_h * passed_h
-            else:
-                self._spent[view.job] = usd_per_h / max(view.workers, 1) * view.attained_s / 3600.0
-        self._seen_s = now_s
+            bill = self._bills.setdefault(view.job, _Bill())
+            held_s = max(view.attained_s - bill.attained_s, 0.0)  # a controller that is started anew counts from 0
+            bill.usd += usd_per_h / max(view.workers, 1) * held_s / 3600.0
+            bill.attained_s = view.attained_s
+        self._forgotten -= forgotten
 
     # What should be there
     # ------------------------------------------------------------------------------------------------------------
@@ -230,21 +250,22 @@ class Autoscaler:
         now_s: float,
     ) -> dict[str, int]:
         """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
-        fresh = {
-            f"{each.name}~{i}": each
-            for each in self._types
-            for i in range(len(there[each.name]), target[each.name])
-            if i >= each.min_nodes
-        }
-        if not fresh:
-            return dict(target)
-        nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
-        used = {node for place in self._plan(views, Cluster(nodes=nodes), now_s).values() for node in place}
         left = dict(target)
-        for node_id, each in fresh.items():
-            if node_id not in used:
+        while True:
+            fresh = {
+                f"{each.name}~{i}": each
+                for each in self._types
+                for i in range(len(there[each.name]), left[each.name])
+                if i >= each.min_nodes
+            }
+            nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
+            plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
+            used = {node for place in plan.values() for node in place}
+            unused = [each for node_id, each in fresh.items() if node_id not in used]
+            if not unused:
+                return left
+            for each in unused:  # without them the allocator may use others, so it is asked again
                 left[each.name] -= 1
-        return left
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
         """The most that was wanted of each type within the last ``linger_s``, of what is there."""

@@ -75,7 +75,8 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
     Raises:
         InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
-            otherwise than its market, or a head that takes work; names the file, the type, and what is right.
+            otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file,
+            the type, and what is right.
     """
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -93,17 +94,16 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
         )
     types = tuple(_node_type(each, prices or PriceTable(), str(path)) for each in raw if each.most)
     check_types(types)
+    where = f"cluster file {path}"
     if kuberay:
-        options = found["spec"].get("autoscalerOptions") or {}
-        return ClusterFile(
-            path=str(path), types=types, max_nodes=None, idle_s=float(options.get("idleTimeoutSeconds", 60))
-        )
-    most = found.get("max_workers")
+        options = _mapping(found["spec"].get("autoscalerOptions") or {}, f"{where}: autoscalerOptions", "{version: v2}")
+        idle_s = _number(options, "idleTimeoutSeconds", where, 60.0)
+        return ClusterFile(path=str(path), types=types, max_nodes=None, idle_s=idle_s)
     return ClusterFile(
         path=str(path),
         types=types,
-        max_nodes=None if most is None else int(most),
-        idle_s=60.0 * float(found.get("idle_timeout_minutes", 5)),
+        max_nodes=_whole(found, "max_workers", where, 0) if "max_workers" in found else None,
+        idle_s=60.0 * _number(found, "idle_timeout_minutes", where, 5.0),
     )
 
 
@@ -142,70 +142,125 @@ def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
     if not isinstance(types, dict) or not types:
         raise InputError(f"cluster file {path} must have node types under available_node_types, but has none")
     head = found.get("head_node_type")
-    if head not in types:
-        raise InputError(f"head_node_type of cluster file {path} must be one of {', '.join(types)}, but got {head!r}")
-    if float((types[head].get("resources") or {}).get("CPU", 1)) > 0:
-        raise InputError(
-            f"cluster file {path}, head node type {head!r}: resources must have CPU: 0, or jobs train on the head"
-        )
-    limit = found.get("max_workers", 2)  # Ray's own default
-    raw = []
-    for name, each in types.items():
-        if name == head and not each.get("max_workers"):
-            continue
-        config = each.get("node_config") or {}
-        raw.append(
-            _Raw(
-                name=name,
-                instance=str(config.get("InstanceType") or config.get("machineType") or ""),
-                spot=_is_spot(config),
-                resources=_amounts(each.get("resources"), f"cluster file {path}, node type {name!r}"),
-                labels={str(k): str(v) for k, v in (each.get("labels") or {}).items()},
-                least=int(each.get("min_workers", 0)),
-                most=int(min(each.get("max_workers", limit), limit)),
-            )
-        )
-    return raw
+    if not isinstance(head, str) or head not in types:
+        names = ", ".join(map(str, types))
+        raise InputError(f"head_node_type of cluster file {path} must be one of {names}, but got {head!r}")
+    bodies = {
+        str(name): _mapping(each, f"cluster file {path}: node type {name!r}", "{resources: {CPU: 48, GPU: 4}}")
+        for name, each in types.items()
+    }
+    where = f"cluster file {path}, head node type {head!r}"
+    resources = _mapping(bodies[head].get("resources") or {}, f"{where}: resources", "{CPU: 0}")
+    if _number(resources, "CPU", f"{where}: resources", 1.0) > 0:
+        raise InputError(f"{where}: resources must have CPU: 0, or jobs train on the head")
+    limit = _whole(found, "max_workers", f"cluster file {path}", 2)  # Ray's own default
+    return [
+        _of_type(name, each, limit, f"cluster file {path}, node type {name!r}")
+        for name, each in bodies.items()
+        if name != head or each.get("max_workers")
+    ]
 
 
-def _is_spot(config: Mapping[str, Any]) -> bool:
+def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw:
+    config = _mapping(body.get("node_config") or {}, f"{where}: node_config", "{InstanceType: g4dn.12xlarge}")
+    return _Raw(
+        name=name,
+        instance=str(config.get("InstanceType") or config.get("machineType") or ""),
+        spot=_is_spot(config, where),
+        resources=_amounts(body.get("resources"), where),
+        labels=_labels(body, where),
+        least=_whole(body, "min_workers", where, 0),
+        most=min(_whole(body, "max_workers", where, limit), limit),
+    )
+
+
+def _is_spot(config: Mapping[str, Any], where: str) -> bool:
     """Whether AWS's or Google's node configuration asks for a machine that may be taken away."""
-    options = config.get("InstanceMarketOptions") or {}
+    what = f"{where}: InstanceMarketOptions"
+    options = _mapping(config.get("InstanceMarketOptions") or {}, what, "{MarketType: spot}")
     if options.get("MarketType") == "spot":
         return True
     scheduling = config.get("scheduling") or []
-    settings = scheduling if isinstance(scheduling, list) else [scheduling]
+    settings = [
+        _mapping(each, f"{where}: scheduling", "{provisioningModel: SPOT}")
+        for each in (scheduling if isinstance(scheduling, list) else [scheduling])
+    ]
     return any(each.get("preemptible") or each.get("provisioningModel") == "SPOT" for each in settings)
 
 
 def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    spec = found.get("spec") or {}
-    head = (spec.get("headGroupSpec") or {}).get("rayStartParams") or {}
-    if float(head.get("num-cpus", 1)) > 0:
-        raise InputError(
-            f'cluster file {path}, headGroupSpec: rayStartParams must have num-cpus: "0", or jobs train on the head'
-        )
-    raw = []
-    for group in spec.get("workerGroupSpecs") or []:
-        name = str(group.get("groupName") or "")
-        where = f"cluster file {path}, worker group {name!r}"
-        pod = (group.get("template") or {}).get("spec") or {}
-        selector = pod.get("nodeSelector") or {}
-        containers = pod.get("containers") or [{}]
-        limits = (containers[0].get("resources") or {}).get("limits") or {}
-        amounts = {"CPU": limits.get("cpu"), "GPU": limits.get("nvidia.com/gpu")}
-        raw.append(
-            _Raw(
-                name=name,
-                instance=str(next((selector[label] for label in _INSTANCE_LABELS if label in selector), "")),
-                spot=any(str(selector.get(label)) == value for label, value in _SPOT_SELECTORS.items()),
-                resources=_amounts({k: v for k, v in amounts.items() if v is not None}, where),
-                labels={str(k): str(v) for k, v in (group.get("labels") or {}).items()},
-                least=int(group.get("minReplicas", 0)),
-                most=int(group.get("maxReplicas", 0)),
-            )
-        )
-    return raw
+    spec = _mapping(found.get("spec"), f"cluster file {path}: spec", "{headGroupSpec: ..., workerGroupSpecs: ...}")
+    where = f"cluster file {path}, headGroupSpec"
+    head = _within(spec, ("headGroupSpec", "rayStartParams"), f"cluster file {path}")
+    if _number(head, "num-cpus", f"{where}: rayStartParams", 1.0) > 0:
+        raise InputError(f'{where}: rayStartParams must have num-cpus: "0", or jobs train on the head')
+    groups = spec.get("workerGroupSpecs") or []
+    if not isinstance(groups, list):
+        raise InputError(f"cluster file {path}: workerGroupSpecs must be a list of worker groups, but got {groups!r}")
+    return [_of_group(group, path) for group in groups]
+
+
+def _of_group(found: object, path: str) -> _Raw:
+    group = _mapping(found, f"cluster file {path}: each worker group", "{groupName: t4-spot, maxReplicas: 8}")
+    name = str(group.get("groupName") or "")
+    where = f"cluster file {path}, worker group {name!r}"
+    pod = _within(group, ("template", "spec"), where)
+    selector = _within(pod, ("nodeSelector",), where)
+    containers = pod.get("containers") or [{}]
+    if not isinstance(containers, list):
+        raise InputError(f"{where}: containers must be a list, but got {containers!r}")
+    container = _mapping(containers[0], f"{where}: each container", "{name: ray-worker, image: ...}")
+    limits = _within(container, ("resources", "limits"), where)
+    amounts = {"CPU": limits.get("cpu"), "GPU": limits.get("nvidia.com/gpu")}
+    return _Raw(
+        name=name,
+        instance=str(next((selector[label] for label in _INSTANCE_LABELS if label in selector), "")),
+        spot=any(str(selector.get(label)) == value for label, value in _SPOT_SELECTORS.items()),
+        resources=_amounts({k: v for k, v in amounts.items() if v is not None}, where),
+        labels=_labels(group, where),
+        least=_whole(group, "minReplicas", where, 0),
+        most=_whole(group, "maxReplicas", where, 0),
+    )
+
+
+def _mapping(value: object, what: str, like: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    raise InputError(f"{what} must be a mapping, such as {like}, but {_got(value)}")
+
+
+def _within(value: Mapping[str, Any], path: Sequence[str], where: str) -> Mapping[str, Any]:
+    """The mapping at the end of a path; empty where it is left out, or empty in the file."""
+    for name in path:
+        value = _mapping(value.get(name) or {}, f"{where}: {name}", "{name: value}")
+    return value
+
+
+def _labels(body: Mapping[str, Any], where: str) -> dict[str, str]:
+    labels = _mapping(body.get("labels") or {}, f"{where}: labels", "{ray.io/market-type: spot}")
+    return {str(name): str(value) for name, value in labels.items()}
+
+
+def _whole(body: Mapping[str, Any], field: str, where: str, default: int) -> int:
+    value = body.get(field, default)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise InputError(f"{where}: {field} must be a whole number, 0 or more, but {_got(value)}")
+
+
+def _number(body: Mapping[str, Any], field: str, where: str, default: float) -> float:
+    value = body.get(field, default)
+    try:
+        number = float(value)  # "0" too: Kubernetes has some numbers as strings
+    except (TypeError, ValueError):
+        number = math.nan
+    if number >= 0 and math.isfinite(number):
+        return number
+    raise InputError(f"{where}: {field} must be a number, 0 or more, but {_got(value)}")
+
+
+def _got(value: object) -> str:
+    return "it is left empty" if value is None else f"got {value!r}"
 
 
 def _amounts(resources: object, where: str) -> dict[str, float]:

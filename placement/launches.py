@@ -17,6 +17,14 @@ class _Asked:
     present: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Failed:
+    """How often in a row launches of one type failed, and the fewest of its nodes that were there since the last."""
+
+    times: int
+    fewest: int
+
+
 class Launches:
     """Closes a node type for a while when what was asked of it does not come: then others are asked for instead.
 
@@ -24,6 +32,7 @@ class Launches:
         asked for --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
 
     The provider saying that it has none (``refuse``) closes at once. A closed type offers what is there of it, no more.
+    Only a node that comes ends a row of failures, not one that is there.
 
     Args:
         types: node types on offer.
@@ -36,16 +45,20 @@ class Launches:
         self._timeout_s, self._retry_s = timeout_s, retry_s
         self._asked: dict[str, _Asked] = {}
         self._closed: dict[str, tuple[float, str]] = {}
-        self._failures: dict[str, int] = {}
+        self._failed: dict[str, _Failed] = {}
+        self._present: Mapping[str, int] = {}
 
     def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
         """Compare what was asked for with what is there."""
+        self._present = present
         for name, each in self._types.items():
-            there, asked = present.get(name, 0), self._asked.get(name)
+            there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
+            if failed is not None and there > failed.fewest:
+                del self._failed[name]
+            elif failed is not None:
+                failed.fewest = there
             if there >= wanted.get(name, 0):
                 self._asked.pop(name, None)
-                if there:
-                    self._failures.pop(name, None)
             elif asked is None or there > asked.present:
                 self._asked[name] = _Asked(since_s=now_s, present=there)
             elif now_s - asked.since_s >= each.startup_s + self._timeout_s:
@@ -58,9 +71,10 @@ class Launches:
     def refuse(self, name: str, why: str, now_s: float) -> None:
         """No node of this type is to be had now."""
         if name in self._types and self.closed(name, now_s) is None:
-            failures = self._failures.get(name, 0)
-            self._failures[name] = failures + 1
-            self._closed[name] = now_s + self._retry_s * 2 ** min(failures, 3), why
+            failed = self._failed.get(name)
+            times = 0 if failed is None else failed.times
+            self._failed[name] = _Failed(times=times + 1, fewest=self._present.get(name, 0))
+            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), why
         self._asked.pop(name, None)
 
     def closed(self, name: str, now_s: float) -> str | None:
@@ -83,15 +97,25 @@ class Lifetimes:
         self._losses = dict.fromkeys(self._types, 0)
         self._seen: dict[str, str] = {}
         self._seen_s: float | None = None
+        self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Count hours, and nodes that went though nobody had given them up."""
+        """Count hours, and nodes that went though nobody had given them up.
+
+        Args:
+            cluster: the nodes that are there.
+            given_up: ids of those that the last decision gave up. It names no node that is on its way out by now: once
+                given up and draining, one counts as given up until it is gone.
+            now_s: present time [s since the epoch].
+        """
+        ours = self._leaving.union(given_up)
         here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}
         if self._seen_s is not None:
             for node_id, kind in self._seen.items():
                 self._hours[kind] += max(now_s - self._seen_s, 0.0) / 3600.0
-                if node_id not in here and node_id not in given_up:
+                if node_id not in here and node_id not in ours:
                     self._losses[kind] += 1
+        self._leaving = frozenset(n.node_id for n in cluster.nodes if n.draining and n.node_id in ours)
         self._seen, self._seen_s = here, now_s
 
     def hours(self, name: str) -> float:

@@ -79,13 +79,17 @@ def refusals(since_s: float) -> tuple[Refusal, ...]:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=int(_ANSWER_S))
     except Exception:  # a read-only or older autoscaler; time-outs of our own take its place
         return ()
-    found = []
-    for launch in status.failed_launches:
-        at_s = float(launch.failed_ts_s or launch.request_ts_s)
-        if at_s > since_s:
-            why = (launch.details or "the launch failed").strip().splitlines()[0]
-            found.append(Refusal(node_type=launch.ray_node_type_name, at_s=at_s, why=why))
-    return tuple(found)
+    return tuple(found for found in map(refusal, status.failed_launches) if found.at_s > since_s)
+
+
+def refusal(launch: Any) -> Refusal:
+    """What Ray's ``LaunchRequest`` tells of a failed launch; its details may be missing, blank, or of many lines."""
+    lines = (launch.details or "").strip().splitlines()
+    return Refusal(
+        node_type=launch.ray_node_type_name,
+        at_s=float(launch.failed_ts_s or launch.request_ts_s),
+        why=lines[0] if lines else "the launch failed",
+    )
 
 
 def _coordinator() -> Any | None:

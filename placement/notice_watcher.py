@@ -7,24 +7,27 @@ keeps a node from being idle, hence only nodes that elastic jobs use are watched
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
+import math
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.cluster import MARKET_LABEL
-from placement.notices import AWS_TOKEN, AZURE_NAME, Notice, NoticeConfig, Request, probe, question, read_notice
+from placement.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.snapshot import RawNode
 
 logger = logging.getLogger("placement.notices")
 
-_ANSWER_S = 1.0
+_ANSWER_S = 1.0  # without a byte
 _TOKEN_S = 3600.0
+_REFUSED = 401  # the token has run out, or the server has forgotten it
 _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud this is
 
 
@@ -63,8 +66,7 @@ class NoticeWatcher:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         self._config = config
         self._node_id = node_id
-        self._token: tuple[str, float] = ("", 0.0)
-        self._machine = ""
+        self._metadata = Metadata(config)
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def _run(self) -> None:
@@ -74,14 +76,14 @@ class NoticeWatcher:
         while True:
             try:
                 if cloud is None or failures >= _QUIET_POLLS:
-                    cloud, failures = await asyncio.to_thread(self._find_cloud), 0
+                    cloud, failures = await asyncio.to_thread(self._metadata.find_cloud), 0
                     if cloud is None and not said:
                         said = True
                         logger.warning(
                             "node %s is a spot node, but no cloud answers at %s: it may go without notice",
                             self._node_id[:8], self._config.address,
                         )  # fmt: skip
-                notice = await asyncio.to_thread(self._look, cloud) if cloud is not None else None
+                notice = await asyncio.to_thread(self._metadata.look, cloud) if cloud is not None else None
                 if notice is not None:
                     await asyncio.to_thread(drain, self._node_id, notice)
                     return
@@ -92,23 +94,55 @@ class NoticeWatcher:
                     logger.warning("node %s: no answer about its end: %s", self._node_id[:8], error)
             await asyncio.sleep(self._config.poll_s)
 
-    def _find_cloud(self) -> str | None:
+
+class Metadata:
+    """What a machine's metadata server says: which cloud this is, and whether the machine is about to go. Calls block.
+
+    Args:
+        config: its address, and which cloud it is.
+        clock: seconds since any moment, never decreasing; by it the token of AWS is renewed.
+    """
+
+    def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._token = ""
+        self._token_s = -math.inf  # not 0: a clock that counts from boot says less than an hour for an hour
+        self._machine = ""
+
+    def find_cloud(self) -> str | None:
+        """The first cloud whose own question is answered; None if none is, or not by HTTP."""
         candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
         for cloud in candidates:
             try:
                 found = self._ask(probe(cloud))
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 continue
             if found is not None:
-                self._machine = self._ask(AZURE_NAME) or "" if cloud == "azure" else ""
+                self._machine = found if cloud == "azure" else ""  # Azure is asked for the machine's name
                 return cloud
         return None
 
-    def _look(self, cloud: str) -> Notice | None:
-        if cloud == "aws" and time.monotonic() - self._token[1] > _TOKEN_S:
-            self._token = self._ask(AWS_TOKEN) or "", time.monotonic()
-        answer = self._ask(question(cloud, self._token[0]))
+    def look(self, cloud: str) -> Notice | None:
+        """The notice of this machine's end; None while there is none.
+
+        Raises:
+            OSError, http.client.HTTPException: no answer, or one that is none.
+            ValueError: an answer that cannot be understood.
+        """
+        try:
+            answer = self._ask(self._question(cloud))
+        except urllib.error.HTTPError as error:
+            if cloud != "aws" or error.code != _REFUSED:
+                raise
+            self._token_s = -math.inf
+            answer = self._ask(self._question(cloud))
         return read_notice(cloud, answer, now_s=time.time(), machine=self._machine)
+
+    def _question(self, cloud: str) -> Request:
+        if cloud == "aws" and self._clock() - self._token_s > _TOKEN_S:
+            self._token, self._token_s = self._ask(AWS_TOKEN) or "", self._clock()
+        return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
         """The body of the answer; None where there is nothing of that name."""

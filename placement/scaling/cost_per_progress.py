@@ -14,6 +14,7 @@ from placement.scaling.base import UNKNOWN_S, Choice, Demand, Want, work_left
 from placement.throughput import Floats
 
 _MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact
+_STANDS_STILL = "no size that it may have now is known to make progress"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ class CostPerProgress:
         ranked: list[tuple[float, int, int]] = []
         for i, prospect in enumerate(prospects):
             score = prospect.score[: prospect.choice.limit]
-            k = int(np.argmin(score))
+            k = max(int(np.argmin(score)), view.min_workers - 1)  # also where no size gets on: all are infinite
             stays = prospect.choice.kind.gpu_type == gpu
             if stays and 0 < view.workers <= len(score):
                 at = view.workers - 1
@@ -127,6 +128,8 @@ class CostPerProgress:
         return prospects[i], k
 
     def _reason(self, view: JobView, best: Prospect, k: int) -> str:
+        if not np.isfinite(best.time_s[k - 1]):
+            return f"{self.name}: {count(k)}, {_STANDS_STILL}"
         usd, hours = float(best.usd[k - 1]), float(best.time_s[k - 1]) / 3600.0
         price = best.choice.kind.name
         known = "" if work_left(view) is not None else " for every hour on its present size"
@@ -160,6 +163,8 @@ def _within(prospects: list[Prospect], left_s: float | None, left_usd: float | N
         )
         if text
     )
+    if not np.isfinite(best.time_s[k]):
+        return rest, f"its {what} cannot be met: {_STANDS_STILL}"
     had = f"{count(k + 1)} on {best.choice.kind.name}: {best.usd[k]:.3g} USD more in {best.time_s[k] / 3600.0:.3g} h"
     return rest, f"its {what} cannot be met; the best that can be had is {had}"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import http.server
 import json
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,44 +17,19 @@ from placement.allocator_config import AllocatorConfig
 from placement.notices import NoticeConfig
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
+from tests.metadata_server import MetadataServer
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
 
 
-class Metadata(http.server.BaseHTTPRequestHandler):
-    """AWS's metadata server, as far as spot instances ask it."""
-
-    def do_PUT(self) -> None:
-        self._answer("a token" if self.path == "/latest/api/token" else None)
-
-    def do_GET(self) -> None:
-        known = self.path == "/latest/meta-data/spot/instance-action"
-        allowed = self.headers["X-aws-ec2-metadata-token"] == "a token"
-        self._answer(self.server.notice if known and allowed else None)  # type: ignore[attr-defined]
-
-    def _answer(self, body: str | None) -> None:
-        self.send_response(404 if body is None else 200)
-        self.end_headers()
-        self.wfile.write((body or "").encode())
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
-
-
 @pytest.fixture
-def metadata() -> Iterator[Any]:
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    server.notice = None
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
+def metadata() -> Iterator[MetadataServer]:
+    with MetadataServer("aws") as server:
+        yield server
 
 
-def test_a_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Path, metadata: Any) -> None:
-    address = f"http://127.0.0.1:{metadata.server_port}"
-    get_or_create_allocator(config=AllocatorConfig(notices=NoticeConfig(address=address, poll_s=0.2)))
+def test_a_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Path, metadata: MetadataServer) -> None:
+    get_or_create_allocator(config=AllocatorConfig(notices=NoticeConfig(address=metadata.address, poll_s=0.2)))
     spot = ray_cluster.add_node(num_cpus=0, resources={"slot": 2}, labels={"ray.io/market-type": "spot"})
     handle = start(tmp_path, workers=2, epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})
     wait_until(lambda: handle.status().workers == 2, handle)

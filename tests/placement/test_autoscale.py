@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from placement.autoscale import Autoscaler, AutoscalerConfig, ScalingDecision
@@ -84,8 +84,17 @@ def placed(views: Sequence[JobView], allocation: Allocation) -> list[JobView]:
     return [each.placed(allocation.get(each.job, {})) for each in views]
 
 
+MANY = [
+    job("j0", max_workers=1, goodput=None, spot="avoid"),
+    job("j1", max_workers=8, spot="prefer", submitted_s=1.0),
+    job("j2", max_workers=3, spot="avoid", submitted_s=2.0, priority=1),
+    job("j3", max_workers=5, spot="avoid", submitted_s=3.0),
+]
+
+
 @every
 @settings(max_examples=8)
+@example(views=MANY, firm=0, spot=0)  # without the nodes that are not used, another one is not either
 @given(views=jobs(), firm=st.integers(0, 4), spot=st.integers(0, 4))
 def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
     name: str, views: list[JobView], firm: int, spot: int
@@ -221,15 +230,6 @@ def test_nodes_linger_before_they_are_given_up() -> None:
     assert scaler.decide([small], here(2), NOW + 101.0).release == ("f1",)
 
 
-def test_jobs_pay_their_part_of_their_nodes() -> None:
-    scaler = autoscaler([FIRM])
-    views = [job(max_workers=2).placed({"f0": 2})]
-    scaler.decide(views, here(1), NOW)
-    scaler.decide(views, here(1), NOW + 3600.0)
-    assert scaler.spent_usd == {"a": pytest.approx(2.0)}
-    assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
-
-
 # Known values
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -256,6 +256,16 @@ def test_the_least_money_is_the_smallest_size_and_dear_time_the_fastest() -> Non
 def test_worthless_time_does_not_want_fewer_workers_than_a_job_can_run_with() -> None:
     decision = autoscaler([FIRM], CostPerProgress(value_usd_per_h=0.0)).decide([job(min_workers=3)], here(), NOW)
     assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason
+
+
+@pytest.mark.parametrize("limits", [{}, {"budget_usd": 5.0}, {"deadline_s": NOW + 10.0}])
+def test_a_job_that_gets_on_at_no_size_has_the_fewest_workers_that_it_can_run_with(limits: dict[str, float]) -> None:
+    waiting = job(min_workers=3, **limits)
+    demand = autoscaler([FIRM])._demand([waiting], here(), [FIRM], {"firm": np.inf})
+    still = dataclasses.replace(demand.choices["a"][0], rate=np.zeros(16))
+    want = CostPerProgress().decide(dataclasses.replace(demand, choices={"a": (still,)}), NOW)["a"]
+    assert want.workers == 3 and want.reason.endswith("no size that it may have now is known to make progress")
+    assert "inf" not in want.reason + want.note and bool(want.note) == bool(limits)
 
 
 def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:

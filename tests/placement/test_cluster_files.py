@@ -64,6 +64,14 @@ def _at(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
     return lambda config: config["available_node_types"][name].update(fields)
 
 
+def _set(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config.update(fields)
+
+
+def _no_body(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["available_node_types"].update({name: None})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -79,16 +87,56 @@ def _at(name: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
         (_at("t4-spot", resources={}), "resources must say what a node has"),
         (_at("head", resources={"CPU": 8}), "resources must have CPU: 0, or jobs train on the head"),
         (
-            lambda config: config.update(head_node_type="boss"),
+            _set(head_node_type="boss"),
             "head_node_type .* must be one of head, .* but got 'boss'",
         ),
         (lambda config: config.pop("available_node_types"), "must have node types under available_node_types"),
+        (_set(head_node_type=["head"]), r"head_node_type .* must be one of head, .* but got \['head'\]"),
+        (_no_body("t4-spot"), "cluster.yaml: node type 't4-spot' must be a mapping, such as .* but it is left empty"),
+        (_no_body("head"), "cluster.yaml: node type 'head' must be a mapping, such as .* but it is left empty"),
+        (
+            _at("t4-spot", min_workers=None),
+            "cluster.yaml, node type 't4-spot': min_workers must be a whole number, 0 or more, but it is left empty",
+        ),
+        (_at("t4-spot", max_workers=None), "'t4-spot': max_workers must be a whole number, .* but it is left empty"),
+        (_at("t4-spot", max_workers="many"), "'t4-spot': max_workers must be a whole number, .* but got 'many'"),
+        (_at("t4-spot", max_workers=1.5), "'t4-spot': max_workers must be a whole number, .* but got 1.5"),
+        (_at("t4-spot", min_workers=-1), "'t4-spot': min_workers must be a whole number, 0 or more, but got -1"),
+        (_set(max_workers=None), "cluster.yaml: max_workers must be a whole number, .* but it is left empty"),
+        (_set(max_workers=True), "cluster.yaml: max_workers must be a whole number, .* but got True"),
+        (_set(idle_timeout_minutes=None), "idle_timeout_minutes must be a number, 0 or more, but it is left empty"),
+        (_set(idle_timeout_minutes=-1), "idle_timeout_minutes must be a number, 0 or more, but got -1"),
+        (
+            _at("head", resources={"CPU": "none"}),
+            "head node type 'head': resources: CPU must be a number, 0 or more, but got 'none'",
+        ),
+        (_at("head", resources=[1]), r"'head': resources must be a mapping, such as {CPU: 0}, but got \[1\]"),
+        (
+            _at("t4-spot", labels=["a"]),
+            r"'t4-spot': labels must be a mapping, such as .*market-type.*, but got \['a'\]",
+        ),
+        (_at("t4-spot", node_config=[1]), r"node_config must be a mapping, such as {InstanceType.*}, but got \[1\]"),
+        (_at("t4-spot", node_config={"scheduling": ["x"]}), "'t4-spot': scheduling must be a mapping, .* but got 'x'"),
+        (
+            _at("t4-spot", node_config={"InstanceMarketOptions": "spot"}),
+            "'t4-spot': InstanceMarketOptions must be a mapping, such as {MarketType: spot}, but got 'spot'",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_what_is_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    config = copy.deepcopy(yaml.safe_load(RAY_UP[0].read_text()))
+    _refused(RAY_UP[0], tmp_path, capsys, change, message)
+
+
+def _refused(
+    right: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[dict[str, Any]], None],
+    message: str,
+) -> None:
+    config = copy.deepcopy(yaml.safe_load(right.read_text()))
     change(config)
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -96,6 +144,48 @@ def test_a_wrong_file_is_refused_with_what_is_right(
         read_cluster_file(path)
     assert main([str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def _group(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["spec"]["workerGroupSpecs"][1].update(fields)
+
+
+def _spec(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config["spec"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_set(spec=None), "cluster.yaml: spec must be a mapping, .* but it is left empty"),
+        (_spec(headGroupSpec={}), 'headGroupSpec: rayStartParams must have num-cpus: "0"'),
+        (_spec(headGroupSpec=[1]), r"headGroupSpec must be a mapping, .* but got \[1\]"),
+        (
+            _spec(headGroupSpec={"rayStartParams": {"num-cpus": "none"}}),
+            "headGroupSpec: rayStartParams: num-cpus must be a number, 0 or more, but got 'none'",
+        ),
+        (_spec(autoscalerOptions=["v2"]), r"autoscalerOptions must be a mapping, .* but got \['v2'\]"),
+        (_spec(autoscalerOptions={"idleTimeoutSeconds": None}), "idleTimeoutSeconds must be a number, .* left empty"),
+        (_spec(workerGroupSpecs={"a": 1}), "workerGroupSpecs must be a list of worker groups, but got {'a': 1}"),
+        (_spec(workerGroupSpecs=[None]), "each worker group must be a mapping, .* but it is left empty"),
+        (
+            _group(maxReplicas=None),
+            "cluster.yaml, worker group 't4-spot': maxReplicas must be a whole number, 0 or more, but it is left empty",
+        ),
+        (_group(minReplicas="some"), "'t4-spot': minReplicas must be a whole number, 0 or more, but got 'some'"),
+        (_group(labels=["a"]), r"'t4-spot': labels must be a mapping, .* but got \['a'\]"),
+        (_group(template={"spec": ["a"]}), r"'t4-spot': spec must be a mapping, .* but got \['a'\]"),
+        (_group(template={"spec": {"containers": {"a": 1}}}), "'t4-spot': containers must be a list, but got {'a': 1}"),
+        (
+            _group(template={"spec": {"containers": [None]}}),
+            "'t4-spot': each container must be a mapping, .* left empty",
+        ),
+    ],
+)
+def test_a_wrong_ray_cluster_is_refused_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    _refused(RAY_CLUSTER, tmp_path, capsys, change, message)
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [\n"])

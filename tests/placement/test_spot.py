@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.autoscaler.v2.schema import LaunchRequest
 
 from placement.cluster import MARKET_LABEL, Cluster, check
 from placement.jobs import JobView
 from placement.launches import Launches, Lifetimes
+from placement.node_requests import Refusal, refusal
 from placement.node_types import NodeType, type_of
 from placement.planning import make_plan
 from placement.policies import POLICIES, make_policy
@@ -112,6 +115,29 @@ def test_what_does_not_come_is_closed_and_asked_for_again_later() -> None:
     assert "asked again in 1200 s" in str(launches.closed("spot", 800.0))
 
 
+@pytest.mark.parametrize("there", [0, 1])
+def test_the_time_until_a_type_is_asked_again_doubles_also_beside_nodes_of_it(there: int) -> None:
+    launches, times = Launches([SPOT], timeout_s=40.0, retry_s=600.0), []
+    now_s = 0.0
+    for _ in range(5):
+        launches.watch({"spot": there + 1}, {"spot": there}, now_s)
+        launches.watch({"spot": there + 1}, {"spot": there}, now_s + 100.0)
+        times.append(float(str(launches.closed("spot", now_s + 100.0)).split()[-2]))
+        launches.watch({"spot": there}, {"spot": there}, now_s + 110.0)  # as long as it is closed
+        now_s += 100.0 + times[-1]
+    assert times == [600.0, 1200.0, 2400.0, 4800.0, 4800.0]
+
+
+def test_a_node_that_comes_ends_a_row_of_failures_also_after_another_has_gone() -> None:
+    launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
+    launches.watch({"spot": 3}, {"spot": 2}, 0.0)
+    launches.refuse("spot", "none", 0.0)
+    launches.watch({"spot": 1}, {"spot": 1}, 300.0)
+    launches.watch({"spot": 2}, {"spot": 2}, 700.0)
+    launches.refuse("spot", "none", 700.0)
+    assert launches.closed("spot", 700.0) == "none; asked again in 600 s"
+
+
 def test_a_node_that_comes_gives_the_others_more_time() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     launches.watch({"spot": 2}, {"spot": 0}, 0.0)
@@ -130,6 +156,20 @@ def test_a_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
     assert launches.closed("other", 5.0) is None
 
 
+@pytest.mark.parametrize(
+    ("details", "why"),
+    [
+        (None, "the launch failed"),
+        ("", "the launch failed"),
+        (" \n", "the launch failed"),
+        ("\nno L4\nat all\n", "no L4"),
+    ],
+)
+def test_why_a_launch_failed_is_the_first_line_of_what_ray_tells(details: str | None, why: str) -> None:
+    told = LaunchRequest("g4dn", "spot", 1, LaunchRequest.Status.FAILED, 4, failed_ts_s=5, details=details)
+    assert refusal(told) == Refusal(node_type="spot", at_s=5.0, why=why)
+
+
 def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
     lifetimes = Lifetimes([SPOT])
     here = Cluster(nodes=(SPOT.node("a"), SPOT.node("b")))
@@ -139,6 +179,25 @@ def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
     assert lifetimes.hours("spot") == pytest.approx((4.0 + 2.0) / 2)
     lifetimes.watch(Cluster(), ("b",), 7200.0)  # given up, not lost
     assert lifetimes.hours("spot") == pytest.approx((4.0 + 3.0) / 2)
+
+
+def test_a_node_that_was_given_up_is_no_loss_though_it_drains_before_it_ends() -> None:
+    lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
+    draining = Cluster(nodes=(dataclasses.replace(here, draining=True),))
+    lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
+    lifetimes.watch(draining, ("a",), 0.0)
+    lifetimes.watch(draining, (), 0.0)
+    lifetimes.watch(Cluster(), (), 0.0)
+    assert lifetimes.hours("spot") == 4.0
+
+
+def test_a_node_that_was_given_up_and_is_wanted_again_is_a_loss_when_it_goes() -> None:
+    lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
+    lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
+    lifetimes.watch(Cluster(nodes=(here,)), ("a",), 0.0)
+    lifetimes.watch(Cluster(nodes=(dataclasses.replace(here, draining=True),)), (), 0.0)  # by its cloud
+    lifetimes.watch(Cluster(), (), 0.0)
+    assert lifetimes.hours("spot") == pytest.approx(4.0 / 2)
 
 
 def test_a_nodes_type_is_its_group_or_what_it_looks_like() -> None:

@@ -1,0 +1,81 @@
+"""What each job has cost, as the autoscaler counts it: by the jobs' own clocks, and not beyond their end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from placement.autoscale import Autoscaler
+from placement.cluster import Cluster
+from placement.jobs import JobView
+from placement.node_types import NodeType
+from placement.policies import make_policy
+from tests.placement.views import view
+
+NOW = 1000.0
+FOUR = NodeType(name="four", resources={"CPU": 4.0}, usd_per_h=4.0, max_nodes=4)
+HERE = Cluster(nodes=(FOUR.node("f0"),))
+
+
+def autoscaler() -> Autoscaler:
+    return Autoscaler([FOUR], make_policy("goodput"))
+
+
+def running(workers: int, **fields: Any) -> JobView:
+    return view("a", max_workers=workers, allocation={"f0": workers}, **fields)
+
+
+def test_jobs_pay_their_part_of_their_nodes() -> None:
+    scaler, on_it = autoscaler(), running(2)
+    for attained_s in (0.0, 3600.0, 2 * 3600.0):
+        scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
+    assert scaler.spent_usd == {"a": pytest.approx(2.0)}
+    assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
+
+
+def test_jobs_pay_for_the_time_by_their_own_clock_not_for_a_clock_that_is_set() -> None:
+    scaler, on_it = autoscaler(), running(4)
+    for now_s, attained_s in ((0.0, 0.0), (1.0, 4.0), (36_000.0, 8.0), (3.0, 12.0)):
+        scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW + now_s)
+    assert scaler.spent_usd == {"a": pytest.approx(3 * 4.0 / 3600.0)}
+
+
+def test_a_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
+    scaler, on_it = autoscaler(), running(4)
+    for attained_s in (4 * 3600.0, 0.0, 4 * 3600.0):
+        scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
+    assert scaler.spent_usd == {"a": pytest.approx(8.0)}
+
+
+def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:
+    scaler = autoscaler()
+    views = [running(4, attained_s=4 * 3600.0)]
+    scaler.decide(views, HERE, NOW)
+    assert scaler.forget("a") == pytest.approx(4.0)
+    scaler.decide(views, HERE, NOW + 1.0)  # begun before the job's end
+    assert scaler.spent_usd == {}
+    again = [running(4)]
+    scaler.decide(again, HERE, NOW + 2.0)
+    assert scaler.spent_usd == {"a": 0.0}, "of the same name, with nothing spent"
+
+
+def test_a_job_that_ends_while_its_cost_is_counted_does_not_pay_for_the_next_of_its_name() -> None:
+    scaler = autoscaler()
+    old = running(4, attained_s=4 * 3600.0)
+
+    class Ends(list[JobView]):
+        """Views of which the job is forgotten, by another thread, once they are being read."""
+
+        def __iter__(self) -> Iterator[JobView]:
+            scaler.forget("a")
+            return super().__iter__()
+
+    scaler._count_costs(Ends([old]), HERE)
+    assert scaler.spent_usd == {"a": pytest.approx(4.0)}
+    again = [running(4)]
+    for i in (1, 2):
+        scaler.decide(again, HERE, NOW + i)
+    assert scaler.spent_usd == {"a": 0.0}
