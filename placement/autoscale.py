@@ -293,11 +293,12 @@ class Autoscaler:
         busy = {node for view in views for node in view.allocation}
         waits = any(target[name] > len(nodes) for name, nodes in order.items())
         surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
-        release = [node for node in surplus if not (waits and node in busy)]
-        loaded = [node for node in release if node in busy]
-        if loaded and not self._all_run(views, cluster, release, now_s):
-            release = [node for node in release if node not in busy]
-        return tuple(sorted(release))
+        empty = [node for node in surplus if node not in busy]
+        # An empty one too may be what lets a job run: without it a waiting one may start where that job is.
+        for release in (empty if waits else surplus, empty):
+            if not release or self._all_run(views, cluster, release, now_s):
+                return tuple(sorted(release))
+        return ()
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
         """Whether every running job would still run without these nodes."""

@@ -90,18 +90,26 @@ MANY = [
     job("j2", max_workers=3, spot="avoid", submitted_s=2.0, priority=1),
     job("j3", max_workers=5, spot="avoid", submitted_s=3.0),
 ]
+TIGHT = [
+    job("j0", max_workers=1, goodput=None, spot="avoid"),
+    job("j1", max_workers=2, goodput=None, spot="avoid", submitted_s=1.0, priority=1),
+    job("j2", min_workers=2, max_workers=2, goodput=None, spot="mixed", submitted_s=2.0, priority=1),
+    job("j3", max_workers=1, goodput=None, spot="avoid", submitted_s=3.0),
+]
 
 
 @every
 @settings(max_examples=8)
 @example(views=MANY, firm=0, spot=0)  # without the nodes that are not used, another one is not either
+@example(views=TIGHT, firm=1, spot=1)  # without the empty spot node, the mixed job would start in another's place
 @given(views=jobs(), firm=st.integers(0, 4), spot=st.integers(0, 4))
 def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
     name: str, views: list[JobView], firm: int, spot: int
 ) -> None:
     policy, there = make_policy("goodput"), here(firm, spot)
     running = placed(views, make_plan(policy, views, there, NOW).allocation)
-    scaler = autoscaler(objective=name)
+    scaler = Autoscaler((FIRM, SPOT), policy, name, dataclasses.replace(CONFIG, linger_s=0.0))
+    scaler.decide(running, there, NOW - 1.0)  # the first look gives nothing up
     decision = scaler.decide(running, there, NOW)
     assert all(0 <= decision.nodes[each.name] <= each.max_nodes for each in (FIRM, SPOT))
     stay = tuple(dataclasses.replace(n, draining=n.node_id in decision.leaving + decision.release) for n in there.nodes)
