@@ -181,6 +181,7 @@ class ElasticTrainable(Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Be another trial from now on, or the same with other parameters."""
         self.cleanup()
+        self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
         return True
 

@@ -144,8 +144,10 @@ def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -
     assert set(seen.values()) == {("sweep tests", 2.5)}
 
 
-def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(tmp_path: Path) -> None:
-    grid = fit(tmp_path, {"silent": tune.grid_search([True, False]), "epochs": 2})
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(reuse: bool, tmp_path: Path) -> None:
+    space = {"silent": tune.grid_search([False, True]), "epochs": 2, "pause_s": 0.0}
+    grid = fit(tmp_path, space, reuse_actors=reuse, max_concurrent_trials=1)
     (error,) = grid.errors
     assert "has ended without a report: call elastic_ray.report" in str(error)
     (good,) = [result for result in grid if result.error is None]
