@@ -15,6 +15,7 @@ from ray.train._internal.session import _TrainingResult
 from ray.train._internal.storage import StorageContext
 from ray.train.v2.api.config import ScalingConfig
 from ray.tune import PlacementGroupFactory, Trainable
+from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
@@ -121,6 +122,7 @@ class ElasticTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
         _check_space(config)
+        _tell_kept_actors()
         on = on_head() if ray.is_initialized() else {}
         if on:
             find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
@@ -191,6 +193,10 @@ class ElasticTrainable(Trainable):
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
+    def vacate(self) -> None:
+        """Called where Tune's loop runs, once it keeps this actor for a trial that may come."""
+        self.cleanup()
+
     def _place(self) -> StorageContext:
         """Where Tune keeps this trial's results."""
         assert self._storage is not None, "Tune gives every trial a place"
@@ -217,6 +223,28 @@ class ElasticTrainable(Trainable):
                 "with the metric that TuneConfig(metric) names, once an epoch for instance"
             )
         return {RESULT_DUPLICATE: True}
+
+
+def _tell_kept_actors() -> None:
+    """Have Tune's loop, which is to run in this process, call ``vacate`` on an actor that it keeps.
+
+    With ``reuse_actors=True`` Tune may keep the actor of a trial that is over or paused, and calls nothing on it until
+    a trial comes for it or the search ends: the trial would hold its workers as long. The actor itself cannot find out.
+    To Tune's loop a searcher, a logger or a slow disk may happen for seconds as well, and a trial that gave up its
+    workers then would lose what it has trained since its last checkpoint.
+    """
+    # With a Ray that has it no longer, workers are given back when a trial comes, as said.
+    keep = getattr(TuneController, "_maybe_cache_trial_actor", None)
+    if keep is None or keep.__module__ == __name__:
+        return
+
+    def keep_and_tell(controller: TuneController, trial: Any) -> bool:
+        actor, kept = trial.temporary_state.ray_actor, bool(keep(controller, trial))
+        if kept and issubclass(trial.get_trainable_cls(), ElasticTrainable):
+            actor.vacate.remote()
+        return kept
+
+    TuneController._maybe_cache_trial_actor = keep_and_tell  # type: ignore[method-assign]
 
 
 def _check_space(config: Mapping[str, Any]) -> None:
