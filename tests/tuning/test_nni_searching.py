@@ -68,7 +68,8 @@ def test_a_grid_comes_to_its_end() -> None:
     assert searcher.suggest("t5") == NNISearch.FINISHED
 
 
-def test_evolution_waits_for_results_and_gives_what_it_owes() -> None:
+@pytest.mark.parametrize("before_each_result", ["nothing", "saved", "saved and restored"])
+def test_evolution_waits_for_results_and_gives_what_it_owes(before_each_result: str, tmp_path: Path) -> None:
     tuner = {"name": "Evolution", "class_args": {"population_size": 2}}
     searcher = NNISearch(tuner, SPACE, metric="score", mode="max")
     waiting = 0
@@ -80,6 +81,11 @@ def test_evolution_waits_for_results_and_gives_what_it_owes() -> None:
             running.append(f"t{k}")
         else:
             waiting += 1
+            if "saved" in before_each_result:
+                searcher.save(str(tmp_path / "state"))
+            if "restored" in before_each_result:
+                searcher = NNISearch(tuner)
+                searcher.restore(str(tmp_path / "state"))
             searcher.on_trial_complete(running.pop(0), {"score": 0.1 * k}, error=k % 7 == 0)
             done += 1
     assert waiting > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import pickle
@@ -101,15 +102,18 @@ class NNISearch(Searcher):
     def save(self, checkpoint_path: str) -> None:
         """Keep the tuner with all it knows, for ``Tuner.restore``."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
-        if self._tuner is not None and hasattr(self._tuner, "send_trial_callback"):
-            self._tuner.send_trial_callback = None
+        tuner = copy.copy(self._tuner)  # the one in use keeps its callback
+        if hasattr(tuner, "send_trial_callback"):
+            tuner.send_trial_callback = None
         with open(checkpoint_path, "wb") as file:
-            pickle.dump((state, self._tuner), file)
+            pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
         """Be the searcher that was saved."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
+        if hasattr(self._tuner, "send_trial_callback"):
+            self._tuner.send_trial_callback = self._later
         vars(self).update(state)
 
     def _open(self, space: Mapping[str, Any]) -> None:
