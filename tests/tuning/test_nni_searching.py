@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import tune
 
@@ -114,6 +116,24 @@ def test_a_failed_trial_or_one_without_the_metric_is_no_result() -> None:
     searcher.on_trial_complete("t9", {"score": 1.0}, error=True)
     searcher.on_trial_complete("nobody", {"score": 1.0})
     assert isinstance(searcher.suggest("t10"), dict)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.array])
+def test_a_metric_may_be_numpys(number: Any) -> None:
+    ours, other = (
+        NNISearch({"name": "TPE", "class_args": {"seed": 3}}, SPACE, metric="score", mode="max") for _ in range(2)
+    )
+    for k in range(30):
+        for searcher, kind in ((ours, number), (other, float)):
+            searcher.suggest(f"t{k}")
+            searcher.on_trial_complete(f"t{k}", {"score": kind(k % 7)})
+    assert ours.suggest("next") == other.suggest("next")
+    judge = AssessorScheduler("Medianstop", metric="score", mode="max")
+    for name, value in (("good", 10.0), ("better", 11.0)):
+        trial = SimpleNamespace(trial_id=name)
+        assert [judge.on_trial_result(None, trial, {"score": number(value)}) for _ in range(4)] == ["CONTINUE"] * 4
+        judge.on_trial_complete(None, trial, {})
+    assert judge.on_trial_result(None, SimpleNamespace(trial_id="bad"), {"score": number(1.0)}) == "STOP"
 
 
 def test_the_space_may_be_tunes() -> None:
