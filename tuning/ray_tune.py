@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -19,6 +20,7 @@ from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.job.train_loop import with_config
 from placement.actor import find_allocator
 from placement.snapshot import on_head
 from tuning.in_tune import in_tune
@@ -104,6 +106,15 @@ def elastic(
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
 
 
+class _WhereItIs(Checkpoint):
+    """A checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
+
+    @contextlib.contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Its path, wherever that is."""
+        yield self.path
+
+
 class ElasticTrainable(Trainable):
     """The trial's side of an elastic job; made by :func:`elastic`."""
 
@@ -128,10 +139,16 @@ class ElasticTrainable(Trainable):
             find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Called by Tune; the job starts with the first step, once it is known where from."""
-        _check_space(config)
+    def setup(self, config: dict[str, Any], **constants: Any) -> None:
+        """Called by Tune; the job starts with the first step, once it is known where from.
+
+        Args:
+            config: the trial's parameters.
+            **constants: what ``tune.with_parameters`` was given; the loop finds it in its config as well.
+        """
+        _check_space({**constants, **config})
         self._parameters = dict(config)
+        self._constants = constants
         self._start_from: str | None = None
         self._job: TrialJob | None = None
         self._reported: str | None = None  # checkpoint of the last report
@@ -176,7 +193,8 @@ class ElasticTrainable(Trainable):
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
-        super().restore(checkpoint_path)
+        where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)
+        super().restore(_TrainingResult(checkpoint=where, metrics=checkpoint_path.metrics))
         self._start_from = checkpoint_path.checkpoint.path
         self._saved = checkpoint_path
 
@@ -203,9 +221,13 @@ class ElasticTrainable(Trainable):
         return self._storage
 
     def _start(self) -> TrialJob:
-        storage = self._place()
+        storage, template = self._place(), self._template
+        if self._constants:
+            spec = template.spec
+            spec = dataclasses.replace(spec, train_loop=with_config(spec.train_loop, self._constants))
+            template = dataclasses.replace(template, spec=spec)
         return TrialJob(
-            self._template,
+            template,
             sweep=storage.experiment_dir_name,
             trial=self.trial_id,
             config=self._parameters,
@@ -238,8 +260,8 @@ def _tell_kept_actors() -> None:
     if keep is None or keep.__module__ == __name__:
         return
 
-    def keep_and_tell(controller: TuneController, trial: Any) -> bool:
-        actor, kept = trial.temporary_state.ray_actor, bool(keep(controller, trial))
+    def keep_and_tell(self: TuneController, trial: Any) -> bool:
+        actor, kept = trial.temporary_state.ray_actor, bool(keep(self, trial))
         if kept and issubclass(trial.get_trainable_cls(), ElasticTrainable):
             actor.vacate.remote()
         return kept
