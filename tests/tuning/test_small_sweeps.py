@@ -1,4 +1,4 @@
-"""A small sweep with ``reuse_actors=True``: an actor that Tune keeps for the next trial holds nothing meanwhile."""
+"""Small sweeps, for every run of the tests; an actor that Tune keeps for the next trial holds nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -111,6 +111,11 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
     assert watch.kept_s is not None and watch.kept_s < 3.0  # 0.2 s where nothing else runs
     assert not jobs()
     assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
+
+
+def test_a_sweep_that_searches_num_workers_is_refused(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="'num_workers' cannot be searched: the allocator changes"):
+        fit(tmp_path, {"num_workers": tune.grid_search([1, 2]), "epochs": 1})
 
 
 class Pause(FIFOScheduler):
