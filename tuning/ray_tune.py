@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
@@ -15,9 +16,11 @@ from ray.train._internal.session import _TrainingResult
 from ray.train._internal.storage import StorageContext
 from ray.train.v2.api.config import ScalingConfig
 from ray.tune import PlacementGroupFactory, Trainable
+from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.job.train_loop import with_config
 from placement.actor import find_allocator
 from placement.snapshot import on_head
 from tuning.in_tune import in_tune
@@ -103,6 +106,15 @@ def elastic(
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
 
 
+class _WhereItIs(Checkpoint):
+    """A checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
+
+    @contextlib.contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """Its path, wherever that is."""
+        yield self.path
+
+
 class ElasticTrainable(Trainable):
     """The trial's side of an elastic job; made by :func:`elastic`."""
 
@@ -121,15 +133,22 @@ class ElasticTrainable(Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
         """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
         _check_space(config)
+        _tell_kept_actors()
         on = on_head() if ray.is_initialized() else {}
         if on:
             find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Called by Tune; the job starts with the first step, once it is known where from."""
-        _check_space(config)
+    def setup(self, config: dict[str, Any], **constants: Any) -> None:
+        """Called by Tune; the job starts with the first step, once it is known where from.
+
+        Args:
+            config: the trial's parameters.
+            **constants: what ``tune.with_parameters`` was given; the loop finds it in its config as well.
+        """
+        _check_space({**constants, **config})
         self._parameters = dict(config)
+        self._constants = constants
         self._start_from: str | None = None
         self._job: TrialJob | None = None
         self._reported: str | None = None  # checkpoint of the last report
@@ -174,13 +193,15 @@ class ElasticTrainable(Trainable):
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
-        super().restore(checkpoint_path)
+        where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)
+        super().restore(_TrainingResult(checkpoint=where, metrics=checkpoint_path.metrics))
         self._start_from = checkpoint_path.checkpoint.path
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Be another trial from now on, or the same with other parameters."""
         self.cleanup()
+        self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
         return True
 
@@ -190,15 +211,23 @@ class ElasticTrainable(Trainable):
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
+    def vacate(self) -> None:
+        """Called where Tune's loop runs, once it keeps this actor for a trial that may come."""
+        self.cleanup()
+
     def _place(self) -> StorageContext:
         """Where Tune keeps this trial's results."""
         assert self._storage is not None, "Tune gives every trial a place"
         return self._storage
 
     def _start(self) -> TrialJob:
-        storage = self._place()
+        storage, template = self._place(), self._template
+        if self._constants:
+            spec = template.spec
+            spec = dataclasses.replace(spec, train_loop=with_config(spec.train_loop, self._constants))
+            template = dataclasses.replace(template, spec=spec)
         return TrialJob(
-            self._template,
+            template,
             sweep=storage.experiment_dir_name,
             trial=self.trial_id,
             config=self._parameters,
@@ -216,6 +245,28 @@ class ElasticTrainable(Trainable):
                 "with the metric that TuneConfig(metric) names, once an epoch for instance"
             )
         return {RESULT_DUPLICATE: True}
+
+
+def _tell_kept_actors() -> None:
+    """Have Tune's loop, which is to run in this process, call ``vacate`` on an actor that it keeps.
+
+    With ``reuse_actors=True`` Tune may keep the actor of a trial that is over or paused, and calls nothing on it until
+    a trial comes for it or the search ends: the trial would hold its workers as long. The actor itself cannot find out.
+    To Tune's loop a searcher, a logger or a slow disk may happen for seconds as well, and a trial that gave up its
+    workers then would lose what it has trained since its last checkpoint.
+    """
+    # With a Ray that has it no longer, workers are given back when a trial comes, as said.
+    keep = getattr(TuneController, "_maybe_cache_trial_actor", None)
+    if keep is None or keep.__module__ == __name__:
+        return
+
+    def keep_and_tell(self: TuneController, trial: Any) -> bool:
+        actor, kept = trial.temporary_state.ray_actor, bool(keep(self, trial))
+        if kept and issubclass(trial.get_trainable_cls(), ElasticTrainable):
+            actor.vacate.remote()
+        return kept
+
+    TuneController._maybe_cache_trial_actor = keep_and_tell  # type: ignore[method-assign]
 
 
 def _check_space(config: Mapping[str, Any]) -> None:

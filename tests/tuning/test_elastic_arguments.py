@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import ray.train
+from fsspec.implementations.memory import MemoryFileSystem
 from ray import tune
+from ray.train._internal.session import _TrainingResult
 
 import elastic_ray
 import tuning
@@ -21,6 +25,25 @@ def loop(config: dict[str, Any]) -> None:
     """Never run."""
 
 
+class Bucket(MemoryFileSystem):
+    """A file system that is not a plain directory and notes what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "r" in mode:
+            self.opened.append(path)
+        return super()._open(path, mode, **options)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a trainable that is made without Tune has its directory."""
+    monkeypatch.setattr("ray.tune.trainable.trainable.DEFAULT_STORAGE_PATH", str(tmp_path))
+
+
 def test_fixed_resources_are_refused() -> None:
     with pytest.raises(ValueError, match=r"leave tune\.with_resources out, say what a worker needs in ScalingConfig"):
         tune.with_resources(trainable(), {"CPU": 2})
@@ -30,6 +53,29 @@ def test_fixed_resources_are_refused() -> None:
 def test_workers_are_not_searched(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name!r} cannot be searched: the allocator changes"):
         trainable().default_resource_request({"lr": 0.1, name: 2})
+
+
+def test_constants_are_checked_like_parameters(place: None) -> None:
+    with pytest.raises(ValueError, match="'num_workers' cannot be searched"):
+        tune.with_parameters(trainable(), num_workers=2)({})
+
+
+def test_a_restored_trial_leaves_its_checkpoint_where_it_is(place: None) -> None:
+    """The workers read it; what restores the trial may be small, and is not where they are."""
+    bucket = Bucket()
+    bucket.pipe("/bucket/checkpoint/state.pt", b"large")
+    checkpoint = ray.train.Checkpoint("/bucket/checkpoint", pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(bucket)))
+    metrics = {"training_iteration": 3, "time_total_s": 7.0}
+    trial = trainable()({})
+    trial.restore(_TrainingResult(checkpoint=checkpoint, metrics=metrics))
+    assert trial.iteration == 3
+    assert trial.get_state()["time_total"] == 7.0
+    assert bucket.opened == []
+    with checkpoint.as_directory():
+        assert bucket.opened == ["/bucket/checkpoint/state.pt"]  # as it would have been
+    bucket.rm("/bucket", recursive=True)
+    with pytest.raises(ValueError, match="does not exist on storage anymore"):
+        trial.restore(_TrainingResult(checkpoint=checkpoint, metrics=metrics))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import tune
 
@@ -68,7 +70,8 @@ def test_a_grid_comes_to_its_end() -> None:
     assert searcher.suggest("t5") == NNISearch.FINISHED
 
 
-def test_evolution_waits_for_results_and_gives_what_it_owes() -> None:
+@pytest.mark.parametrize("before_each_result", ["nothing", "saved", "saved and restored"])
+def test_evolution_waits_for_results_and_gives_what_it_owes(before_each_result: str, tmp_path: Path) -> None:
     tuner = {"name": "Evolution", "class_args": {"population_size": 2}}
     searcher = NNISearch(tuner, SPACE, metric="score", mode="max")
     waiting = 0
@@ -80,6 +83,11 @@ def test_evolution_waits_for_results_and_gives_what_it_owes() -> None:
             running.append(f"t{k}")
         else:
             waiting += 1
+            if "saved" in before_each_result:
+                searcher.save(str(tmp_path / "state"))
+            if "restored" in before_each_result:
+                searcher = NNISearch(tuner)
+                searcher.restore(str(tmp_path / "state"))
             searcher.on_trial_complete(running.pop(0), {"score": 0.1 * k}, error=k % 7 == 0)
             done += 1
     assert waiting > 10
@@ -108,6 +116,24 @@ def test_a_failed_trial_or_one_without_the_metric_is_no_result() -> None:
     searcher.on_trial_complete("t9", {"score": 1.0}, error=True)
     searcher.on_trial_complete("nobody", {"score": 1.0})
     assert isinstance(searcher.suggest("t10"), dict)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.int64, np.array])
+def test_a_metric_may_be_numpys(number: Any) -> None:
+    ours, other = (
+        NNISearch({"name": "TPE", "class_args": {"seed": 3}}, SPACE, metric="score", mode="max") for _ in range(2)
+    )
+    for k in range(30):
+        for searcher, kind in ((ours, number), (other, float)):
+            searcher.suggest(f"t{k}")
+            searcher.on_trial_complete(f"t{k}", {"score": kind(k % 7)})
+    assert ours.suggest("next") == other.suggest("next")
+    judge = AssessorScheduler("Medianstop", metric="score", mode="max")
+    for name, value in (("good", 10.0), ("better", 11.0)):
+        trial = SimpleNamespace(trial_id=name)
+        assert [judge.on_trial_result(None, trial, {"score": number(value)}) for _ in range(4)] == ["CONTINUE"] * 4
+        judge.on_trial_complete(None, trial, {})
+    assert judge.on_trial_result(None, SimpleNamespace(trial_id="bad"), {"score": number(1.0)}) == "STOP"
 
 
 def test_the_space_may_be_tunes() -> None:

@@ -144,12 +144,22 @@ def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -
     assert set(seen.values()) == {("sweep tests", 2.5)}
 
 
-def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(tmp_path: Path) -> None:
-    grid = fit(tmp_path, {"silent": tune.grid_search([True, False]), "epochs": 2})
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(reuse: bool, tmp_path: Path) -> None:
+    space = {"silent": tune.grid_search([False, True]), "epochs": 2, "pause_s": 0.0}
+    grid = fit(tmp_path, space, reuse_actors=reuse, max_concurrent_trials=1)
     (error,) = grid.errors
     assert "has ended without a report: call elastic_ray.report" in str(error)
     (good,) = [result for result in grid if result.error is None]
     assert epochs(good) == [0, 1]
+
+
+def test_what_with_parameters_gives_is_in_every_trials_config_below_its_own(tmp_path: Path) -> None:
+    elastic = tune.with_parameters(trainable(workers=1), quality=2.0, epochs=5)
+    space = {"epochs": tune.grid_search([1, 2]), "pause_s": 0.0}
+    grid = fit(tmp_path, space, elastic=elastic, max_concurrent_trials=1, reuse_actors=True)
+    assert not grid.errors
+    assert [result.metrics["score"] for result in grid] == [2.0, 4.0]
 
 
 def test_pbt_without_checkpoints_says_what_is_missing(tmp_path: Path) -> None:

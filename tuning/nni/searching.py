@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-import math
 import pickle
 from collections import deque
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from ray.tune.search import Searcher
 
 from tuning.nni.algorithms import Algorithm, read_assessor, read_tuner
 from tuning.nni.spaces import check_space, from_tune
+from tuning.nni.wire import finite
 
 logger = logging.getLogger(__name__)
 
@@ -92,24 +93,26 @@ class NNISearch(Searcher):
             return
         self._refused = False
         parameters = self._parameters.pop(index)
-        value = None if error or result is None else result.get(str(self._metric))
-        good = isinstance(value, int | float) and math.isfinite(value)
-        if good:
+        value = None if error or result is None else finite(result.get(str(self._metric)))
+        if value is not None:
             self._tuner.receive_trial_result(index, parameters, value)
-        self._tuner.trial_end(index, good)
+        self._tuner.trial_end(index, value is not None)
 
     def save(self, checkpoint_path: str) -> None:
         """Keep the tuner with all it knows, for ``Tuner.restore``."""
         state = {name: value for name, value in vars(self).items() if name != "_tuner"}
-        if self._tuner is not None and hasattr(self._tuner, "send_trial_callback"):
-            self._tuner.send_trial_callback = None
+        tuner = copy.copy(self._tuner)  # the one in use keeps its callback
+        if hasattr(tuner, "send_trial_callback"):
+            tuner.send_trial_callback = None
         with open(checkpoint_path, "wb") as file:
-            pickle.dump((state, self._tuner), file)
+            pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
         """Be the searcher that was saved."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
+        if hasattr(self._tuner, "send_trial_callback"):
+            self._tuner.send_trial_callback = self._later
         vars(self).update(state)
 
     def _open(self, space: Mapping[str, Any]) -> None:
@@ -177,8 +180,8 @@ class AssessorScheduler(FIFOScheduler):
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
         """Whether the trial goes on."""
-        value = result.get(str(self._metric))
-        if result.get("done") or not isinstance(value, int | float) or not math.isfinite(value):
+        value = finite(result.get(str(self._metric)))
+        if result.get("done") or value is None:
             return str(TrialScheduler.CONTINUE)
         history = self._history.setdefault(trial.trial_id, [])
         history.append(value)

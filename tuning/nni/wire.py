@@ -45,8 +45,8 @@ def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
         ValueError: the metric is missing or no finite number; the message says what there was.
     """
     name = metric if metric in metrics else DEFAULT
-    value = _number(metrics.get(name))
-    if value is None or not math.isfinite(value):
+    value = finite(metrics.get(name))
+    if value is None:
         had = ", ".join(f"{key}={metrics[key]!r}" for key in metrics if key != FINAL) or "nothing"
         raise ValueError(
             f"a trial must report a finite number as {metric!r}, but reported {had}: call "
@@ -76,17 +76,16 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
     return {"type": "metric", "metric": json.dumps(data)}
 
 
-def _number(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
+    """A reported value as a number, also where it is NumPy's or a tensor; None if it is none, or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _plain(value: Any) -> float | str | None:
-    if isinstance(value, str):
-        return value
-    number = _number(value)
-    return number if number is not None and math.isfinite(number) else None
+    return value if isinstance(value, str) else finite(value)

@@ -1,0 +1,161 @@
+"""Small sweeps, for every run of the tests; an actor that Tune keeps for the next trial holds nothing meanwhile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import tune
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.search import Searcher
+
+from placement.actor import NAME, NAMESPACE
+from tests.local_cluster import LocalCluster
+from tests.tuning.sweeps import fit, trainable
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}), pytest.mark.timeout(120)]
+
+
+class Given(Searcher):
+    """Gives two trials, and the third when it is due; answers None in between."""
+
+    def __init__(self, *given: dict[str, Any]) -> None:
+        super().__init__(metric="score", mode="max")
+        self.given = list(given)
+        self.due = 2
+
+    def set_search_properties(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def suggest(self, trial_id: str) -> Any:
+        if not self.given:
+            return self.FINISHED
+        if self.due == 0:
+            return None
+        self.due -= 1
+        return self.given.pop(0)
+
+    def on_trial_complete(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def save(self, checkpoint_path: str) -> None:
+        pass
+
+    def restore(self, checkpoint_path: str) -> None:
+        pass
+
+
+class Watch(tune.Callback):
+    """Lets the second trial go on once the first is ahead, and the first and the third once the second is gone."""
+
+    def __init__(self, searcher: Given, ahead: Path, gone: Path) -> None:
+        self.searcher, self.ahead, self.gone = searcher, ahead, gone
+        self.stopped_s: float | None = None
+        self.kept_s: float | None = None
+
+    def on_trial_result(self, result: dict[str, Any], **_: Any) -> None:
+        if result["config"]["quality"] == 3.0 and result["epoch"] == 3:
+            self.ahead.touch()
+
+    def on_trial_complete(self, trial: Any, **_: Any) -> None:
+        if trial.config["quality"] == 0.1:
+            self.stopped_s = time.monotonic()
+
+    def on_step_end(self, **_: Any) -> None:
+        if self.stopped_s is None or self.kept_s is not None:
+            return
+        since_s = time.monotonic() - self.stopped_s
+        if len(jobs()) == 1 or since_s > 10:
+            self.kept_s = since_s
+            self.searcher.due += 1
+            self.gone.touch()
+
+
+def jobs() -> dict[str, Any]:
+    """Jobs that the allocator knows."""
+    allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    found: dict[str, Any] = ray.get(allocator.snapshot.remote()).jobs
+    return found
+
+
+def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
+    shared_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two trials wait in their middles: one until the other is ahead, that one until the first is stopped and gone."""
+    ahead, gone = tmp_path / "ahead", tmp_path / "gone"
+    searcher = Given(
+        {"quality": 3.0, "epochs": 8, "hold": str(gone), "pause_s": 0.0},
+        {"quality": 0.1, "epochs": 4, "hold": str(ahead), "pause_s": 0.0},
+        {"quality": 0.2, "epochs": 8, "pause_s": 0.0},
+    )
+    watch = Watch(searcher, ahead, gone)
+    grid = fit(
+        tmp_path,
+        {},
+        elastic=trainable(workers=1),
+        search_alg=searcher,
+        scheduler=ASHAScheduler(max_t=8, grace_period=3, reduction_factor=4),
+        num_samples=10,
+        reuse_actors=True,
+        run={"callbacks": [watch]},
+    )
+    assert not grid.errors
+    assert {each.config["quality"]: len(each.metrics_dataframe) for each in grid} == {3.0: 8, 0.1: 3, 0.2: 3}
+    assert grid.get_best_result().metrics["score"] == 24.0
+    actors = {each.config["quality"]: each.metrics["pid"] for each in grid}
+    assert actors[0.1] == actors[0.2] != actors[3.0]  # it was kept
+    assert watch.kept_s is not None and watch.kept_s < 3.0  # 0.2 s where nothing else runs
+    assert not jobs()
+    assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
+
+
+def test_a_sweep_that_searches_num_workers_is_refused(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="'num_workers' cannot be searched: the allocator changes"):
+        fit(tmp_path, {"num_workers": tune.grid_search([1, 2]), "epochs": 1})
+
+
+class Pause(FIFOScheduler):
+    """Pauses the second trial after its third report, until the first one goes on."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.watch = watch
+
+    def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
+        if trial.config["quality"] == 0.1 and result["epoch"] == 2:
+            self.watch.stopped_s = time.monotonic()
+            return str(self.PAUSE)
+        return str(self.CONTINUE)
+
+    def choose_trial_to_run(self, tune_controller: Any) -> Trial | None:
+        may_go_on = {Trial.PENDING} if self.watch.kept_s is None else {Trial.PENDING, Trial.PAUSED}
+        return next((each for each in tune_controller.get_trials() if each.status in may_go_on), None)
+
+
+@pytest.mark.slow
+def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
+    shared_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    ahead, gone = tmp_path / "ahead", tmp_path / "gone"
+    searcher = Given(
+        {"quality": 3.0, "epochs": 8, "hold": str(gone), "pause_s": 0.0},
+        {"quality": 0.1, "epochs": 5, "hold": str(ahead), "pause_s": 0.0, "checkpoint": True},
+        {"quality": 0.2, "epochs": 2, "pause_s": 0.0},
+    )
+    watch = Watch(searcher, ahead, gone)
+    run = {"callbacks": [watch]}
+    paused = Pause(watch)
+    elastic = trainable(workers=1)
+    grid = fit(
+        tmp_path, {}, elastic=elastic, search_alg=searcher, scheduler=paused, num_samples=10, reuse_actors=True, run=run
+    )
+    assert not grid.errors
+    assert {each.config["quality"]: each.metrics["epoch"] for each in grid} == {3.0: 7, 0.1: 4, 0.2: 1}
+    (resumed,) = [each.metrics for each in grid if each.config["quality"] == 0.1]
+    assert resumed["training_iteration"] == 5
+    assert resumed["inherited"] == pytest.approx(0.3)
+    assert watch.kept_s is not None and watch.kept_s < 3.0
