@@ -122,7 +122,11 @@ class Sweep:
             try:
                 name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
             except (RayError, asyncio.TimeoutError):
-                continue
+                # Else it could still begin, beside the next one, and settle the run that both have.
+                ray.kill(controller)
+                self._processes.settle(fits[-1])
+                self._processes.settle(run)
+                self._processes.admit(run, kind)
         logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if name else "starts one")
         if not name:
             controller, name = self._start(spec), run
