@@ -148,9 +148,10 @@ class Sweep:
         self._told.pop(begun.trial, None)
         self._weigh()
 
-    async def tell(self, trial: str, values: tuple[float, ...]) -> None:
-        """A trial has reported: the compared metric after each of its reports."""
-        self._standings[trial] = Standing(trial=trial, values=values, running=self._runs(trial))
+    async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
+        """A trial has reported: the compared metric after each report of this run, which went on after ``before``."""
+        standing = self._standings.get(trial, Standing(trial=trial)).told(before, values)
+        self._standings[trial] = dataclasses.replace(standing, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:

@@ -173,7 +173,7 @@ class TrialJob:
         self._start_from = start_from
         self._key = _digest(config)
         self.job = f"{sweep}-{trial}"
-        self._values: tuple[float, ...] = ()
+        self._values: tuple[float, ...] = ()  # of this run
         self._taken: int | None = None
         self._run = f"{self._sweep}-{secrets.token_hex(4)}"  # of this job, which may be one of several of the trial
         self._handle = self._find() or self._start(config)
@@ -200,7 +200,8 @@ class TrialJob:
             self._taken = report.index
             self._values = (*self._values, score_of(report.metrics, self._template.promise))
             if self._template.promise is not None:
-                self._tell("tell", self.job, self._values)
+                before = report.index - len(self._values)  # those before the checkpoint that this run started from
+                self._tell("tell", self.job, before, self._values)
         return report
 
     @property

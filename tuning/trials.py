@@ -74,6 +74,11 @@ class Standing:
     values: tuple[float, ...] = ()
     running: bool = True
 
+    def told(self, before: int, values: tuple[float, ...]) -> Standing:
+        """As a run of the trial leaves it that has gone on after so many reports, and has made these since."""
+        kept = self.values[:before]
+        return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:

@@ -65,6 +65,15 @@ def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
     assert found["early"].value > found["late"].value
 
 
+def test_a_run_that_goes_on_after_a_checkpoint_adds_to_what_the_trial_has_reported() -> None:
+    paused = Standing(trial="poor", values=(0.1, 0.2, 0.3), running=False)
+    assert paused.told(3, (0.4,)).values == (0.1, 0.2, 0.3, 0.4)
+    assert paused.told(2, (0.25, 0.35)).values == (0.1, 0.2, 0.25, 0.35)
+    assert paused.told(0, (0.9,)).values == (0.9,)
+    unheard = Standing(trial="poor").told(2, (0.3,)).values
+    assert [math.isnan(value) for value in unheard] == [True, True, False]
+
+
 def test_without_a_promise_all_weigh_alike() -> None:
     found = weights([Standing(trial="a", values=(1.0,)), Standing(trial="b")], None)
     assert [each.value for each in found.values()] == [1.0, 1.0]
