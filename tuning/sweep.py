@@ -54,8 +54,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
     """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
     for attempt in range(_ATTEMPTS):
         try:
-            opened: tuple[Any, str] = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
-            return opened
+            controller, run, kept = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
         except GetTimeoutError:
             raise TimeoutError(
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
@@ -63,6 +62,14 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
             ) from None
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
+        else:
+            if kept != promise:
+                logger.warning(
+                    "trial %s is weighed by %s, not by %s: sweep %r has another trial or has had one within %g s, and "
+                    "keeps its promise; give this sweep a name of its own, or wait until then",
+                    *(spec.job, kept, promise, name, _LINGER_S),
+                )
+            return controller, run
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
 
 
@@ -110,8 +117,8 @@ class Sweep:
         store = await self._store
         return StoreAddress(host=store.host, port=store.port)
 
-    async def open(self, spec: JobSpec) -> tuple[Any, str]:
-        """A controller that runs this trial from now on, and its name."""
+    async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+        """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are opened here"
         kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
@@ -131,7 +138,7 @@ class Sweep:
         if not name:
             controller, name = self._start(spec), run
         self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
-        return controller, name
+        return controller, name, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> None:
         """A front has found a trial's controller that still runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("sweep_cluster"),
     pytest.mark.timeout(180),
 ]
-PROMISE = Promise(metric="score", max_t=27, grace_period=1, reduction_factor=3)
+PROMISE = Promise(metric="score", mode="max", max_t=27, grace_period=1, reduction_factor=3)
 
 
 @pytest.fixture
@@ -33,11 +34,13 @@ def start(tmp_path: Path) -> Iterator[Callable[..., TrialJob]]:
     """Starts trials, which train on when their reports are taken; all are stopped at the end."""
     started = []
 
-    def begin(trial: str, start_from: str | None = None, *, workers: Any = 1, **config: Any) -> TrialJob:
+    def begin(
+        trial: str, start_from: str | None = None, *, workers: Any = 1, promise: Promise = PROMISE, **config: Any
+    ) -> TrialJob:
         scaling = ScalingConfig(num_workers=workers, resources_per_worker={"slot": 1})
         (tmp_path / trial).mkdir(exist_ok=True)
         job = TrialJob(
-            make_template(train, scaling_config=scaling, promise=PROMISE, reports_ahead=0),
+            make_template(train, scaling_config=scaling, promise=promise, reports_ahead=0),
             sweep="byhand",
             trial=trial,
             config={"epochs": 27, "checkpoint": True, **config},
@@ -105,6 +108,18 @@ def test_the_allocator_weighs_trials_by_their_promise_also_after_a_pause(start: 
     # As a first report it would beat the other one's, as the fourth it does not.
     assert (resumed.index, resumed.metrics["score"]) == (4, 2.0)
     wait_for(lambda: weight(good) > 1.1 and 0.0 < weight(poor) < 0.9)
+
+
+def test_a_promise_that_cannot_be_kept_is_noticed(start: Callable[..., TrialJob], caplog: Any) -> None:
+    start("right")
+    typed = start("typed", promise=dataclasses.replace(PROMISE, metric="scor"))
+    assert "byhand-typed is weighed by Promise(metric='score', mode='max'" in caplog.text, "the sweep's first promise"
+    take(typed, 2)
+    (warning,) = [each.getMessage() for each in caplog.records if "what was reported is" in each.getMessage()]
+    assert "byhand-typed counts as the worst after report 1" in warning
+    assert "Promise(metric='scor'), but what was reported is 'score', 'epoch', 'inherited'" in warning
+    with pytest.raises(ValueError, match=r"byhand-typed, 3 reports: trials are compared by Promise\(metric='scor'\)"):
+        take(typed, 1)
 
 
 def test_only_the_first_trial_of_a_net_explores_sizes(start: Callable[..., TrialJob]) -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuning.trials import Promise, Standing, chance, score_of, weights
+from tuning.trials import Promise, Standing, chance, lacks_metric, score_of, weights
 
-PROMISE = Promise(metric="accuracy", max_t=27, grace_period=1, reduction_factor=3)
+PROMISE = Promise(metric="accuracy", mode="max", max_t=27, grace_period=1, reduction_factor=3)
 
 values = st.lists(st.floats(0, 1), max_size=27).map(tuple)
 sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map(
@@ -83,9 +83,24 @@ def test_a_metric_that_is_no_number_ranks_last() -> None:
     good, bad = Standing(trial="good", values=(0.0,)), Standing(trial="bad", values=(math.nan,))
     found = weights([good, bad], PROMISE)
     assert found["good"].value > found["bad"].value
-    assert math.isnan(score_of({"accuracy": "high"}, PROMISE))
-    assert math.isnan(score_of({}, PROMISE))
-    assert score_of({"accuracy": 0.5}, PROMISE) == 0.5
+
+
+def test_a_metric_is_found_by_the_name_that_ray_tune_gives_it() -> None:
+    nested = {"eval": {"accuracy": 0.5, "top/5": {"mean": 0.7}}, "loss": 1, "said": "high", "unset": None}
+    found = {name: score_of(nested, name) for name in ("eval/accuracy", "eval/top/5/mean", "loss")}
+    assert found == {"eval/accuracy": 0.5, "eval/top/5/mean": 0.7, "loss": 1.0}
+    assert [score_of(nested, name) for name in ("accuracy", "eval", "unset")] == [None] * 3
+    assert score_of(nested, "accuracy", "default", "loss") == 1.0
+    assert math.isnan(score_of(nested, "said") or 0.0)
+    assert lacks_metric(nested, PROMISE).endswith(
+        "metric='accuracy'), but what was reported is 'eval/accuracy', 'eval/top/5/mean', 'loss', 'said', 'unset': "
+        'report it, or let the promise name what is (a nested metric as "eval/accuracy")'
+    )
+
+
+def test_a_promise_says_what_is_better() -> None:
+    with pytest.raises(TypeError, match="mode"):
+        Promise(metric="loss")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("reports", range(30))
