@@ -46,7 +46,7 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
     ray.get(sweep.closed.remote("first"), timeout=10)
     opening = sweep.open.remote(trial("second", tmp_path))
     taken, _ = _until_lent(sweep, "second", node)  # what it has borrowed meanwhile
-    controller, name = ray.get(opening, timeout=60)
+    controller, name, _ = ray.get(opening, timeout=60)
     assert name == "second"
     for gone in (stalled.spec, vacating.prepare, taken.prepare):
         with pytest.raises(RayActorError):
