@@ -54,8 +54,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
     """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
     for attempt in range(_ATTEMPTS):
         try:
-            opened: tuple[Any, str] = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
-            return opened
+            controller, run, kept = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
         except GetTimeoutError:
             raise TimeoutError(
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
@@ -63,6 +62,14 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
             ) from None
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
+        else:
+            if kept != promise:
+                logger.warning(
+                    "trial %s is weighed by %s, not by %s: sweep %r has another trial or has had one within %g s, and "
+                    "keeps its promise; give this sweep a name of its own, or wait until then",
+                    *(spec.job, kept, promise, name, _LINGER_S),
+                )
+            return controller, run
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
 
 
@@ -110,8 +117,8 @@ class Sweep:
         store = await self._store
         return StoreAddress(host=store.host, port=store.port)
 
-    async def open(self, spec: JobSpec) -> tuple[Any, str]:
-        """A controller that runs this trial from now on, and its name."""
+    async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+        """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are opened here"
         kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
@@ -122,12 +129,16 @@ class Sweep:
             try:
                 name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
             except (RayError, asyncio.TimeoutError):
-                continue
+                # Else it could still begin, beside the next one, and settle the run that both have.
+                ray.kill(controller)
+                self._processes.settle(fits[-1])
+                self._processes.settle(run)
+                self._processes.admit(run, kind)
         logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if name else "starts one")
         if not name:
             controller, name = self._start(spec), run
         self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
-        return controller, name
+        return controller, name, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> None:
         """A front has found a trial's controller that still runs."""
@@ -144,9 +155,10 @@ class Sweep:
         self._told.pop(begun.trial, None)
         self._weigh()
 
-    async def tell(self, trial: str, values: tuple[float, ...]) -> None:
-        """A trial has reported: the compared metric after each of its reports."""
-        self._standings[trial] = Standing(trial=trial, values=values, running=self._runs(trial))
+    async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
+        """A trial has reported: the compared metric after each report of this run, which went on after ``before``."""
+        standing = self._standings.get(trial, Standing(trial=trial)).told(before, values)
+        self._standings[trial] = dataclasses.replace(standing, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import posixpath
 import re
 import secrets
@@ -33,7 +34,7 @@ from elastic_ray.storage import RunStorage
 from elastic_ray.trainer import ElasticTrainer, check_resources
 from placement.actor import NAMESPACE, get_or_create_allocator
 from tuning.sweep import find_sweep, open_controller
-from tuning.trials import Promise, score_of
+from tuning.trials import Promise, lacks_metric, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Template:
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
         sweep: its name; None leaves that to the front.
+        metric_else: names of what a report without the promise's metric is compared by.
     """
 
     spec: JobSpec
@@ -80,6 +82,7 @@ class Template:
     keep_s: float
     tenant_weight: float
     sweep: str | None
+    metric_else: tuple[str, ...] = ()
 
 
 def make_template(
@@ -173,7 +176,8 @@ class TrialJob:
         self._start_from = start_from
         self._key = _digest(config)
         self.job = f"{sweep}-{trial}"
-        self._values: tuple[float, ...] = ()
+        self._values: tuple[float, ...] = ()  # of this run
+        self._compared = self._warned = False  # whether the promise's metric was among the reports, or missed
         self._taken: int | None = None
         self._run = f"{self._sweep}-{secrets.token_hex(4)}"  # of this job, which may be one of several of the trial
         self._handle = self._find() or self._start(config)
@@ -190,6 +194,9 @@ class TrialJob:
 
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
+
+        Raises:
+            ValueError: no report up to the promise's second rung has had its metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -198,9 +205,8 @@ class TrialJob:
             return None
         if report is not None:
             self._taken = report.index
-            self._values = (*self._values, score_of(report.metrics, self._template.promise))
             if self._template.promise is not None:
-                self._tell("tell", self.job, self._values)
+                self._compare(report, self._template.promise)
         return report
 
     @property
@@ -232,6 +238,21 @@ class TrialJob:
         self._tell("closed", self._run)
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _compare(self, report: Report, promise: Promise) -> None:
+        """Let the sweep know how good the trial is by now."""
+        score = score_of(report.metrics, promise.metric, *self._template.metric_else)
+        self._values = (*self._values, math.nan if score is None else score)
+        if score is not None:
+            self._compared = True
+        elif not self._compared and len(self._values) >= promise.patience:
+            raise ValueError(f"trial {self.job}, {promise.patience} reports: {lacks_metric(report.metrics, promise)}")
+        elif not self._warned:
+            self._warned = True
+            missing = lacks_metric(report.metrics, promise)
+            logger.warning("trial %s counts as the worst after report %d: %s", self.job, report.index, missing)
+        before = report.index - len(self._values)  # those before the checkpoint that this run started from
+        self._tell("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
         template, base = self._template, self._template.spec

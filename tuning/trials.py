@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _MOST = 4.0
 
@@ -27,7 +27,7 @@ class Promise:
     """By what trials of a sweep are compared while they run: the words are ``ASHAScheduler``'s.
 
     Attributes:
-        metric: name of what is reported.
+        metric: name of what is reported; one that is nested is named as Ray Tune names it, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
         max_t: reports of a trial that is never cut.
         grace_period: reports at the first rung.
@@ -35,7 +35,7 @@ class Promise:
     """
 
     metric: str
-    mode: str = "max"
+    mode: str
     max_t: int = 100
     grace_period: int = 1
     reduction_factor: float = 4.0
@@ -51,6 +51,11 @@ class Promise:
             )
         if not self.reduction_factor > 1:
             raise ValueError(f"reduction_factor must be above 1, but got {self.reduction_factor}")
+
+    @property
+    def patience(self) -> int:
+        """Reports without the metric after which it counts as never reported: those up to the second rung."""
+        return self.next_rung(self.grace_period)
 
     def next_rung(self, reports: int) -> int:
         """The first rung after so many reports; ``max_t`` where there is none before it."""
@@ -73,6 +78,11 @@ class Standing:
     trial: str
     values: tuple[float, ...] = ()
     running: bool = True
+
+    def told(self, before: int, values: tuple[float, ...]) -> Standing:
+        """As a run of the trial leaves it that has gone on after so many reports, and has made these since."""
+        kept = self.values[:before]
+        return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +144,40 @@ def _expected(trial: Standing, s: float, promise: Promise) -> float:
     return max(rung - at, 0) + s * (promise.max_t - rung)
 
 
-def score_of(metrics: Mapping[str, object], promise: Promise | None) -> float:
-    """The compared metric of a report; NaN where there is none or it is no number."""
-    value = metrics.get(promise.metric) if promise is not None else None
+def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
+    """The compared metric of a report.
+
+    Args:
+        metrics: what was reported.
+        names: of the metric; the first one that was reported counts.
+
+    Returns:
+        NaN if it is no number, None if the report lacks it.
+    """
+    flat = dict(_flat(metrics))
+    value = next((flat[name] for name in names if flat.get(name) is not None), None)
     try:
-        return math.nan if value is None else float(value)  # type: ignore[arg-type]
+        return None if value is None else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return math.nan
+
+
+def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
+    """What to tell of a report without the compared metric, and the way out."""
+    had = ", ".join(repr(name) for name, _ in _flat(metrics)) or "nothing"
+    return (
+        f"trials are compared by Promise(metric={promise.metric!r}), but what was reported is {had}: report it, or "
+        'let the promise name what is (a nested metric as "eval/accuracy")'
+    )
+
+
+def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
+    """Metrics by name, nested ones as Ray Tune names them."""
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", value
 
 
 def check_searchable(name: object) -> None:

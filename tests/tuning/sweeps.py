@@ -15,10 +15,11 @@ import tuning
 
 
 def train(config: dict[str, Any]) -> None:
-    """A linear model; reports ``score`` = ``quality`` x epoch after each epoch.
+    """A small net; reports ``score`` = ``quality`` x epoch after each epoch.
 
-    ``config``: quality, epochs, pause_s, checkpoint (whether to report one), silent (report nothing), raise_at (epoch,
-    once per trial folder ``once``), hold (a file that the second half of the epochs waits for).
+    ``config``: quality, epochs, pause_s, width (of the net), checkpoint (whether to report one), silent (report
+    nothing), raise_at (epoch, once per trial folder ``once``), hold (a file that the second half of the epochs waits
+    for).
     """
     import torch
 
@@ -26,7 +27,8 @@ def train(config: dict[str, Any]) -> None:
 
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
-    model = torch.nn.Linear(4, 1)
+    width = config.get("width", 1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 0.01))
     model = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(data, batch_size=8)

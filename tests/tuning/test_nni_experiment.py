@@ -21,6 +21,7 @@ from ray.train import ScalingConfig
 
 from tests.local_cluster import LocalCluster
 from tests.tuning.nni_trials import QUALITY, batch, for_elastic_ray, for_nni
+from tuning import Promise
 from tuning.nni import Experiment, ExperimentFailedError
 
 if importlib.util.find_spec("nni") is None:
@@ -72,7 +73,9 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
         {"quality": 3.0},
         {"quality": 2.0, "raises": True},  # last, for it ends the processes that the others hand on
     )
-    found = experiment(tmp_path, space, tuner="Batch", assessor="Medianstop", max_trial_number=4)
+    # What NNI sees is what counts where reports lack the promise's metric; else the second one would be an error.
+    promise = Promise(metric="accuracy", mode="max", max_t=2)
+    found = experiment(tmp_path, space, tuner="Batch", assessor="Medianstop", max_trial_number=4, promise=promise)
     with pytest.raises(LookupError, match=r"no trial of experiment .* has finished"):
         _ = found.results().best
     found.start(0)
@@ -239,6 +242,7 @@ sys.path.insert(0, {root!r})
 from tests.local_cluster import LocalCluster
 from tests.tuning.nni_trials import batch
 from tests.tuning.test_nni_experiment import experiment
+from tuning import Promise
 from tuning.nni import ExperimentFailedError
 from pathlib import Path
 
@@ -282,6 +286,7 @@ def test_when_the_ray_cluster_dies_finished_trials_are_kept(tmp_path: Path) -> N
         ({"max_trial_number": 1.5}, "max_trial_number must be a whole number from 1, but got 1.5"),
         ({"metric": ""}, "metric must be the name of a reported metric"),
         ({"mode": "best"}, "mode must be 'max' or 'min', but got 'best'"),
+        ({"promise": Promise(metric="default", mode="min")}, "promise.mode must be 'max', the experiment's mode, but"),
         ({"name": "a b"}, "name must be letters, digits"),
         ({"host": "192.168.0.1"}, "host must be '127.0.0.1' .* but got '192.168.0.1'"),
         ({"tuner": "SMAC"}, "does not run on today's Python stack"),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuning.trials import Promise, Standing, chance, score_of, weights
+from tuning.trials import Promise, Standing, chance, lacks_metric, score_of, weights
 
-PROMISE = Promise(metric="accuracy", max_t=27, grace_period=1, reduction_factor=3)
+PROMISE = Promise(metric="accuracy", mode="max", max_t=27, grace_period=1, reduction_factor=3)
 
 values = st.lists(st.floats(0, 1), max_size=27).map(tuple)
 sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map(
@@ -65,6 +65,15 @@ def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
     assert found["early"].value > found["late"].value
 
 
+def test_a_run_that_goes_on_after_a_checkpoint_adds_to_what_the_trial_has_reported() -> None:
+    paused = Standing(trial="poor", values=(0.1, 0.2, 0.3), running=False)
+    assert paused.told(3, (0.4,)).values == (0.1, 0.2, 0.3, 0.4)
+    assert paused.told(2, (0.25, 0.35)).values == (0.1, 0.2, 0.25, 0.35)
+    assert paused.told(0, (0.9,)).values == (0.9,)
+    unheard = Standing(trial="poor").told(2, (0.3,)).values
+    assert [math.isnan(value) for value in unheard] == [True, True, False]
+
+
 def test_without_a_promise_all_weigh_alike() -> None:
     found = weights([Standing(trial="a", values=(1.0,)), Standing(trial="b")], None)
     assert [each.value for each in found.values()] == [1.0, 1.0]
@@ -74,9 +83,24 @@ def test_a_metric_that_is_no_number_ranks_last() -> None:
     good, bad = Standing(trial="good", values=(0.0,)), Standing(trial="bad", values=(math.nan,))
     found = weights([good, bad], PROMISE)
     assert found["good"].value > found["bad"].value
-    assert math.isnan(score_of({"accuracy": "high"}, PROMISE))
-    assert math.isnan(score_of({}, PROMISE))
-    assert score_of({"accuracy": 0.5}, PROMISE) == 0.5
+
+
+def test_a_metric_is_found_by_the_name_that_ray_tune_gives_it() -> None:
+    nested = {"eval": {"accuracy": 0.5, "top/5": {"mean": 0.7}}, "loss": 1, "said": "high", "unset": None}
+    found = {name: score_of(nested, name) for name in ("eval/accuracy", "eval/top/5/mean", "loss")}
+    assert found == {"eval/accuracy": 0.5, "eval/top/5/mean": 0.7, "loss": 1.0}
+    assert [score_of(nested, name) for name in ("accuracy", "eval", "unset")] == [None] * 3
+    assert score_of(nested, "accuracy", "default", "loss") == 1.0
+    assert math.isnan(score_of(nested, "said") or 0.0)
+    assert lacks_metric(nested, PROMISE).endswith(
+        "metric='accuracy'), but what was reported is 'eval/accuracy', 'eval/top/5/mean', 'loss', 'said', 'unset': "
+        'report it, or let the promise name what is (a nested metric as "eval/accuracy")'
+    )
+
+
+def test_a_promise_says_what_is_better() -> None:
+    with pytest.raises(TypeError, match="mode"):
+        Promise(metric="loss")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("reports", range(30))

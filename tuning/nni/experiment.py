@@ -61,7 +61,8 @@ class Experiment:
         scheduling_config: as for ``ElasticTrainer``; without a tenant the experiment is one of its own.
         model_fingerprint: as for ``ElasticTrainer``.
         weight: of the experiment against other jobs.
-        promise: by what trials are compared while they run, so that those near the top grow.
+        promise: by what trials are compared while they run, so that those near the top grow. What NNI sees counts where
+            a report lacks its metric ("default", say); its mode must be the experiment's.
         name: of the experiment, on the web page, and of its tenant.
         storage_path: directory or URI for the trials' events and checkpoints, which all nodes see; by default it is
             NNI's directory of the experiment.
@@ -119,7 +120,7 @@ class Experiment:
             directory=directory,
             host=host,
         )
-        self._template = make_template(
+        template = make_template(
             train_loop_or_trainer,
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
@@ -127,8 +128,9 @@ class Experiment:
             scheduling_config=scheduling_config,
             model_fingerprint=model_fingerprint,
             weight=weight,
-            promise=promise,
+            promise=_agreed(promise, mode),
         )
+        self._template = dataclasses.replace(template, metric_else=(metric, DEFAULT))
         self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
         self._manager = Manager(plan)
         self._server: TrialServer | None = None
@@ -273,6 +275,16 @@ class Experiment:
         results = self.results()
         done = len(results.finished)
         raise ExperimentFailedError(f"experiment {self.id}: {why}. {done} trial(s) had finished", results)
+
+
+def _agreed(promise: Promise | None, mode: str) -> Promise | None:
+    """The promise, if it finds the same trials good as NNI does."""
+    if isinstance(promise, Promise) and promise.mode != mode:
+        raise ValueError(
+            f"promise.mode must be {mode!r}, the experiment's mode, but got {promise.mode!r}: trials would grow that "
+            "NNI's tuner takes for bad; set Experiment(mode=...) and Promise(mode=...) alike"
+        )
+    return promise
 
 
 def _check_count(label: str, value: Any) -> None:

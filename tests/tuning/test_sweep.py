@@ -1,0 +1,63 @@
+"""A sweep's actor on a real cluster, with controllers that behave as no working one does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from elastic_ray.job.spec import JobSpec, TrialSpec
+from tests.job.test_told import spec
+from tests.local_cluster import LocalCluster
+from tuning.sweep import find_sweep
+
+pytestmark = pytest.mark.slow
+
+
+class Stalled:
+    """A controller that gets round to nothing new."""
+
+    async def spec(self) -> None:
+        """It is alive."""
+
+    async def renew(self, spec: JobSpec) -> str:
+        """Later than the sweep waits."""
+        await asyncio.sleep(600)
+        raise AssertionError("it is to be ended before")
+
+
+def trial(run: str, folder: Path) -> JobSpec:
+    where = {"storage_path": str(folder / run), "bundle": {"none_such": 1.0}}
+    return spec(job=run, trial=TrialSpec(controller=run, keep_s=30.0), **where)
+
+
+def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_one(
+    shared_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    sweep, stalled = find_sweep("stalls", None), ray.remote(Stalled).options(num_cpus=0).remote()
+    ray.get(sweep.attached.remote(trial("first", tmp_path), stalled), timeout=60)
+    ray.get(stalled.spec.remote(), timeout=60)
+    vacating, _ = ray.get(sweep.lend.remote("first", node), timeout=10)
+    ray.get(sweep.closed.remote("first"), timeout=10)
+    opening = sweep.open.remote(trial("second", tmp_path))
+    taken, _ = _until_lent(sweep, "second", node)  # what it has borrowed meanwhile
+    controller, name, _ = ray.get(opening, timeout=60)
+    assert name == "second"
+    for gone in (stalled.spec, vacating.prepare, taken.prepare):
+        with pytest.raises(RayActorError):
+            ray.get(gone.remote(), timeout=10)
+    process, _ = ray.get(sweep.lend.remote("second", node), timeout=10)
+    assert process not in (vacating, taken)
+    for each in (controller, sweep):
+        ray.kill(each)
+
+
+def _until_lent(sweep: Any, run: str, node: str) -> Any:
+    while (lent := ray.get(sweep.lend.remote(run, node), timeout=10)) is None:
+        pass
+    return lent
