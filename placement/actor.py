@@ -37,6 +37,7 @@ from placement.events import (
     Tick,
 )
 from placement.explaining import Explanation
+from placement.fitting import load_solver
 from placement.jobs import JobView
 from placement.keeping import Keeper
 from placement.knowledge import Knowledge, Prior
@@ -197,6 +198,7 @@ class Allocator:
         self._calls: set[asyncio.Task[None]] = set()
         self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
         self._sending: set[tuple[str, type[Instruction]]] = set()
+        self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     async def heartbeat(self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None) -> Answer:

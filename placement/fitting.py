@@ -6,6 +6,7 @@ on more resources is taken to scale perfectly onto them, so that the allocator t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,6 +29,12 @@ _PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
 _PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
 _PRIORS[5, _GAMMA] = 1e-3
 _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
+
+
+def load_solver() -> None:
+    """Import what the first fit would: half a second of CPU, many seconds where others need it, in a thread of its own."""
+    for name in ("numpy.ma", "scipy.optimize"):
+        importlib.import_module(name)
 
 
 @dataclass(frozen=True, slots=True)

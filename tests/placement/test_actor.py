@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -163,6 +164,17 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
             return time.monotonic() - start_s
         time.sleep(0.05)
     raise AssertionError(f"not within {timeout_s} s: {what}; {snapshot()}")
+
+
+def test_it_is_ready_to_fit_models_before_the_first_one_comes() -> None:
+    """Importing the solver would hold its event loop, and with it all jobs: on a busy machine for half a minute."""
+
+    def is_loaded() -> bool:
+        allocator: Any = get_or_create_allocator()
+        look = allocator.__ray_call__.remote(lambda self: "scipy.optimize" in sys.modules)
+        return bool(ray.get(look, timeout=30))
+
+    wait_until(is_loaded, "the solver is there")
 
 
 def test_jobs_arrive_share_and_end(jobs: Jobs) -> None:
