@@ -32,7 +32,7 @@ _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
 
 
 def load_solver() -> None:
-    """Import what the first fit would, to be called in a thread: half a second of CPU, much longer on a busy machine."""
+    """Import what the first fit would, to be called in a thread: half a second of CPU, far longer on a busy machine."""
     for name in ("numpy.ma", "scipy.optimize"):
         importlib.import_module(name)
 
