@@ -37,7 +37,7 @@ class AutoscalerConfig:
 
     linger_s: float = 120.0
     launch_timeout_s: float = 120.0
-    retry_s: float = 900.0
+    retry_s: float = 450.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
