@@ -222,7 +222,7 @@ class Allocator:
         return Answer(
             priors=self._knowledge.priors(view, time.time()),
             knows_root=self._keeper.knows(view.job),
-            cost_usd=self._scaler.spent_usd.get(view.job) if self._scaler is not None else None,
+            cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
             note=self._note(view),
         )
 

@@ -130,6 +130,11 @@ class Autoscaler:
         """What each job has cost [USD]: its part of the nodes that it had workers on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
+    def cost_usd(self, job: str) -> float | None:
+        """What one job has cost [USD]; None before it was seen. Cheap: asked with each heartbeat."""
+        bill = self._bills.get(job)
+        return None if bill is None else bill.usd
+
     def forget(self, job: str) -> float:
         """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
         self._forgotten.add(job)

@@ -46,6 +46,10 @@ class ClusterScaler:
         """What each job has cost so far [USD]."""
         return self._autoscaler.spent_usd
 
+    def cost_usd(self, job: str) -> float | None:
+        """What one job has cost so far [USD]; None before the first look that saw it."""
+        return self._autoscaler.cost_usd(job)
+
     def marked(self, cluster: Cluster) -> Cluster:
         """The cluster as jobs are to see it: a node that is given up is one that drains."""
         if self.decision is None or not self.decision.release:

@@ -167,7 +167,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 def test_it_is_ready_to_fit_models_before_the_first_one_comes() -> None:
-    """Importing the solver would hold its event loop, and with it all jobs: on a busy machine for half a minute."""
+    """Importing the solver would hold its event loop, and with it all jobs: on a busy machine for ten seconds."""
 
     def is_loaded() -> bool:
         allocator: Any = get_or_create_allocator()

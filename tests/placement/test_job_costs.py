@@ -33,6 +33,7 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     for attained_s in (0.0, 3600.0, 2 * 3600.0):
         scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
     assert scaler.spent_usd == {"a": pytest.approx(2.0)}
+    assert scaler.cost_usd("a") == pytest.approx(2.0) and scaler.cost_usd("b") is None
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
 
 
 def _until_lent(sweep: Any, run: str, node: str) -> Any:
+    deadline = time.monotonic() + 30
     while (lent := ray.get(sweep.lend.remote(run, node), timeout=10)) is None:
-        pass
+        assert time.monotonic() < deadline, "nothing was lent within 30 s"
+        time.sleep(0.02)
     return lent
