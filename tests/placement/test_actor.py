@@ -140,6 +140,8 @@ def jobs() -> Iterator[Jobs]:
         for job in list(running.handles):
             stack.callback(running.stop, job)
     wait_until(lambda: not living_groups(), "all groups are given back")
+    # A last heartbeat may come after the news of a job's end.
+    wait_until(lambda: not snapshot().jobs, "no job is known any more")
 
 
 def living_groups() -> list[str]:
@@ -338,6 +340,7 @@ def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixtur
     assert configured(get_or_create_allocator(config=second)) == first
     assert "keeps its AllocatorConfig instead of the one given here, for a;" in caplog.text
     jobs.stop("a")
+    wait_until(lambda: not snapshot().jobs, "no job is known any more")
     assert configured(get_or_create_allocator(config=second)) == second and snapshot().policy == "fair_share"
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
@@ -368,6 +371,7 @@ def test_a_restart_beside_running_jobs_gives_up_no_node_of_theirs(jobs: Jobs) ->
     assert {job: jobs.told(job)[-1][1] for job in "ab"} == before
     for job in "ab":
         jobs.stop(job)
+    wait_until(lambda: not snapshot().jobs, "no job is known any more")
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
 
