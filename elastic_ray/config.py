@@ -24,6 +24,8 @@ class ElasticConfig:
         collective_timeout_s: longest wait in a collective, for a slow but living peer; must exceed the
             longest step.
         lease_s: time without a sign of life from the driver after which the job ends itself.
+        controller_timeout_s: time that workers train on without the job's controller, whose process Ray restarts when
+            it dies, before they end by themselves.
         report_interval_s: time between rank 0's step reports.
         fixed_batch: keep batch sizes as they are even where the loader allows the job to adapt them.
         automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
@@ -42,6 +44,7 @@ class ElasticConfig:
     switch_timeout_s: float = 20.0
     collective_timeout_s: float = 300.0
     lease_s: float = 10.0
+    controller_timeout_s: float = 60.0
     report_interval_s: float = 1.0
     fixed_batch: bool = False
     automatic_checkpoints: bool = True

@@ -43,6 +43,7 @@ from placement.keeping import Keeper
 from placement.knowledge import Knowledge, Prior
 from placement.knowledge_store import StorageRoot
 from placement.notice_watcher import Watchers
+from placement.orphans import Orphans
 from placement.parcel import PolicyParcel, pack_policy
 from placement.snapshot import RawNode, on_head, read_nodes, usable
 
@@ -188,6 +189,7 @@ class Allocator:
         self._watchers = Watchers((config or AllocatorConfig()).notices)
         scaling = config.autoscaling if config is not None else None
         self._scaler = ClusterScaler(scaling, parcel.open(), config.constraints) if config and scaling else None
+        self._orphans = Orphans()
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
         self._controllers: dict[str, ActorHandle[Any]] = {}
@@ -296,6 +298,7 @@ class Allocator:
                 self._scale()
                 self._ask_the_quiet()
                 self._spawn(self._keeper.save())
+                self._spawn(self._orphans.look(self._known(), time.time()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -310,6 +313,10 @@ class Allocator:
             return None
         self._history.append(nodes)
         return nodes
+
+    def _known(self) -> set[str]:
+        assert self._core is not None, "the loop starts after the core"
+        return {*self._core.jobs, *self._ended_s}
 
     def _take_nodes(self) -> None:
         now_s = time.time()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
+from typing import Any
 
+import ray
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -13,13 +16,15 @@ from ray.util.placement_group import (
 )
 
 from placement.cluster import Resources
+from placement.snapshot import job_of
 
 
 def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
     """Ask for one worker's resources on one node; returns at once, ``ready`` tells when they are there.
 
-    The group lives as long as the calling actor: called from a detached actor, no group outlives it. It stays
-    pending while the node is full, and for ever if the node is gone: release it when it is no longer wanted.
+    The group is detached: it outlives the process of a controller that Ray restarts. Whoever reserves it releases it;
+    of a controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is
+    full, and for ever if the node is gone: release it when it is no longer wanted.
 
     Args:
         bundle: resources of the worker; amounts of 0 are left out.
@@ -33,7 +38,11 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
     if not wanted:
         raise ValueError(f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}")
     group: PlacementGroup = placement_group(
-        [wanted], strategy="PACK", name=name, bundle_label_selector=[{"ray.io/node-id": node_id}]
+        [wanted],
+        strategy="PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[{"ray.io/node-id": node_id}],
     )
     return group
 
@@ -44,6 +53,25 @@ def release(group: PlacementGroup) -> None:
     Ray kills what still runs in the group.
     """
     remove_placement_group(group)
+
+
+def find(group_id: str) -> PlacementGroup:
+    """The group with this hex id, reserved by another process."""
+    return PlacementGroup(ray.PlacementGroupID.from_hex(group_id))
+
+
+def of_jobs() -> dict[str, str]:
+    """Elastic jobs' groups that are not removed: hex id -> job. Blocks for some milliseconds."""
+    living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
+    return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
+
+
+def release_all(job: str, *, but: Collection[str] = ()) -> int:
+    """Release a job's groups except those with these hex ids; returns how many. Blocks for some milliseconds."""
+    found = [group_id for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
+    for group_id in found:
+        release(find(group_id))
+    return len(found)
 
 
 async def ready(group: PlacementGroup, timeout_s: float) -> bool:
@@ -61,6 +89,10 @@ async def ready(group: PlacementGroup, timeout_s: float) -> bool:
             return False
         await asyncio.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
         pause_s = min(2 * pause_s, 0.2)
+
+
+def _lives(group: dict[str, Any]) -> bool:
+    return group["state"] != "REMOVED"
 
 
 def _state(group: PlacementGroup) -> str:

@@ -49,6 +49,12 @@ def group_name(job: str, worker: str) -> str:
     return f"{GROUP_PREFIX}:{job}:{worker}"
 
 
+def job_of(group: str) -> str | None:
+    """Whose placement group this name belongs to; None where it is no elastic job's."""
+    parts = group.split(":")
+    return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
+
+
 def read_nodes() -> tuple[RawNode, ...]:
     """Ray's nodes now. Blocks for some milliseconds: call it from a thread, not from an event loop."""
     available = _STATE.available_resources_per_node()
@@ -116,10 +122,9 @@ def _reserved() -> dict[str, dict[str, dict[str, float]]]:
     """What fulfilled groups of elastic jobs hold: ``{node id: {job: resources}}``."""
     reserved: dict[str, dict[str, dict[str, float]]] = {}
     for group in placement_group_table().values():
-        parts = str(group["name"]).split(":")
-        if group["state"] != "CREATED" or parts[0] != GROUP_PREFIX or len(parts) < 3:
+        job = job_of(str(group["name"]))
+        if group["state"] != "CREATED" or job is None:
             continue
-        job = ":".join(parts[1:-1])
         for index, bundle in group["bundles"].items():
             node_id = group["bundles_to_node_id"].get(index)
             held = reserved.setdefault(node_id, {}).setdefault(job, {})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.store import StoreAddress
 from elastic_ray.state_files import StateFile
 
@@ -16,7 +18,9 @@ from elastic_ray.state_files import StateFile
 class WorkerSetup:
     """What every worker process of a job is created with; ``paced`` jobs wait in ``report`` until they may go on.
 
-    ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none.
+    ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
+    ``crew``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
+    that a sweep owns.
     """
 
     use_gpu: bool
@@ -26,6 +30,8 @@ class WorkerSetup:
     log_level: str
     paced: bool = False
     states_kept: int = 0
+    controller: Any = None
+    crew: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,7 @@ class Assignment:
         states: automatic checkpoints further than that, newest first, the first good one of which is taken.
         token: what messages to this run carry.
         gpu_ids: GPUs of its reservation; empty without CUDA.
+        group: hex id of the placement group that is its reservation.
     """
 
     worker: str
@@ -61,6 +68,7 @@ class Assignment:
     states: tuple[StateFile, ...] = ()
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
+    group: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +188,45 @@ class Beat:
     report: StepReport | None = None
     at: tuple[int, int] | None = None
     ending: bool = False
+
+
+class Greeting(enum.Enum):
+    """What a controller answers a process that asks whether it is the controller's."""
+
+    KNOWN = "known"
+    INTRODUCE = "introduce yourself"
+    STRANGER = "stranger"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a worker tells a controller that Ray has restarted: all that the controller had known of it.
+
+    Attributes:
+        worker: its id.
+        token: what messages to its run carry.
+        node: node id it runs on.
+        group: hex id of its placement group.
+        actor: handle of its process.
+        facts: of its process.
+        plan: the generation that it has entered, None before its first; it leaves where it is no member of it.
+        pause_s: pause of its last change [s].
+        ready: what it told when it had built its model; None before.
+        failed: its failed collective, where it waits for the generation after that; else None.
+        starts_over: it ran out of memory, and builds its model anew with the state that it keeps.
+    """
+
+    worker: str
+    token: str
+    node: str
+    group: str
+    actor: Any
+    facts: ProcessFacts
+    plan: Plan | None = None
+    pause_s: float = 0.0
+    ready: WorkerReady | None = None
+    failed: WorkerFailed | None = None
+    starts_over: bool = False
 
 
 WorkerMessage = (

@@ -8,7 +8,6 @@ import os
 import resource
 import threading
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -17,24 +16,18 @@ import torch
 from elastic_ray.context import set_session
 from elastic_ray.faults import FaultInjector
 from elastic_ray.job import train_loop
-from elastic_ray.job.held import held, hold
+from elastic_ray.job.controller_link import ControllerLink, Heart
+from elastic_ray.job.held import held
+from elastic_ray.job.leash import Leash, Tie
 from elastic_ray.job.messages import (
     Assignment,
-    Beat,
+    Introduction,
     ProcessFacts,
     RunResult,
-    StateSaved,
     WorkerCouldNotForm,
-    WorkerFailed,
-    WorkerMessage,
-    WorkerOutOfMemory,
-    WorkerReady,
-    WorkerReport,
     WorkerSetup,
-    WorkerSwitched,
 )
 from elastic_ray.job.state_saver import StateSaver
-from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
 from elastic_ray.membership.store import connect_store
@@ -45,108 +38,13 @@ from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
 from elastic_ray.storage import RunStorage
+from placement import groups
 from placement.cluster import GPU_TYPE_LABEL
 
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
-
-
-class ControllerLink:
-    """A session's link to its job controller; every call but ``report`` returns at once."""
-
-    def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
-        self._controller = assignment.controller
-        self._worker = assignment.worker
-        self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
-        self._store = store
-        self._paced = setup.paced
-        self._last_report: Any = None
-        self.resumed = ""
-
-    def saved(self, message: StateSaved) -> float:
-        """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
-        return float(ray.get(self._controller.saved.remote(message), timeout=10.0))
-
-    def push(self, message: WorkerMessage) -> Any:
-        """Send a message; with a controller that is gone this process is ended, so nobody waits here."""
-        return self._controller.push.remote(self._worker, message)
-
-    def flush(self) -> None:
-        """Wait until the last report has arrived: the end of the run must not overtake it."""
-        if self._last_report is not None:
-            ray.get(self._last_report, timeout=10.0)
-
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
-        self.push(WorkerReady(loader=loader, has_state=has_state, resumed=self.resumed))
-
-    def failed(self, generation: int, cause: str) -> None:
-        self.push(WorkerFailed(generation=generation, cause=cause))
-
-    def switched(self, generation: int, pause_s: float) -> None:
-        self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
-
-    def observe(self, report: StepReport) -> None:
-        self.push(Beat(report=report))
-
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
-        path = kept = None
-        if checkpoint is not None:
-            stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
-            path = stored.path
-            if self._paced and not self._storage.local:  # only a trial's is wanted by others while it lives
-                kept = hold(checkpoint)
-        self._last_report = self.push(
-            WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
-        )
-        if self._paced:
-            if not ray.get(self._last_report):  # after as long as the sweep's scheduler takes to decide
-                raise WorkerDismissed(stopped=True)
-        elif path is not None:
-            self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
-
-    def claim_fault(self, index: int) -> bool:
-        return bool(self._store.add(f"fault/{index}", 1) == 1)
-
-
-class Heart:
-    """Beats to the controller from a thread of its own while a run lasts."""
-
-    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
-        self._link = link
-        self._session = session
-        self._interval_s = interval_s
-        self._every = max(1, round(report_s / interval_s))
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._stop.wait(self._interval_s):
-            count += 1
-            session = self._session
-            report = self._report() if count % self._every == 0 else None
-            plan = session.membership.current
-            at = (plan.generation, session.progress.ticks) if plan is not None else None
-            self._link.push(Beat(report=report, at=at))
-
-    def _report(self) -> StepReport | None:
-        session = self._session
-        if session.rank != 0 or not session.synced:
-            return None
-        try:
-            return session.step_report()
-        except Exception:  # the heart must beat on whatever a measurement runs into
-            logger.exception("the step report failed")
-            return None
-
-    def stop(self) -> None:
-        """Stop and join; the last report shows how far the run has come."""
-        self._link.push(Beat(ending=True, report=self._report()))
-        self._stop.set()
-        self._thread.join(timeout=5.0)
 
 
 class Worker:
@@ -162,8 +60,21 @@ class Worker:
         self._setup = setup
         self._membership: Membership | None = None
         self._token = ""
+        self._assignment: Assignment | None = None
+        self._link: ControllerLink | None = None
+        self._facts: ProcessFacts | None = None
+        self._ended = threading.Condition()
+        self._result: tuple[str, str, RunResult] | None = None
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._leash = Leash(self._introduce, self._give_back, timeout_s=setup.elastic.controller_timeout_s)
+        self._leash.tie(self._idle)
+
+    @property
+    def _idle(self) -> Tie | None:
+        """Whose the process is between two runs; a sweep's is lent, and the sweep's to end."""
+        setup = self._setup
+        return Tie(controller=setup.controller, token=setup.crew) if setup.controller is not None else None
 
     def prepare(self) -> ProcessFacts:
         """Do what the first step would otherwise wait for: torch's libraries, threads, and autograd."""
@@ -173,7 +84,8 @@ class Worker:
         torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
-        return ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
+        self._facts = ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
+        return self._facts
 
     def post(self, token: str, worker: str, message: Message) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""
@@ -181,15 +93,65 @@ class Worker:
         if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
 
-    def run(self, assignment: Assignment) -> RunResult:
+    def run(self, assignment: Assignment) -> None:
         """Run the train function until it returns, leaves, fails or its group is lost."""
+        self._assignment, self._link, self._result = assignment, None, None
+        # A sweep's process is tied only while it runs for the controller.
+        self._leash.tie(Tie(controller=assignment.controller, token=assignment.token, worker=assignment.worker))
+        try:
+            result = self._run(assignment)
+        except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
+            logger.exception("job %s: a run failed outside its train function", assignment.job)
+            result = _result("error", error=RuntimeError(f"{type(error).__name__}: {_first_line(error)}"))
+        with self._ended:
+            self._result = (assignment.token, assignment.worker, result)
+            self._ended.notify_all()
+
+    def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
+        """How a run has ended; None if it has not within ``wait_s``. May be asked again, by a renewed controller."""
+
+        def result() -> RunResult | None:
+            found = self._result
+            return found[2] if found is not None and found[:2] == (token, worker) else None
+
+        with self._ended:
+            self._ended.wait_for(lambda: result() is not None, timeout=wait_s)
+            found = result()
+        if found is not None and self._setup.controller is None:
+            self._leash.tie(None)  # it goes back to the sweep
+        return found
+
+    def _introduce(self) -> Introduction | None:
+        assignment, link, facts, membership = self._assignment, self._link, self._facts, self._membership
+        if assignment is None or link is None or facts is None:
+            return None
+        return Introduction(
+            worker=assignment.worker,
+            token=assignment.token,
+            node=assignment.node,
+            group=assignment.group,
+            actor=ray.get_runtime_context().current_actor,
+            facts=facts,
+            plan=membership.current if membership is not None else None,
+            pause_s=link.pause_s,
+            ready=link.told_ready,
+            failed=link.told_failed,
+            starts_over=link.starts_over,
+        )
+
+    def _give_back(self) -> None:
+        assignment = self._assignment
+        if assignment is not None and assignment.group:
+            groups.release(groups.find(assignment.group))
+
+    def _run(self, assignment: Assignment) -> RunResult:
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         if assignment.gpu_ids:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         self._membership, self._token = None, assignment.token
         store = connect_store(assignment.store)
-        link = ControllerLink(assignment, self._setup, store)
+        link = self._link = ControllerLink(assignment, self._setup, store)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
@@ -253,7 +215,7 @@ class Worker:
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
-            link.push(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=_first_line(error)))
+            link.out_of_memory(atomic_bsz, _first_line(error))
             return kept
         finally:
             set_session(None)

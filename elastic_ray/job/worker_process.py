@@ -23,9 +23,13 @@ class WorkerProcess:
         """Do what the first step would otherwise wait for."""
         return self._worker.prepare()
 
-    def run(self, assignment: Assignment) -> RunResult:
-        """Run the train function."""
-        return self._worker.run(assignment)
+    def run(self, assignment: Assignment) -> None:
+        """Run the train function to its end, which :meth:`outcome` tells."""
+        self._worker.run(assignment)
+
+    def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
+        """How a run has ended; None if it has not within ``wait_s``."""
+        return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: Message) -> None:
         """A message of the controller to one run."""

@@ -6,10 +6,12 @@ Only this machine issues generations, and every one it issues supersedes the one
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.course import first_group, next_group, surplus
 from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.recovery import Witness, recover
 from elastic_ray.membership.roster import InFlight, Phase, Roster, Worker, number
 from elastic_ray.membership.signals import (
     AllLost,
@@ -34,6 +36,8 @@ from elastic_ray.membership.signals import (
     Tick,
     Withdraw,
 )
+
+_UNKNOWN = 4  # generations that a controller may have announced in its last moments
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class JobMembership(Roster):
     """See the module's text; its attributes are the roster's."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
-        """Begin without workers.
+        """Begin without workers. ``issued`` is the number of the latest generation that was announced.
 
         Args:
             config: times.
@@ -80,13 +84,14 @@ class JobMembership(Roster):
             named: number of the last worker of a job that the same controller ran before: names are not used twice.
         """
         super().__init__()
-        self._config = config
+        self.config = config
         self._first_most = first_most
         self._target: dict[str, int] = {}
         self._reason = ""
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
-        self._issued = 0
+        self.issued = 0
         self.named = named
+        self.announced = False
         self._not_before_s = 0.0
         self._retry_s = 0.0
         self._suspicion: _Deadline | None = None
@@ -101,11 +106,8 @@ class JobMembership(Roster):
         if self._ended:
             return self._out
         match stimulus:
-            case Target(nodes=nodes, reason=reason):
-                target = {node: count for node, count in nodes.items() if count > 0}
-                if target != self._target:
-                    self._bereft = False
-                self._target, self._reason = target, reason
+            case Target():
+                self._aim(stimulus)
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
             case Ready(worker=worker, has_state=has_state):
@@ -132,10 +134,67 @@ class JobMembership(Roster):
             self._reconcile(now_s)
         return self._out
 
+    def take_over(
+        self,
+        witnesses: Sequence[Witness],
+        target: Target,
+        *,
+        issued: int,
+        world_size: int,
+        announced: bool,
+        now_s: float,
+    ) -> list[Instruction]:
+        """Go on after the controller's process was restarted, with the workers that live.
+
+        Args:
+            witnesses: the workers that live.
+            target: where the job was heading.
+            issued: the latest generation that was noted down; later ones are known from the workers.
+            world_size: workers of the generation in effect, as noted down.
+            announced: whether a generation had been announced since the last start, as noted down; then some worker is
+                to hold the state, or all of them were lost.
+            now_s: the time [s].
+        """
+        self._aim(target)
+        found = recover(witnesses, world_size=world_size, now_s=now_s)
+        self.workers, self.current, self.in_flight = found.workers, found.current, found.in_flight
+        # A generation may have been announced and neither noted down nor entered: its number is not used again.
+        self.issued = max(issued, found.issued) + _UNKNOWN
+        self.named = max([self.named, *map(number, self.workers)])
+        self.announced = announced or found.current is not None or found.in_flight is not None
+        if self.announced and not self._may_go_on():
+            self.current = self.in_flight = None
+            self._out = []
+            self._end(AllLost(reason="all workers were lost while the controller was away"))
+            return self._out
+        out: list[Instruction] = []
+        kept = found.in_flight.plan.generation if found.in_flight is not None else 0
+        in_effect = found.current.generation if found.current is not None else 0
+        living = tuple(w.worker for w in witnesses)
+        for generation in range(max(in_effect, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1):
+            if generation != kept:
+                out.append(Withdraw(generation=generation, to=living))
+        for stimulus in found.since:
+            out += self.handle(stimulus, now_s)
+        if found.gone:
+            self._out, self._bereft = [], True
+            self._force(f"lost {', '.join(found.gone)} while the controller was away", now_s)
+            out += self._out
+        return out + self.handle(Tick(), now_s)
+
     @property
     def target_workers(self) -> int:
         """Workers the job is heading for."""
         return sum(self._target.values())
+
+    def _may_go_on(self) -> bool:
+        return any(record.has_state for record in self.workers.values() if record.phase is not Phase.LEAVING)
+
+    def _aim(self, goal: Target) -> None:
+        target = {node: count for node, count in goal.nodes.items() if count > 0}
+        if target != self._target:
+            self._bereft = False
+        self._target, self._reason = target, goal.reason
 
     # -- single workers ----------------------------------------------------------------------------------------
 
@@ -182,7 +241,7 @@ class JobMembership(Roster):
         record.phase, record.since_s = Phase.READY if record.rebuilt else Phase.STARTING, now_s
         record.rebuilt, record.held = False, self.generation
         # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
-        for generation in range(max(1, self.generation), self._issued + 1):
+        for generation in range(max(1, self.generation), self.issued + 1):
             self._out.append(Withdraw(generation=generation, to=(worker,)))
         cause = f"worker {worker} ran out of memory and starts over"
         if before is Phase.MEMBER:
@@ -209,7 +268,7 @@ class JobMembership(Roster):
         elif self.is_planned(record.worker):
             self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
         else:
-            self._not_before_s = now_s + self._config.backoff_s
+            self._not_before_s = now_s + self.config.backoff_s
         self._check_state(record, cause)
 
     def _check_state(self, gone: Worker, cause: str) -> None:
@@ -226,11 +285,11 @@ class JobMembership(Roster):
 
     def _issue(self, members: list[Worker], *, forced: bool, reason: str, now_s: float) -> None:
         # Whoever holds a trained state comes first: rank 0 reports, and holders are never outranked by newcomers.
-        self._issued += 1
+        self.issued, self.announced = self.issued + 1, True
         plan = Plan(
-            generation=self._issued,
+            generation=self.issued,
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
-            void_below=self._issued if forced or self.current is None else 0,
+            void_below=self.issued if forced or self.current is None else 0,
             reason=reason,
         )
         self.in_flight = InFlight(
@@ -265,7 +324,7 @@ class JobMembership(Roster):
         elif planned:
             # A joiner may hold the state by now: with its group called off, it says so, or it has none.
             if self._hope is None:
-                self._hope = _Deadline(now_s + self._config.notice_s, cause)
+                self._hope = _Deadline(now_s + self.config.notice_s, cause)
                 self._call_off(planned)
         else:
             self._end(AllLost(reason=cause))
@@ -287,7 +346,7 @@ class JobMembership(Roster):
             self._force(reason, now_s)
             return
         self.in_flight = None
-        self._not_before_s = now_s + self._config.backoff_s
+        self._not_before_s = now_s + self.config.backoff_s
         concerned = {m.worker for m in flight.plan.members} | {w.worker for w in self.in_phase(Phase.MEMBER)}
         living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.plan.generation, to=tuple(living)))
@@ -312,7 +371,7 @@ class JobMembership(Roster):
         entering = flight is not None and flight.plan.generation == generation
         present = self.current is not None and generation >= self.generation
         if (entering or present) and self._suspicion is None:
-            self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
+            self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: Worker, generation: int, now_s: float) -> None:
         """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
@@ -332,7 +391,7 @@ class JobMembership(Roster):
         if flight.begun:
             flight.failed.add(worker)
             if self._suspicion is None and not self.silent(flight):
-                self._suspicion = _Deadline(now_s + self._config.notice_s, cause, generation)
+                self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
             return
         self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
 
@@ -341,7 +400,7 @@ class JobMembership(Roster):
         joiners = self.planned()
         self._withdraw(cause, now_s)
         # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
-        self._retry_s = now_s + self._config.notice_s
+        self._retry_s = now_s + self.config.notice_s
         for record in joiners:
             record.failures += 1
             if record.failures > 1:
@@ -393,7 +452,7 @@ class JobMembership(Roster):
     # -- deadlines ---------------------------------------------------------------------------------------------
 
     def _deadlines(self, now_s: float) -> None:
-        config = self._config
+        config = self.config
         if self._hope is not None and now_s >= self._hope.at_s:
             if not self.holders():
                 self._end(AllLost(reason=self._hope.cause))
@@ -418,7 +477,7 @@ class JobMembership(Roster):
     def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
         # A planned change waits for the step at which all ranks agree; the first one has none to wait for.
         begun_s = flight.since_s if flight.forced or not flight.from_workers else flight.effective_s
-        if begun_s is None or now_s - begun_s <= self._config.switch_timeout_s:
+        if begun_s is None or now_s - begun_s <= self.config.switch_timeout_s:
             return
         if not flight.begun:
             self._try_again(f"generation {flight.plan.generation} was not entered in time", now_s)
@@ -473,13 +532,13 @@ class JobMembership(Roster):
             self._first_wish_s = now_s
         # Who leaves while others come saves the job a pause, and a time at a smaller size, by waiting for them.
         coming = self.in_phase(Phase.STARTING, Phase.RESERVING) if leavers else self.in_phase(Phase.STARTING)
-        patient = bool(coming) and now_s - self._first_wish_s < self._config.patience_s
+        patient = bool(coming) and now_s - self._first_wish_s < self.config.patience_s
         reason = self._reason
         if self.current is None:
-            wanted = min(self._config.min_workers, max(1, self.target_workers))
+            wanted = min(self.config.min_workers, max(1, self.target_workers))
             group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
         else:
-            group = next_group(self, leavers, min_workers=self._config.min_workers)
+            group = next_group(self, leavers, min_workers=self.config.min_workers)
             if group == self.members():
                 self._first_wish_s = None
                 return
@@ -491,7 +550,7 @@ class JobMembership(Roster):
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
-        self._first_most = first_most
+        self._first_most, self.announced = first_most, False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
         self._idle()

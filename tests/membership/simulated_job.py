@@ -112,6 +112,9 @@ class SimJob:
         self.notes: list[Note] = []
         self.finished: list[State] = []
         self.done = False
+        self.away = False
+        self._target: dict[str, int] = {}
+        self.returns = 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._asked: list[str] = []
@@ -140,10 +143,10 @@ class SimJob:
 
     def tell(self, stimulus: Stimulus) -> None:
         """Something reaches the controller, which acts as ``JobController._take`` does."""
-        if self.done:
-            return
         if isinstance(stimulus, Lost):
             self.ledger.dead.add(stimulus.worker)
+        if self.done or self.away:
+            return
         for instruction in self.machine.handle(stimulus, self.now_s):
             self._perform(instruction)
         self.ledger.check(self.machine)
@@ -160,6 +163,43 @@ class SimJob:
                 self.tell(Lost(worker=record.worker, cause="it has been silent"))
         self.tell(Tick())
         self.after(TICK_S, self._tick)
+
+    def lose_controller(self) -> None:
+        """The controller's process dies; Ray restarts it in a while. What is told meanwhile is lost."""
+        if not self.away and not self.done:
+            self.away = True
+            self.soon(4.0, self._take_over, at_least_s=0.5)
+
+    def _take_over(self) -> None:
+        """A new controller hears the workers out, and releases what none of them holds."""
+        self.away, before = False, self.machine
+        if self.done:
+            return
+        self.returns += 1
+        witnesses = [w.witness() for w in self.workers.values() if w.name in self._granted and w.testifies]
+        self.machine = JobMembership(before.config, named=before.named)
+        noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
+        reached = Target(nodes=self._target, reason="test")
+        instructions = self.machine.take_over(
+            witnesses,
+            reached,
+            issued=noted,
+            world_size=before.world_size,
+            announced=before.announced,
+            now_s=self.now_s,
+        )
+        announced = [i.plan for i in instructions if isinstance(i, Announce)]
+        kept = self.machine.in_flight.plan if self.machine.in_flight is not None else None
+        self.ledger.plans = [kept] if kept is not None and kept not in announced else []
+        for instruction in instructions:
+            self._perform(instruction)
+        for worker in (self._granted.keys() | set(self._asked)) - self.machine.workers.keys():
+            del self.ledger.open[worker]
+            self._release(worker, kill=True)
+        self.ledger.check(self.machine)
+        for witness in witnesses:
+            if (ending := self.workers[witness.worker].ending) is not None:
+                self.send(ending)
 
     def _perform(self, instruction: Instruction) -> None:
         self.ledger.book(instruction)
@@ -235,6 +275,7 @@ class SimJob:
 
     def target(self, nodes: dict[str, int]) -> None:
         """The allocator's word."""
+        self._target = nodes
         self.tell(Target(nodes=nodes, reason="test"))
 
     def living(self) -> list[SimWorker]:

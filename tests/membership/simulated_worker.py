@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.signals import (
     Finished,
     Left,
@@ -13,6 +14,7 @@ from elastic_ray.membership.signals import (
     PrepareFailed,
     Ready,
     Rerun,
+    Signal,
     StepFailed,
     Switched,
 )
@@ -42,6 +44,8 @@ class SimWorker:
         self.alive = True
         self.hung_s: float | None = None
         self.complete, self.lineage = False, 0
+        self.starts_over = False
+        self.ending: Signal | None = None
         self.doing = "building"
         self.current: Plan | None = None
         self._collectives = 0
@@ -69,6 +73,30 @@ class SimWorker:
         """Its present generation, 0 before the first."""
         return self.current.generation if self.current is not None else 0
 
+    @property
+    def testifies(self) -> bool:
+        """Whether its process can tell a new controller of it; that of a run which has ended can."""
+        return self.responsive or (self.ending is not None and self.hung_s is None)
+
+    def witness(self) -> Witness:
+        """As ``Worker._introduce``."""
+        return Witness(
+            worker=self.name,
+            node=self.node,
+            plan=self.current,
+            ready=self.doing != "building",
+            has_state=self.complete,
+            failed=self.generation if self.doing == "regrouping" else -1,
+            cause="told late",
+            pause_s=0.1,
+            starts_over=self.starts_over,
+        )
+
+    def _end(self, ending: Signal) -> None:
+        """The run is over; a new controller may ask how it ended."""
+        self.ending = ending
+        self._job.send(ending)
+
     def _build(self) -> None:
         self.doing, life = "building", self.life
 
@@ -84,6 +112,7 @@ class SimWorker:
 
     def die(self) -> None:
         """Its process is gone."""
+        self.ending = None
         if self.alive:
             self.alive, self.doing = False, "gone"
             self._job.groups.died(self.name)
@@ -97,6 +126,7 @@ class SimWorker:
         if not self.responsive or self.doing != "stepping" or not self.complete:
             return
         self._job.send(Rerun(worker=self.name))
+        self.starts_over = True
         self.token += 1
         self.life += 1
         self._forget()
@@ -173,7 +203,7 @@ class SimWorker:
     def _unwound(self) -> None:
         if self.responsive:
             self.alive = False  # it rests in the warm pool
-            self._job.send(Left(worker=self.name))
+            self._end(Left(worker=self.name))
 
     def _exchange(self, plan: Plan) -> None:
         token = self.token
@@ -182,7 +212,7 @@ class SimWorker:
             if not self.responsive or self.token != token:
                 return
             if self._job.groups.receive(plan, self):
-                self.complete, self.lineage = True, plan.generation
+                self.complete, self.lineage, self.starts_over = True, plan.generation, False
                 self._job.send(Switched(worker=self.name, generation=plan.generation, pause_s=0.1))
                 self._step()
             else:
@@ -207,7 +237,7 @@ class SimWorker:
     def _give_up(self, token: int) -> None:
         if self.responsive and self.token == token and self.doing == "regrouping":
             self.doing = "gone"
-            self._job.send(Lost(worker=self.name, cause="heard of no generation"))
+            self._end(Lost(worker=self.name, cause="heard of no generation"))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -234,7 +264,7 @@ class SimWorker:
         if edge.state.final:
             self.doing, self.alive = "gone", False
             self._job.finished.append(edge.state)
-            self._job.send(Finished(worker=self.name))
+            self._end(Finished(worker=self.name))
         elif edge.lead and self._switch(self.generation + edge.lead):
             return
         else:

@@ -6,6 +6,7 @@ What must hold at every event is asserted in the simulation itself; see ``simula
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,11 +25,11 @@ def random_target(chance: random.Random, nodes: dict[str, int]) -> dict[str, int
     return {node: count for node, count in target.items() if count} or {next(iter(nodes)): 1}
 
 
-def disturb(job: SimJob, chance: random.Random) -> None:
+def disturb(job: SimJob, chance: random.Random, extra: Sequence[str] = ()) -> None:
     """One random mishap or wish."""
     living = job.living()
     victim = chance.choice(living) if living else None
-    match chance.choice(["target", "target", "kill", "kill", "two", "hang", "memory", "node"]):
+    match chance.choice(["target", "target", "kill", "kill", "two", "hang", "memory", "node", *extra]):
         case "target":
             job.target(random_target(chance, NODES))
         case "kill" if victim is not None:
@@ -42,16 +43,18 @@ def disturb(job: SimJob, chance: random.Random) -> None:
             victim.run_out_of_memory()
         case "node" if len(job.dead_nodes) < len(NODES) - 1 and chance.random() < 0.3:
             job.kill_node(chance.choice(sorted(NODES.keys() - job.dead_nodes)))
+        case "controller":
+            job.lose_controller()
 
 
-def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules()) -> SimJob:
+def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules(), extra: Sequence[str] = ()) -> SimJob:
     """A job's life: a start, mishaps, then peace, in which it must reach its target and finish."""
     chance = random.Random(seed)
     job = SimJob(seed, NODES, min_workers=min_workers, rules=rules)
     job.target(random_target(chance, NODES))
     for _ in range(mishaps):
         job.run_for(chance.choice([0.05, 0.3, 1.0, 4.0]))
-        disturb(job, chance)
+        disturb(job, chance, extra)
     target = random_target(chance, {n: fit for n, fit in NODES.items() if n not in job.dead_nodes})
     job.target(target)
     deadline_s = job.now_s + RECOVERY_S
@@ -72,13 +75,42 @@ def settled(job: SimJob, target: dict[str, int]) -> bool:
     """Whether the job has the size it is to have, and everybody lives."""
     machine = job.machine
     reached = machine.held() == target and machine.world_size == sum(target.values())
-    return reached and machine.in_flight is None and all(w.worker in job.holding() for w in machine.members())
+    return (
+        not job.away
+        and reached
+        and machine.in_flight is None
+        and all(w.worker in job.holding() for w in machine.members())
+    )
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), mishaps=st.integers(0, 14), min_workers=st.integers(1, 3))
 def test_a_job_lives_through_any_mishaps(seed: int, mishaps: int, min_workers: int) -> None:
     live(seed, mishaps, min_workers=min_workers)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), mishaps=st.integers(1, 14), min_workers=st.integers(1, 3))
+def test_a_job_lives_through_the_loss_of_its_controller(seed: int, mishaps: int, min_workers: int) -> None:
+    live(seed, mishaps, min_workers=min_workers, extra=["controller"] * 4)
+
+
+def test_losing_only_the_controller_costs_nothing() -> None:
+    """Whatever it was doing: no step is lost, no worker is given up, and nothing but its own plans is called off."""
+    for seed in range(60):
+        job = SimJob(seed, NODES)
+        job.target({"n1": 2})
+        job.run_for(4.0 + seed / 50)
+        job.target({"n1": 3, "n2": 1})
+        job.run_for(job.random.uniform(0.0, 4.0))
+        ticks, members = job.safe_ticks, {w.worker for w in job.machine.members()}
+        job.lose_controller()
+        job.run_for(30.0)
+        assert job.returns == 1 and job.restarts == 0
+        assert job.safe_ticks > ticks
+        assert members <= {w.worker for w in job.machine.members()}
+        assert settled(job, {"n1": 3, "n2": 1})
+        assert EventKind.RESTART not in {note.kind for note in job.notes}
 
 
 def test_without_mishaps_nothing_is_forced() -> None:

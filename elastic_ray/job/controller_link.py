@@ -1,0 +1,203 @@
+"""SHELL: a worker's way to its job's controller, which may be away for as long as Ray takes to restart it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+
+from elastic_ray.job.held import hold
+from elastic_ray.job.messages import (
+    Assignment,
+    Beat,
+    StateSaved,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerSetup,
+    WorkerSwitched,
+)
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.passage import WorkerDismissed
+from elastic_ray.session import Session
+from elastic_ray.storage import RunStorage
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+_POLL_S = 0.1
+_PATIENCE_S = 60.0
+
+
+def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
+    """The answer to a call of the controller, which is called again while Ray restarts it.
+
+    Args:
+        call: makes the call; answering it twice must do no harm.
+        timeout_s: longest wait for one answer; None waits for as long as the controller lives.
+        patience_s: longest wait for a controller that is away.
+
+    Raises:
+        RayError: it is gone for good, or was away for too long.
+    """
+    away_since_s: float | None = None
+    while True:
+        try:
+            return ray.get(call(), timeout=timeout_s)
+        except ActorUnavailableError:
+            now_s = time.monotonic()
+            away_since_s = now_s if away_since_s is None else away_since_s
+            if now_s - away_since_s > patience_s:
+                raise
+            time.sleep(_POLL_S)
+
+
+class ControllerLink:
+    """A session's link to its job controller; every call but ``report`` returns at once."""
+
+    def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
+        self._controller = assignment.controller
+        self._worker = assignment.worker
+        self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
+        self._store = store
+        self._patience_s = setup.elastic.controller_timeout_s
+        self._paced = setup.paced
+        self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
+        self._sent = 0
+        self._lock = threading.Lock()
+        self.resumed = ""
+        self.told_ready: WorkerReady | None = None
+        self.told_failed: WorkerFailed | None = None
+        self.pause_s = 0.0
+        self.starts_over = False
+
+    def saved(self, message: StateSaved) -> float:
+        """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
+
+    def push(self, message: WorkerMessage) -> Any:
+        """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
+        return self._controller.push.remote(self._worker, message)
+
+    def out_of_memory(self, atomic_bsz: int, cause: str) -> None:
+        """This worker starts over with less."""
+        self.starts_over, self.told_ready, self.told_failed = True, None, None
+        self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause))
+
+    def insist_on(self, message: WorkerMessage) -> Any:
+        """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived."""
+        reference = self.push(message)
+        with self._lock:
+            self._sent += 1
+            self._unheard[self._sent] = (message, reference)
+        return reference
+
+    def repeat(self) -> bool:
+        """Send again what a controller's end has swallowed; whether everything has arrived. From any thread."""
+        with self._lock:
+            for number, (message, reference) in tuple(self._unheard.items()):
+                arrived, _ = ray.wait([reference], timeout=0)
+                if not arrived:
+                    continue
+                try:
+                    ray.get(reference)
+                    del self._unheard[number]
+                except ActorUnavailableError:
+                    self._unheard[number] = (message, self.push(message))
+            return not self._unheard
+
+    def flush(self) -> None:
+        """Wait until every report has arrived: the end of the run must not overtake them.
+
+        Raises:
+            RayError: the controller is gone for good. TimeoutError: it has not come back in time.
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while not self.repeat():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
+            time.sleep(_POLL_S)
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
+        self.told_ready = WorkerReady(loader=loader, has_state=has_state, resumed=self.resumed)
+        self.push(self.told_ready)
+
+    def failed(self, generation: int, cause: str) -> None:
+        self.told_failed = WorkerFailed(generation=generation, cause=cause)
+        self.push(self.told_failed)
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        self.told_failed, self.pause_s, self.starts_over = None, pause_s, False
+        self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
+
+    def observe(self, report: StepReport) -> None:
+        self.push(Beat(report=report))
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+        path = kept = None
+        if checkpoint is not None:
+            stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
+            path = stored.path
+            if self._paced and not self._storage.local:  # only a trial's is wanted by others while it lives
+                kept = hold(checkpoint)
+        message = WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
+        if self._paced:  # answered after as long as the sweep's scheduler takes to decide
+            if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
+                raise WorkerDismissed(stopped=True)
+            return
+        self.insist_on(message)
+        if path is not None:
+            self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
+
+    def claim_fault(self, index: int) -> bool:
+        return bool(self._store.add(f"fault/{index}", 1) == 1)
+
+
+class Heart:
+    """Beats to the controller from a thread of its own while a run lasts."""
+
+    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
+        self._link = link
+        self._session = session
+        self._interval_s = interval_s
+        self._every = max(1, round(report_s / interval_s))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.wait(self._interval_s):
+            count += 1
+            session = self._session
+            report = self._report() if count % self._every == 0 else None
+            plan = session.membership.current
+            at = (plan.generation, session.progress.ticks) if plan is not None else None
+            self._link.push(Beat(report=report, at=at))
+            try:
+                self._link.repeat()
+            except RayError as error:  # its controller is gone for good: the leash ends this process
+                logger.info("a message was not delivered: %s", error)
+
+    def _report(self) -> StepReport | None:
+        session = self._session
+        if session.rank != 0 or not session.synced:
+            return None
+        try:
+            return session.step_report()
+        except Exception:  # the heart must beat on whatever a measurement runs into
+            logger.exception("the step report failed")
+            return None
+
+    def stop(self) -> None:
+        """Stop and join; the last report shows how far the run has come."""
+        self._link.push(Beat(ending=True, report=self._report()))
+        self._stop.set()
+        self._thread.join(timeout=5.0)

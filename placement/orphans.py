@@ -1,0 +1,65 @@
+"""Shell: gives back the placement groups of jobs whose controller is gone for good.
+
+Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
+a worker that has lost its controller its own; what is left is a reservation that nobody was told of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+
+from placement import groups
+
+logger = logging.getLogger("placement.allocator")
+
+_EVERY_S = 10.0
+# A controller is restarted within seconds; one that is alive tells the allocator of its job every second.
+_ORPHANED_S = 120.0
+
+
+def orphaned(
+    jobs: Mapping[str, str], known: Collection[str], since_s: dict[str, float], now_s: float
+) -> tuple[str, ...]:
+    """Groups whose job has been unknown for ``_ORPHANED_S`` (pure but for ``since_s``, which it keeps).
+
+    Args:
+        jobs: job of each group, by the group's id.
+        known: jobs that the allocator has heard of.
+        since_s: when each group was first seen without a known job [s].
+        now_s: the time [s].
+    """
+    lost = {group for group, job in jobs.items() if job not in known}
+    for group in tuple(since_s):
+        if group not in lost:
+            del since_s[group]
+    for group in lost:
+        since_s.setdefault(group, now_s)
+    return tuple(sorted(group for group, first_s in since_s.items() if now_s - first_s > _ORPHANED_S))
+
+
+class Orphans:
+    """Looks for such groups every few seconds."""
+
+    def __init__(self) -> None:
+        self._since_s: dict[str, float] = {}
+        self._looked_s = 0.0
+
+    async def look(self, known: Collection[str], now_s: float) -> None:
+        """Release what has had no job for long.
+
+        Args:
+            known: jobs that the allocator has heard of.
+            now_s: the time [s].
+        """
+        if now_s - self._looked_s < _EVERY_S:
+            return
+        self._looked_s = now_s
+        try:
+            jobs = await asyncio.to_thread(groups.of_jobs)
+            for group in orphaned(jobs, known, self._since_s, now_s):
+                logger.warning("the placement group of job %s is released: its controller is gone", jobs[group])
+                await asyncio.to_thread(lambda group=group: groups.release(groups.find(group)))
+        except Exception as error:  # the control store may be away for a moment
+            logger.warning("placement groups could not be looked at: %s", error)
