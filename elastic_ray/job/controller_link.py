@@ -75,6 +75,7 @@ class ControllerLink:
         self.resumed = ""
         self.told_ready: WorkerReady | None = None
         self.told_failed: WorkerFailed | None = None
+        self.told_switched = 0
         self.pause_s = 0.0
         self.starts_over = False
 
@@ -88,7 +89,8 @@ class ControllerLink:
 
     def out_of_memory(self, atomic_bsz: int, cause: str) -> None:
         """This worker starts over with less."""
-        self.starts_over, self.told_ready, self.told_failed = True, None, None
+        self.starts_over, self.told_switched = True, 0
+        self.told_ready = self.told_failed = None
         self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause))
 
     def insist_on(self, message: WorkerMessage) -> Any:
@@ -134,7 +136,7 @@ class ControllerLink:
         self.push(self.told_failed)
 
     def switched(self, generation: int, pause_s: float) -> None:
-        self.told_failed, self.pause_s, self.starts_over = None, pause_s, False
+        self.told_failed, self.told_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
         self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
 
     def observe(self, report: StepReport) -> None:

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ray.job.background import Background
-from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult
+from elastic_ray.job.messages import Assignment, Introduction, ProcessFacts, RunResult
 from elastic_ray.job.processes import Processes
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.plan import Message, Plan
@@ -26,6 +26,7 @@ from placement.snapshot import group_name
 logger = logging.getLogger(__name__)
 
 _VACATE_S = 0.5
+_ASK_OUTCOME_S = 10.0
 # Ray tries a group that found no room again after pauses that grow to a second, and a new one at once: room that
 # another worker is just giving back is had within 0.2 s instead of 0.9 s by asking anew, at first.
 _ASK_AGAIN_S = 0.15
@@ -35,11 +36,12 @@ _ASK_AGAIN_FOR_S = 5.0
 class Crew:
     """Carries out what the membership machine wants done with workers, and says what became of it.
 
-    A worker's resources are reserved by a placement group of its own, which the controller owns; its process is
-    an actor beside the group that asks for nothing itself.
+    A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
+    asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, whose crew adopts them.
 
     Args:
         spec: the job.
+        controller: handle of its controller.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.
     """
@@ -47,14 +49,16 @@ class Crew:
     def __init__(
         self,
         spec: JobSpec,
+        controller: Any,
         tell: Callable[[Stimulus], None],
         on_result: Callable[[str, RunResult], None],
     ) -> None:
         self._spec = spec
         self._tell = tell
         self._on_result = on_result
-        self._processes = Processes(spec)
         self._token = secrets.token_hex(8)  # of two crews that a process serves one after the other, both have a "w1"
+        self._processes = Processes(spec, controller, self._token)
+        self._tokens: dict[str, str] = {}
         self._groups: dict[str, Any] = {}
         self._asked = 0
         self._fulfilled: set[str] = set()
@@ -114,17 +118,43 @@ class Crew:
         worker = assignment.worker
         try:
             actor, facts = await self._processes.take(assignment.node)
-            if worker not in self._groups:  # given back meanwhile
+            group = self._groups.get(worker)
+            if group is None:  # given back meanwhile
                 self._processes.rest(assignment.node, actor)
                 return
             self._actors[worker], self.facts[worker] = actor, facts
             if facts.cuda:
                 assignment = await self._with_gpus(assignment)
-            result = await actor.run.remote(assignment)
-            self._results[worker] = result
-            self._on_result(worker, result)
+            running = actor.run.remote(dataclasses.replace(assignment, group=group.id.hex()))
         except (RayError, asyncio.TimeoutError) as error:
             self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return
+        await self._watch(worker, actor, self._token, running)
+
+    async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
+        """Wait for the end of a run, or of its process."""
+        try:
+            while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
+                if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
+                    await running  # it could not even begin
+        except (RayError, asyncio.TimeoutError) as error:
+            self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return
+        self._results[worker] = result
+        self._on_result(worker, result)
+
+    def adopt(self, told: Introduction) -> None:
+        """Take over a worker of a controller before this one."""
+        worker = told.worker
+        self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
+        self._fulfilled.add(worker)
+        self._actors[worker], self.facts[worker], self._tokens[worker] = told.actor, told.facts, told.token
+        self._processes.adopt(told.actor)
+        self._background.start(self._watch(worker, told.actor, told.token))
+
+    def knows(self, worker: str, token: str) -> bool:
+        """Whether a process with this token serves this crew."""
+        return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
         """The GPUs behind the reservation: a task inside the group sees which they are."""
@@ -142,6 +172,7 @@ class Crew:
         actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
         result = self._results.pop(worker, None)
         self.facts.pop(worker, None)
+        self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
         self._fulfilled.discard(worker)
         if actor is not None:
@@ -178,7 +209,7 @@ class Crew:
         for worker in workers:
             actor = self._actors.get(worker)
             if actor is not None:
-                actor.post.remote(self._token, worker, message)
+                actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Iterable[str]) -> None:
         """Keep processes at hand on these nodes, and on no other."""

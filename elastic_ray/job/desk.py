@@ -119,6 +119,13 @@ class BatchDesk:
             del self._gpus[generation]
         return decision.choice
 
+    def take_over(self, plan: Plan, gpu: str | None) -> None:
+        """The generation in effect was chosen for by a controller before this one."""
+        if self.loader is not None:
+            self._tuner_on(gpu, self.loader.limits)
+        self._choice, self._replicas, self._chosen_for = plan.batch, plan.world_size, plan.generation
+        self._gpu = self._gpus[plan.generation] = gpu
+
     def withdraw(self) -> None:
         """The generation that was chosen for last will not come to be, unless it has been reported from already."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.job.background import Background
 from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.history import SizeHistory
+from elastic_ray.job.journal import Noted
 from elastic_ray.job.launcher import Launcher
-from elastic_ray.job.messages import Assignment, Beat, ProcessFacts, RunResult
+from elastic_ray.job.messages import Assignment, Beat, Introduction, ProcessFacts, RunResult
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
 from elastic_ray.membership.plan import Cancel, Message
+from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.roster import number
 from elastic_ray.membership.signals import (
     AllLost,
@@ -31,6 +33,7 @@ from elastic_ray.membership.signals import (
     Release,
     Reserve,
     Stimulus,
+    Target,
     Tick,
     Withdraw,
 )
@@ -41,6 +44,7 @@ logger = logging.getLogger("elastic_ray.job")
 # Nobody waits for the only member of a group, so that a busy machine is no reason to give it up.
 _ALONE_TIMES_LONGER = 15
 _WARM_UP_AFTER_S = 2.0
+_UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class Owner(Protocol):
@@ -109,7 +113,7 @@ class WorkerGroup:
             first_most=record.workers_at_most,
             named=named,
         )
-        self._crew = Crew(spec, self.take, self._on_result)
+        self._crew = Crew(spec, controller, self.take, self._on_result)
         self._launcher = Launcher(spec, self._crew.launch)
         self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
         self.history = SizeHistory(time.monotonic())
@@ -124,6 +128,10 @@ class WorkerGroup:
     def facts(self) -> Mapping[str, ProcessFacts]:
         """What is known of the workers' processes."""
         return self._crew.facts
+
+    def processes(self) -> dict[str, str]:
+        """Names of the workers' processes, by worker."""
+        return self._crew.processes()
 
     def reserved(self) -> dict[str, int]:
         """Fulfilled reservations by node."""
@@ -165,6 +173,33 @@ class WorkerGroup:
             self._crew.keep_warm(())
         if self._launcher.shared:  # the sweep may be gone
             self._background.start(self._launcher.open())
+
+    def knows(self, worker: str, token: str) -> bool:
+        """Whether a process with this token serves this job."""
+        return self._crew.knows(worker, token)
+
+    def take_over(self, told: Sequence[Introduction], noted: Noted) -> None:
+        """Go on with the workers of a controller before this one, which are all that live."""
+        for each in told:
+            self._crew.adopt(each)
+            self._pulse.heard(each.worker)
+            if each.ready is not None:
+                self._desk.open(each.ready.loader)
+        self._before = noted.earlier
+        self.machine.named = noted.named + _UNNOTED
+        instructions = self.machine.take_over(
+            [_witness(each) for each in told],
+            Target(nodes=noted.nodes, reason=noted.reason),
+            issued=noted.issued,
+            world_size=noted.world_size,
+            announced=noted.announced,
+            now_s=time.monotonic(),
+        )
+        plan = self.machine.current
+        if plan is not None:
+            self._desk.take_over(plan, self._crew.gpu_type(plan))
+        for instruction in instructions:
+            self._perform(instruction)
 
     def disband(self) -> None:
         """The job is over."""
@@ -271,3 +306,19 @@ class WorkerGroup:
             resume_point=point,
             states=self._record.states if forming else (),
         )
+
+
+def _witness(told: Introduction) -> Witness:
+    ready, failed = told.ready, told.failed
+    return Witness(
+        worker=told.worker,
+        node=told.node,
+        plan=told.plan,
+        switched=told.switched,
+        ready=ready is not None,
+        has_state=ready is not None and ready.has_state,
+        failed=failed.generation if failed is not None else -1,
+        cause=failed.cause if failed is not None else "",
+        pause_s=told.pause_s,
+        starts_over=told.starts_over,
+    )

@@ -209,7 +209,8 @@ class Introduction:
         group: hex id of its placement group.
         actor: handle of its process.
         facts: of its process.
-        plan: the generation that it has entered, None before its first; it leaves where it is no member of it.
+        plan: the generation that it has taken up, None before its first; it leaves where it is no member of it.
+        switched: the latest generation in which it has exchanged state, 0 before its first.
         pause_s: pause of its last change [s].
         ready: what it told when it had built its model; None before.
         failed: its failed collective, where it waits for the generation after that; else None.
@@ -223,6 +224,7 @@ class Introduction:
     actor: Any
     facts: ProcessFacts
     plan: Plan | None = None
+    switched: int = 0
     pause_s: float = 0.0
     ready: WorkerReady | None = None
     failed: WorkerFailed | None = None

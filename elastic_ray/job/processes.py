@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,17 +18,22 @@ from elastic_ray.job.background import Background
 from elastic_ray.job.messages import ProcessFacts, WorkerSetup
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.worker_process import WorkerProcess
+from placement.actor import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
-# ``run`` occupies a thread for the length of the training; messages need some beside it.
-_THREADS = 4
+# ``run`` occupies a thread for the length of the training and ``outcome`` another, for some seconds also that of a
+# controller which is gone; messages need some beside them.
+_THREADS = 6
 _ANSWER_S = 5.0  # of a process that is warm, or of the sweep
 _COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
 
 
-def start_process(spec: JobSpec, node: str) -> Any:
-    """A new worker process on the node, for jobs of this kind; whoever calls owns it.
+def start_process(spec: JobSpec, node: str, *, controller: Any = None, crew: str = "") -> Any:
+    """A new worker process on the node, for jobs of this kind.
+
+    Whoever calls owns it, but for a controller's: that is detached, so that it outlives a controller that Ray restarts,
+    and ends by itself without one (``elastic_ray.job.leash``).
 
     It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
     worker's, but it can run where the group has reserved the room.
@@ -40,6 +46,8 @@ def start_process(spec: JobSpec, node: str) -> Any:
         log_level=spec.log_level,
         paced=spec.trial is not None,
         states_kept=spec.states_kept,
+        controller=controller,
+        crew=crew,
     )
     environment: dict[str, Any] = dict(spec.runtime_env)
     if spec.use_gpu:
@@ -47,7 +55,12 @@ def start_process(spec: JobSpec, node: str) -> Any:
         variables: Mapping[str, str] = environment.get("env_vars", {})
         environment["env_vars"] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **variables}
     actor: Any = ray.remote(WorkerProcess)
+    lifetime: dict[str, Any] = {}
+    if controller is not None:
+        name = f"worker:{spec.job}:{secrets.token_hex(8)}"
+        lifetime = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
     return actor.options(
+        **lifetime,
         num_cpus=0,
         max_concurrency=_THREADS,
         max_restarts=0,
@@ -71,10 +84,13 @@ class Processes:
 
     Args:
         spec: the job.
+        controller: handle of its controller.
+        crew: token of the controller's workers.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, controller: Any, crew: str) -> None:
         self._spec = spec
+        self._controller, self._crew = controller, crew
         self._sweep = spec.trial.sweep if spec.trial is not None else None
         self._run = spec.trial.controller if spec.trial is not None else ""
         self._lent: dict[Any, _Lent] = {}
@@ -101,7 +117,7 @@ class Processes:
                 self._lent[actor] = _Lent.READY
                 return actor, facts
             self.end(actor)
-        actor = start_process(self._spec, node)
+        actor = start_process(self._spec, node, controller=self._controller, crew=self._crew)
         return actor, await actor.prepare.remote()
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
@@ -124,6 +140,11 @@ class Processes:
             raise
         self._lent[actor] = _Lent.READY
         return facts
+
+    def adopt(self, actor: Any) -> None:
+        """A process that a controller before this one has borrowed, or started."""
+        if self._sweep is not None:
+            self._lent[actor] = _Lent.READY
 
     def rest(self, node: str, actor: Any) -> None:
         """A process is not used any more, and could be again."""
@@ -176,7 +197,7 @@ class Processes:
 
     async def _warm_up(self, node: str) -> None:
         try:
-            actor = start_process(self._spec, node)
+            actor = start_process(self._spec, node, controller=self._controller, crew=self._crew)
             await asyncio.wait_for(actor.prepare.remote(), self._spec.elastic.join_timeout_s)
             self.rest(node, actor)
         except (RayError, asyncio.TimeoutError) as error:

@@ -133,6 +133,7 @@ class Worker:
             actor=ray.get_runtime_context().current_actor,
             facts=facts,
             plan=membership.current if membership is not None else None,
+            switched=link.told_switched,
             pause_s=link.pause_s,
             ready=link.told_ready,
             failed=link.told_failed,

@@ -22,7 +22,8 @@ class Witness:
     Attributes:
         worker: its id.
         node: its node.
-        plan: the generation that it has entered, or left as no member of it; None before its first.
+        plan: the generation that it has taken up, or left as no member of it; None before its first.
+        switched: the latest generation in which it has exchanged state; 0 before its first.
         ready: whether it has built its model.
         has_state: whether it holds a trained state.
         failed: generation whose collective failed on it, where it waits for the one after that; -1 elsewhere.
@@ -34,6 +35,7 @@ class Witness:
     worker: str
     node: str
     plan: Plan | None = None
+    switched: int = 0
     ready: bool = False
     has_state: bool = False
     failed: int = -1
@@ -42,9 +44,14 @@ class Witness:
     starts_over: bool = False
 
     @property
-    def member(self) -> bool:
-        """Whether it is a member of the generation that it knows."""
-        return self.plan is not None and self.plan.rank_of(self.worker) is not None
+    def leaving(self) -> bool:
+        """Whether it is on its way out."""
+        return self.plan is not None and self.plan.rank_of(self.worker) is None
+
+    @property
+    def veteran(self) -> bool:
+        """Whether it trains: then it takes a generation up only when all have agreed on it, or the one before broke."""
+        return self.plan is not None and self.switched > 0 and not self.leaving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,71 +83,57 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
         world_size: workers of the generation in effect, as last noted down.
         now_s: the time [s].
     """
-    entered = {w.plan.generation: w.plan for w in witnesses if w.plan is not None and w.member}
-    if not entered:
-        workers = {w.worker: _record(w, None, None, now_s) for w in witnesses}
-        return Recovered(workers=workers, current=None, in_flight=None, issued=_latest(witnesses), gone=(), since=())
-    oldest, newest = entered[min(entered)], entered[max(entered)]
-    by_name = {w.worker: w for w in witnesses}
-    behind = [
-        m.worker
-        for m in newest.members
-        if (w := by_name.get(m.worker)) is not None and (w.plan is None or w.plan.generation < newest.generation)
-    ]
-    # Where its members are not through, the generation before is in effect still, as far as anybody remembers it.
-    current = newest if not behind else oldest if oldest is not newest else None
-    workers = {w.worker: _record(w, current, newest, now_s) for w in witnesses}
+    plans = {w.plan.generation: w.plan for w in witnesses if w.plan is not None and w.veteran}
+    records = {
+        w.worker: _record(w, max(plans, default=0), now_s) for w in sorted(witnesses, key=lambda w: number(w.worker))
+    }
+    if not plans:
+        return Recovered(workers=records, current=None, in_flight=None, issued=_latest(witnesses), gone=(), since=())
+    newest, by_name = plans[max(plans)], {w.worker: w for w in witnesses}
+    members = [by_name[m.worker] for m in newest.members if m.worker in by_name]
+    through = [w for w in members if w.switched == newest.generation]
+    before = plans.get(max((w.switched for w in witnesses if w.veteran and w.switched < newest.generation), default=0))
     flight = None
-    since: list[Signal] = []
-    if behind:
+    if len(through) < len(members):
         flight = InFlight(
             plan=newest,
             forced=newest.void_below >= newest.generation,
             since_s=now_s,
-            from_workers=oldest.world_size if oldest is not newest else world_size,
-            from_state=any(w.has_state or w.member for w in witnesses),
+            from_workers=before.world_size if before is not None else world_size,
+            from_state=True,
         )
-        since += [
-            Switched(worker=w.worker, generation=newest.generation, pause_s=w.pause_s)
-            for w in witnesses
-            if w.member and w.plan == newest
-        ]
-    since += [
-        StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in witnesses if w.failed >= _entered(w)
-    ]
+    since: list[Signal] = []
+    if flight is not None:
+        told = newest.generation
+        since += [Switched(worker=w.worker, generation=told, pause_s=w.pause_s) for w in through]
+    since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in witnesses if w.failed >= 0]
     return Recovered(
-        workers=dict(sorted(workers.items(), key=lambda item: number(item[0]))),
-        current=current,
+        workers=records,
+        current=newest if flight is None else before,  # none where nobody remembers it: it is over in a moment
         in_flight=flight,
-        issued=max(_latest(witnesses), newest.generation),
+        issued=_latest(witnesses),
         gone=tuple(m.worker for m in newest.members if m.worker not in by_name),
         since=tuple(since),
     )
 
 
-def _record(witness: Witness, current: Plan | None, newest: Plan | None, now_s: float) -> Worker:
-    if witness.plan is not None and not witness.member:
+def _record(witness: Witness, newest: int, now_s: float) -> Worker:
+    if witness.leaving:
         phase = Phase.LEAVING
-    elif current is not None and current.rank_of(witness.worker) is not None and witness.plan is not None:
+    elif witness.veteran:
         phase = Phase.MEMBER
-    elif witness.ready:
-        phase = Phase.READY
     else:
-        phase = Phase.STARTING
+        phase = Phase.READY if witness.ready else Phase.STARTING
     return Worker(
         worker=witness.worker,
         node=witness.node,
         phase=phase,
         since_s=now_s,
-        has_state=witness.has_state or witness.starts_over or witness.member,
+        has_state=witness.has_state or witness.starts_over or witness.veteran,
         failed_in=witness.failed,
-        held=newest.generation if witness.starts_over and newest is not None else int(witness.starts_over),
+        held=max(newest, 1) if witness.starts_over else 0,
     )
 
 
-def _entered(witness: Witness) -> int:
-    return witness.plan.generation if witness.plan is not None else 0
-
-
 def _latest(witnesses: Sequence[Witness]) -> int:
-    return max((_entered(w) for w in witnesses), default=0)
+    return max((w.plan.generation for w in witnesses if w.plan is not None), default=0)

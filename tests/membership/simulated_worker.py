@@ -53,6 +53,7 @@ class SimWorker:
         self._build()
 
     def _forget(self) -> None:
+        self.switched = 0
         self._latest = self._void_below = 0
         self._cancelled: set[int] = set()
         self._prepared: tuple[Plan, bool] | None = None
@@ -84,6 +85,7 @@ class SimWorker:
             worker=self.name,
             node=self.node,
             plan=self.current,
+            switched=self.switched,
             ready=self.doing != "building",
             has_state=self.complete,
             failed=self.generation if self.doing == "regrouping" else -1,
@@ -213,6 +215,7 @@ class SimWorker:
                 return
             if self._job.groups.receive(plan, self):
                 self.complete, self.lineage, self.starts_over = True, plan.generation, False
+                self.switched = plan.generation
                 self._job.send(Switched(worker=self.name, generation=plan.generation, pause_s=0.1))
                 self._step()
             else:

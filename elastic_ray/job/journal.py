@@ -1,0 +1,198 @@
+"""SHELL: what a job's controller notes down for the controller that Ray starts in its place, in Ray's control store.
+
+It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
+with Redis behind that also through its restart, and is deleted when the controller ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray.experimental import internal_kv
+
+from elastic_ray.events import JobEvent
+
+logger = logging.getLogger("elastic_ray.job")
+
+_NAMESPACE = b"elastic_ray"
+_RETRY_S = 0.5
+_FAREWELL_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """A job as its controller knew it.
+
+    Attributes:
+        job: its name.
+        phase: value of its ``JobPhase``.
+        message: of its status.
+        submitted_s: when it was submitted [s since the epoch].
+        observed_s: for how long its losses have been counted [s].
+        issued: number of its latest generation.
+        announced: whether a generation was announced since its last start.
+        world_size: workers of the generation in effect.
+        named: number of its latest worker.
+        earlier: number of the last worker of the trial that the controller ran before.
+        nodes: workers on each node that it is heading for.
+        reason: why.
+        held_at: number of workers that its driver holds it at.
+        weight: what its speed counts.
+        failures: restarts from a checkpoint.
+        lost: losses so far, in whole jobs.
+        most_workers: largest group that it has had.
+        resizes: how often it has changed size.
+        resize_cost_s: pause of a change [s].
+        start_s: time from a start of processes to the group that they form [s].
+        saved: whether it has saved itself.
+        stopping: whether it was told to stop.
+        preempted: why it is being preempted; None where it is not.
+        processes: name of each worker's process, by worker.
+        revivals: when controllers were restarted [s since the epoch].
+        claimed: scripted faults that were carried out.
+        return_value: what rank 0's train function returned, of a job that has ended, as far as JSON can hold it.
+    """
+
+    job: str
+    phase: str
+    message: str
+    submitted_s: float
+    observed_s: float
+    issued: int
+    announced: bool
+    world_size: int
+    named: int
+    earlier: int
+    nodes: Mapping[str, int]
+    reason: str
+    held_at: int | None
+    weight: float
+    failures: int
+    lost: float
+    most_workers: int
+    resizes: int
+    resize_cost_s: float
+    start_s: float
+    saved: bool
+    stopping: bool
+    preempted: str | None
+    processes: Mapping[str, str]
+    revivals: tuple[float, ...] = ()
+    claimed: tuple[int, ...] = ()
+    return_value: Any = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Noted:
+        """The inverse of ``json.dumps(dataclasses.asdict(noted))``.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"a note lacks fields: {error}") from None
+
+
+class Journal:
+    """Written by a thread of its own, so that a control store that is away holds nobody up.
+
+    Args:
+        controller: id of the controller's actor, which stays the same when Ray restarts it.
+    """
+
+    def __init__(self, controller: str) -> None:
+        self._prefix = f"controller/{controller}/"
+        self._lock = threading.Condition()
+        self._noted: str | None = None
+        self._pending: dict[str, str] = {}
+        self._closed = False
+        self._events = 0
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> tuple[Noted, tuple[JobEvent, ...]] | None:
+        """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
+        text = internal_kv._internal_kv_get(self._key("job"), namespace=_NAMESPACE)
+        if text is None:
+            return None
+        keys = sorted(internal_kv._internal_kv_list(self._key("event/"), namespace=_NAMESPACE) or ())
+        lines = [internal_kv._internal_kv_get(key, namespace=_NAMESPACE) for key in keys]
+        events = tuple(JobEvent.from_json(line.decode()) for line in lines if line is not None)
+        self._events = len(events)
+        return Noted.from_json(text.decode()), events
+
+    def note(self, noted: Noted) -> None:
+        """Note the job down, if anything has changed; returns at once."""
+        text = json.dumps(dataclasses.asdict(noted))
+        if text != self._noted:
+            self._noted = text
+            self._put("job", text)
+
+    def add(self, event: JobEvent) -> None:
+        """Add an event; returns at once."""
+        self._put(f"event/{self._events:08d}", event.to_json())
+        self._events += 1
+
+    def begin_again(self) -> None:
+        """The controller runs another trial: nothing of the one before counts."""
+        self._events = 0
+        with self._lock:
+            self._pending.clear()
+        self._delete("event/")
+
+    def close(self, *, delete: bool) -> None:
+        """End the thread, once everything is written; ``delete``: there will be no other controller."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        if self._thread is not None:
+            self._thread.join(_FAREWELL_S)
+        if delete:
+            self._delete("")
+
+    def _delete(self, prefix: str) -> None:
+        try:
+            internal_kv._internal_kv_del(self._key(prefix), del_by_prefix=True, namespace=_NAMESPACE)
+        except Exception as error:
+            logger.warning("a controller's notes were not deleted: %s", error)
+
+    def _key(self, name: str) -> bytes:
+        return f"{self._prefix}{name}".encode()
+
+    def _put(self, name: str, text: str) -> None:
+        with self._lock:
+            self._pending[name] = text
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._pending or self._closed)
+                if not self._pending:
+                    return
+                name, text = next(iter(self._pending.items()))
+            try:
+                internal_kv._internal_kv_put(self._key(name), text.encode(), overwrite=True, namespace=_NAMESPACE)
+            except Exception as error:  # the control store is away: it is tried again
+                if self._closed:
+                    return
+                logger.info("a controller's note was not written: %s", error)
+                time.sleep(_RETRY_S)
+                continue
+            with self._lock:
+                if self._pending.get(name) == text:
+                    del self._pending[name]
