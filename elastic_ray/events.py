@@ -22,6 +22,7 @@ class EventKind(str, enum.Enum):
     BATCH = "batch"
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
+    RECOVERED = "recovered"
     FINISHED = "finished"
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
@@ -20,6 +20,7 @@ from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation
 
+_AWAY_POLL_S = 0.1
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
@@ -48,7 +49,9 @@ class JobHandle:
         """
         self._controller = controller
         self._spec = spec
-        self._lease = LeaseKeeper(spec.job, controller, lease_s=spec.elastic.lease_s)
+        self._lease = LeaseKeeper(
+            spec.job, controller, lease_s=spec.elastic.lease_s, away_s=spec.elastic.controller_timeout_s
+        )
 
     @classmethod
     def attach(cls, job: str) -> JobHandle:
@@ -69,7 +72,7 @@ class JobHandle:
                 "under the same name to go on from its last checkpoint"
             )
         try:
-            spec = ray.get(controller.spec.remote(), timeout=START_TIMEOUT_S)
+            spec = _spec_of(controller)
         except RayActorError as error:
             raise ValueError(f"job {job!r} ended while it was being attached to: {error}") from error
         return cls(controller, spec)
@@ -282,8 +285,16 @@ class JobHandle:
         if self._lease.ending is not None:
             return None
         timeout_s = CALL_TIMEOUT_S if self._lease.answered else START_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         try:
-            return ray.get(getattr(self._controller, method).remote(*arguments, **options), timeout=timeout_s)
+            while True:
+                try:
+                    left_s = max(0.0, deadline_s - time.monotonic())
+                    return ray.get(getattr(self._controller, method).remote(*arguments, **options), timeout=left_s)
+                except ActorUnavailableError:  # it is being restarted; asked twice, it does the same
+                    if time.monotonic() > deadline_s:
+                        raise GetTimeoutError(f"{method}() found no controller") from None
+                    time.sleep(_AWAY_POLL_S)
         except GetTimeoutError as error:
             raise TimeoutError(
                 f"the controller of job {self.job!r} has not answered {method}() within "
@@ -296,6 +307,19 @@ class JobHandle:
             if self._lease.wait(1.0) is None:
                 self._lease.lost(error)
             return None
+
+
+def _spec_of(controller: Any) -> JobSpec:
+    """What was submitted, also from a controller that is being restarted."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            spec: JobSpec = ray.get(controller.spec.remote(), timeout=START_TIMEOUT_S)
+            return spec
+        except ActorUnavailableError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_AWAY_POLL_S)
 
 
 def _state(status: JobStatus) -> str:

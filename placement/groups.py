@@ -92,7 +92,7 @@ async def ready(group: PlacementGroup, timeout_s: float) -> bool:
 
 
 def _lives(group: dict[str, Any]) -> bool:
-    return group["state"] != "REMOVED"
+    return bool(group["state"] != "REMOVED")
 
 
 def _state(group: PlacementGroup) -> str:

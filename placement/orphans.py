@@ -60,6 +60,6 @@ class Orphans:
             jobs = await asyncio.to_thread(groups.of_jobs)
             for group in orphaned(jobs, known, self._since_s, now_s):
                 logger.warning("the placement group of job %s is released: its controller is gone", jobs[group])
-                await asyncio.to_thread(lambda group=group: groups.release(groups.find(group)))
+                await asyncio.to_thread(groups.release, groups.find(group))
         except Exception as error:  # the control store may be away for a moment
             logger.warning("placement groups could not be looked at: %s", error)

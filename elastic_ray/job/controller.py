@@ -1,8 +1,9 @@
 """SHELL: the job's controller, a detached actor: runs one job, or one trial of a sweep after the other.
 
-It owns the workers, their placement groups and the rendezvous store, so that all of them end with it, however it
-ends; what a trial has of its sweep's, the sweep's actor owns. The driver holds a lease on it; without renewals it ends
-the job and itself.
+It is soft state: the workers train on when its process dies, Ray starts another one in its place, and they tell that
+one who they are; what they do not know stands in its journal. Workers and their placement groups end when it says so,
+or by themselves when it stays away; what a trial has of its sweep's, the sweep's actor owns. The driver holds a lease
+on it; without renewals it ends the job and itself.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import ray
 
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.background import Background
-from elastic_ray.job.messages import StateSaved, WorkerMessage
+from elastic_ray.job.gathering import Gathering
+from elastic_ray.job.journal import Journal, Noted
+from elastic_ray.job.messages import Greeting, Introduction, StateSaved, WorkerMessage
 from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
+from placement import groups
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
 
 logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
+_RELEASE_S = 10.0
 _DRIVER = "driver"
 
 
@@ -41,6 +46,7 @@ def start(spec: JobSpec) -> Any:
         namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
+        max_restarts=-1,
         max_concurrency=1000,
         scheduling_strategy="DEFAULT",  # never the placement group that the caller may be in
         **on_head(),
@@ -55,13 +61,37 @@ class JobController:
         self._handle = ray.get_runtime_context().current_actor
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         self._background = Background()
+        self._journal = Journal(ray.get_runtime_context().get_actor_id() or self._name)
+        self._recovered = asyncio.Event()
+        remembered = self._journal.read()
+        self._gathering: Gathering | None = None
+        self._noted: Noted | None = None
         self._begin(spec)
-        self._main = asyncio.get_event_loop().create_task(self._run())
+        life = self._run()
+        if remembered is None:
+            self._recovered.set()
+        elif remembered[0].job != spec.job:
+            life = self._leave(remembered[0].job)
+        else:
+            self._noted = remembered[0]
+            self._gathering = Gathering(self._noted)
+            self._job.recall(*remembered)
+        self._main = asyncio.get_event_loop().create_task(life)
+
+    async def _leave(self, job: str) -> None:
+        """It had run another trial after the one that Ray knows it by: the sweep is to try that one again."""
+        logger.error("job %s: its controller died, and cannot take trial %s up again", self._spec.job, job)
+        try:
+            await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
+        except Exception as error:
+            logger.warning("job %s: its placement groups were not released: %s", job, error)
+        self._journal.close(delete=True)
+        ray.kill(self._handle)
 
     def _begin(self, spec: JobSpec, named: int = 0) -> None:
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
-        self._job = RunningJob(spec, self._handle, self._background, named=named)
+        self._job = RunningJob(spec, self._handle, self._background, self._journal, named=named)
         self._lease = Pulse(spec.elastic.lease_s)
         self._lease.heard(_DRIVER)
         self._closed = asyncio.Event()
@@ -73,6 +103,7 @@ class JobController:
 
     async def renew_lease(self) -> JobStatus:
         """The driver lives."""
+        await self._recovered.wait()
         self._lease.heard(_DRIVER)
         return self._job.status()
 
@@ -85,14 +116,17 @@ class JobController:
 
     async def status(self) -> JobStatus:
         """The job now."""
+        await self._recovered.wait()
         return self._job.status()
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
+        await self._recovered.wait()
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
         """All events from number ``since`` on."""
+        await self._recovered.wait()
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
@@ -101,28 +135,34 @@ class JobController:
         Raises:
             ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
+        await self._recovered.wait()
         self._job.hold(workers)
 
     async def release(self) -> None:
         """Leave the job's size to the allocator again."""
+        await self._recovered.wait()
         self._job.hold(None)
 
     async def weigh(self, weight: float) -> None:
         """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
+        await self._recovered.wait()
         self._job.weigh(weight)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        await self._recovered.wait()
         return await self._job.feed.next(after, wait_s)
 
     async def stop(self, *, now: bool = False) -> None:
         """End the job: after the step in progress, or, ``now``, in the middle of it."""
+        await self._recovered.wait()
         if now:
             self._job.finish(JobPhase.STOPPED)
         self._job.stop()
 
     async def outcome(self) -> JobOutcome | None:
         """How the job ended; None while it has not."""
+        await self._recovered.wait()
         return self._job.record.outcome()
 
     async def close(self) -> None:
@@ -155,6 +195,7 @@ class JobController:
 
     async def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
         """The allocator's decision for this job."""
+        await self._recovered.wait()
         self._job.allocate(nodes, reason)
 
     async def unsatisfiable(self, reason: str, final: bool) -> None:
@@ -162,6 +203,7 @@ class JobController:
 
         ``final``: nor could one that the allocator's own autoscaling may ask for.
         """
+        await self._recovered.wait()
         job = self._job
         if job.group.machine.current is not None or job.record.phase.ended:
             return
@@ -176,13 +218,26 @@ class JobController:
 
     async def push(self, worker: str, message: WorkerMessage) -> bool:
         """A worker's message; whether the job goes on."""
+        await self._recovered.wait()
         job = self._job
         await job.hear(worker, message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
+        await self._recovered.wait()
         return self._job.saved(message)
+
+    async def greet(self, worker: str, token: str) -> Greeting:
+        """A process asks whether it is this controller's; ``worker`` is empty while it is idle."""
+        if self._gathering is not None:
+            return Greeting.INTRODUCE if worker else Greeting.STRANGER
+        return Greeting.KNOWN if self._job.group.knows(worker, token) else Greeting.STRANGER
+
+    async def introduce(self, told: Introduction) -> None:
+        """A worker of the controller before this one tells who it is."""
+        if self._gathering is not None:
+            self._gathering.hear(told)
 
     # -- the clock ---------------------------------------------------------------------------------------------
 
@@ -195,6 +250,7 @@ class JobController:
         except Exception:  # whoever waits for it learns of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
+        await asyncio.to_thread(lambda: self._journal.close(delete=True))
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)
 
@@ -202,6 +258,7 @@ class JobController:
         """Until the job has ended and its driver has fetched the outcome, or is gone."""
         job = self._job
         try:
+            await self._recover()
             await job.open()
             while not self._over():
                 await asyncio.sleep(_TICK_S)
@@ -216,6 +273,21 @@ class JobController:
             logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
             job.finish(JobPhase.STOPPED)
 
+    async def _recover(self) -> None:
+        """After a restart: hear who lives, release what nobody holds, and go on."""
+        if self._gathering is None or self._noted is None:
+            return
+        job, noted = self._job, self._noted
+        told = () if job.record.phase.ended else await self._gathering.complete()
+        kept = {each.group for each in told}
+        try:
+            await asyncio.wait_for(asyncio.to_thread(groups.release_all, noted.job, but=kept), _RELEASE_S)
+        except Exception as error:  # the control store is away: the allocator finds them
+            logger.warning("job %s: unused placement groups were not released: %s", noted.job, error)
+        self._gathering = None
+        job.take_over(noted, told)
+        self._recovered.set()
+
     async def _is_renewed(self) -> bool:
         """Wait for another trial, if this job is one whose processes are kept."""
         if self._job.vacated is None or self._spec.trial is None or not self._closed.is_set():
@@ -228,6 +300,7 @@ class JobController:
         if self._next.cancelled():
             return False
         begun = self._begun
+        self._journal.begin_again()
         self._begin(self._next.result(), self._job.group.machine.named)
         begun.set()
         return True

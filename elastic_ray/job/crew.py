@@ -103,6 +103,10 @@ class Crew:
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
         return counts
 
+    def processes(self) -> dict[str, str]:
+        """Names of the workers' processes, by worker; empty of those that a sweep lends."""
+        return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
+
     def gpu_type(self, plan: Plan) -> str | None:
         """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
         types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}
@@ -143,13 +147,13 @@ class Crew:
         self._results[worker] = result
         self._on_result(worker, result)
 
-    def adopt(self, told: Introduction) -> None:
-        """Take over a worker of a controller before this one."""
+    def adopt(self, told: Introduction, name: str) -> None:
+        """Take over a worker of a controller before this one; ``name`` of its process, empty for a sweep's."""
         worker = told.worker
         self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
         self._fulfilled.add(worker)
         self._actors[worker], self.facts[worker], self._tokens[worker] = told.actor, told.facts, told.token
-        self._processes.adopt(told.actor)
+        self._processes.adopt(told.actor, name)
         self._background.start(self._watch(worker, told.actor, told.token))
 
     def knows(self, worker: str, token: str) -> bool:

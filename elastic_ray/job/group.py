@@ -82,6 +82,7 @@ class WorkerGroup:
         machine: who is a member, and what is to become of that.
         history: sizes and costs so far.
         returned: workers whose train function has come back.
+        goal: where it is heading.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class WorkerGroup:
         self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
         self.history = SizeHistory(time.monotonic())
         self.returned: set[str] = set()
+        self.goal = Target(nodes={}, reason="")
         self._furthest = (0, 0)
         self._before = named
         self._given_up: set[str] = set()
@@ -130,8 +132,13 @@ class WorkerGroup:
         return self._crew.facts
 
     def processes(self) -> dict[str, str]:
-        """Names of the workers' processes, by worker."""
+        """Names of the workers' processes, by worker; empty of those that a sweep lends."""
         return self._crew.processes()
+
+    @property
+    def earlier(self) -> int:
+        """Number of the last worker of the trial that the controller ran before."""
+        return self._before
 
     def reserved(self) -> dict[str, int]:
         """Fulfilled reservations by node."""
@@ -152,6 +159,8 @@ class WorkerGroup:
         """Let the membership machine decide, and do what it says."""
         if self._record.phase.ended:
             return
+        if isinstance(stimulus, Target):
+            self.goal = stimulus
         if not isinstance(stimulus, Tick):
             logger.debug("job %s: %s", self._spec.job, stimulus)
         for instruction in self.machine.handle(stimulus, time.monotonic()):
@@ -181,15 +190,16 @@ class WorkerGroup:
     def take_over(self, told: Sequence[Introduction], noted: Noted) -> None:
         """Go on with the workers of a controller before this one, which are all that live."""
         for each in told:
-            self._crew.adopt(each)
+            self._crew.adopt(each, noted.processes.get(each.worker, ""))
             self._pulse.heard(each.worker)
             if each.ready is not None:
                 self._desk.open(each.ready.loader)
         self._before = noted.earlier
+        self.goal = Target(nodes=noted.nodes, reason=noted.reason)
         self.machine.named = noted.named + _UNNOTED
         instructions = self.machine.take_over(
             [_witness(each) for each in told],
-            Target(nodes=noted.nodes, reason=noted.reason),
+            self.goal,
             issued=noted.issued,
             world_size=noted.world_size,
             announced=noted.announced,

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from elastic_ray.durability import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import Note
+
+if TYPE_CHECKING:
+    from elastic_ray.job.journal import Noted
 
 _RESIZE_COST_S = 0.2  # before the first one was measured
 _STUCK_FAILURES = 10
@@ -29,6 +34,12 @@ class SizeHistory:
         self._first_s: float | None = None
         self._launched_s: float | None = None
         self._stuck: tuple[int, int] = (-1, 0)
+
+    def recall(self, noted: Noted) -> None:
+        """What the controller before this one has seen."""
+        self.most_workers, self.resizes = noted.most_workers, noted.resizes
+        self.resize_cost_s, self.start_s = noted.resize_cost_s, noted.start_s
+        self._first_s = self.settled_s if noted.most_workers else None
 
     def launched(self, now_s: float) -> None:
         """Processes start, and no group trains meanwhile."""

@@ -34,7 +34,6 @@ class Noted:
         phase: value of its ``JobPhase``.
         message: of its status.
         submitted_s: when it was submitted [s since the epoch].
-        observed_s: for how long its losses have been counted [s].
         issued: number of its latest generation.
         announced: whether a generation was announced since its last start.
         world_size: workers of the generation in effect.
@@ -63,7 +62,6 @@ class Noted:
     phase: str
     message: str
     submitted_s: float
-    observed_s: float
     issued: int
     announced: bool
     world_size: int
@@ -105,6 +103,14 @@ class Noted:
             raise ValueError(f"a note lacks fields: {error}") from None
 
 
+def plain_value(value: Any) -> Any:
+    """The value, if JSON gives it back as it is; else None."""
+    try:
+        return value if json.loads(json.dumps(value)) == value else None
+    except (TypeError, ValueError):
+        return None
+
+
 class Journal:
     """Written by a thread of its own, so that a control store that is away holds nobody up.
 
@@ -123,7 +129,7 @@ class Journal:
 
     def read(self) -> tuple[Noted, tuple[JobEvent, ...]] | None:
         """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
-        text = internal_kv._internal_kv_get(self._key("job"), namespace=_NAMESPACE)
+        text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=_NAMESPACE)
         if text is None:
             return None
         keys = sorted(internal_kv._internal_kv_list(self._key("event/"), namespace=_NAMESPACE) or ())

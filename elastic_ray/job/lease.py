@@ -7,12 +7,13 @@ import atexit
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus
 
@@ -52,14 +53,16 @@ class LeaseKeeper:
     long as the driver does, and that is what the lease tells the controller.
     """
 
-    def __init__(self, job: str, controller: Any, *, lease_s: float) -> None:
+    def __init__(self, job: str, controller: Any, *, lease_s: float, away_s: float) -> None:
         """Start to renew.
 
         Args:
             job: name of the job, for messages.
             controller: handle of the job's controller.
             lease_s: the job's ``ElasticConfig.lease_s``.
+            away_s: its ``ElasticConfig.controller_timeout_s``.
         """
+        self._away_s = away_s
         self._job = job
         self._controller = controller
         self._lease_s = lease_s
@@ -71,6 +74,7 @@ class LeaseKeeper:
         self._ending: Ending | None = None
         self._collected: Ending | None = None
         self.answered = False  # whether the controller has started
+        self._away_since_s: float | None = None
         self.last = JobStatus(job=job, phase=JobPhase.WAITING)
         self._thread = threading.Thread(target=self._run, name=f"elastic_ray-lease-{job}", daemon=True)
         self._thread.start()
@@ -136,11 +140,14 @@ class LeaseKeeper:
         try:
             self.last = ray.get(self._controller.renew_lease.remote(), timeout=self._lease_s)
             self.answered = True
+            self._away_since_s = None
             if self.last.phase.ended:
                 self._collect()
         except GetTimeoutError:
             if self.answered:  # else it is still starting
                 logger.warning("job %s: its controller has not answered for %g s", self._job, self._lease_s)
+        except ActorUnavailableError as error:
+            self._away(error)
         except RayActorError as error:
             self.lost(error)
         except Exception as error:
@@ -148,6 +155,15 @@ class LeaseKeeper:
                 self.lost(RuntimeError("this process disconnected from Ray"))
             else:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
+
+    def _away(self, error: BaseException) -> None:
+        """Its process has died, and Ray starts another one, as a rule; the job trains on meanwhile."""
+        now_s = time.monotonic()
+        if self._away_since_s is None:
+            self._away_since_s = now_s
+            logger.info("job %s: its controller is being restarted", self._job)
+        elif now_s - self._away_since_s > self._away_s:
+            self.lost(error)
 
     def _collect(self) -> None:
         controller = self._controller

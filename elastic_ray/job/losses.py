@@ -13,23 +13,27 @@ class Losses:
 
     Args:
         max_failures: failures that the job may restart after; -1 for no limit.
+
+    Attributes:
+        lost: losses so far, in whole jobs.
+        failures: losses of all workers.
     """
 
     def __init__(self, max_failures: int) -> None:
         self._max_failures = max_failures
-        self._lost = 0.0
+        self.lost = 0.0
         self.failures = 0
 
     def some_lost(self, before: int, after: int) -> None:
         """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
-        self._lost += max(0.0, 1.0 - after / max(before, 1))
+        self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def all_lost(self) -> bool:
         """The whole job is lost; returns whether it may restart."""
-        self._lost += 1.0
+        self.lost += 1.0
         self.failures += 1
         return self._max_failures < 0 or self.failures <= self._max_failures
 
     def mean_time_s(self, observed_s: float) -> float:
         """Mean time between losses of the whole job [s], after so long [s]."""
-        return mean_time_between_losses_s(self._lost, observed_s)
+        return mean_time_between_losses_s(self.lost, observed_s)

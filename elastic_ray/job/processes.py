@@ -29,7 +29,7 @@ _ANSWER_S = 5.0  # of a process that is warm, or of the sweep
 _COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
 
 
-def start_process(spec: JobSpec, node: str, *, controller: Any = None, crew: str = "") -> Any:
+def start_process(spec: JobSpec, node: str, *, controller: Any = None, crew: str = "", name: str = "") -> Any:
     """A new worker process on the node, for jobs of this kind.
 
     Whoever calls owns it, but for a controller's: that is detached, so that it outlives a controller that Ray restarts,
@@ -57,7 +57,6 @@ def start_process(spec: JobSpec, node: str, *, controller: Any = None, crew: str
     actor: Any = ray.remote(WorkerProcess)
     lifetime: dict[str, Any] = {}
     if controller is not None:
-        name = f"worker:{spec.job}:{secrets.token_hex(8)}"
         lifetime = {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
     return actor.options(
         **lifetime,
@@ -93,6 +92,7 @@ class Processes:
         self._controller, self._crew = controller, crew
         self._sweep = spec.trial.sweep if spec.trial is not None else None
         self._run = spec.trial.controller if spec.trial is not None else ""
+        self._names: dict[Any, str] = {}
         self._lent: dict[Any, _Lent] = {}
         self._warm: dict[str, list[Any]] = {}
         self._warming: set[str] = set()
@@ -107,7 +107,7 @@ class Processes:
             actor = warm.pop()
             if (facts := await _answer(actor)) is not None:
                 return actor, facts
-            ray.kill(actor)
+            self._kill(actor)
         while (lent := await self._borrow(node)) is not None:
             actor, ready = lent
             if not ready:
@@ -117,8 +117,18 @@ class Processes:
                 self._lent[actor] = _Lent.READY
                 return actor, facts
             self.end(actor)
-        actor = start_process(self._spec, node, controller=self._controller, crew=self._crew)
+        actor = self._start(node)
         return actor, await actor.prepare.remote()
+
+    def _start(self, node: str) -> Any:
+        name = f"worker:{self._spec.job}:{secrets.token_hex(8)}"
+        actor = start_process(self._spec, node, controller=self._controller, crew=self._crew, name=name)
+        self._names[actor] = name
+        return actor
+
+    def name_of(self, actor: Any) -> str:
+        """Name of a process of this job's own; empty for one that a sweep lends."""
+        return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
         if self._sweep is None:
@@ -141,9 +151,11 @@ class Processes:
         self._lent[actor] = _Lent.READY
         return facts
 
-    def adopt(self, actor: Any) -> None:
-        """A process that a controller before this one has borrowed, or started."""
-        if self._sweep is not None:
+    def adopt(self, actor: Any, name: str) -> None:
+        """A process that a controller before this one has started, or, without a name, borrowed."""
+        if name:
+            self._names[actor] = name
+        else:
             self._lent[actor] = _Lent.READY
 
     def rest(self, node: str, actor: Any) -> None:
@@ -154,14 +166,18 @@ class Processes:
         elif len(warm) < self._spec.elastic.warm_workers_per_node and not self._closed:
             warm.append(actor)
         else:
-            ray.kill(actor)
+            self._kill(actor)
 
     def end(self, actor: Any) -> None:
         """A process is not to be used again."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:
-            ray.kill(actor)
+            self._kill(actor)
+
+    def _kill(self, actor: Any) -> None:
+        self._names.pop(actor, None)
+        ray.kill(actor)
 
     def _give_back(self, actor: Any, *, fit: bool) -> None:
         if self._closed:
@@ -183,7 +199,7 @@ class Processes:
         wanted = set(nodes)
         for node in set(self._warm) - wanted:
             for actor in self._warm.pop(node):
-                ray.kill(actor)
+                self._kill(actor)
         if self._warming:
             return
         for node in sorted(wanted):
@@ -197,7 +213,7 @@ class Processes:
 
     async def _warm_up(self, node: str) -> None:
         try:
-            actor = start_process(self._spec, node, controller=self._controller, crew=self._crew)
+            actor = self._start(node)
             await asyncio.wait_for(actor.prepare.remote(), self._spec.elastic.join_timeout_s)
             self.rest(node, actor)
         except (RayError, asyncio.TimeoutError) as error:

@@ -32,6 +32,7 @@ class JobRecord:
         )
         self._reports: dict[int, WorkerReport] = {}
         self._unwritten: list[str] = []
+        self._missing = False
         self._lock = threading.Lock()
         self._outcome: JobOutcome | None = None
         self._resume: Mapping[str, Any] | None = None
@@ -103,13 +104,31 @@ class JobRecord:
         if event.kind is EventKind.STARTED:
             self.message = ""
 
+    def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
+        """Go on with what a controller before this one has noted down; it has written the events, or their file lacks
+        the last ones."""
+        self.phase, self.message = phase, message
+        self.events = list(events)
+        self._missing = True
+
     def write_events(self) -> None:
         """Write what is new to ``events.jsonl``."""
         with self._lock:
+            self._write_missing()
             lines, self._unwritten = self._unwritten, []
             for line in lines:
                 self._storage.append_event(line)
             self._storage.flush()
+
+    def _write_missing(self) -> None:
+        """Events that a controller before this one did not come to write."""
+        if not self._missing:
+            return
+        written = {event.to_json() for event in self._storage.read_events()}
+        for line in [event.to_json() for event in self.events]:
+            if line not in written and line not in self._unwritten:
+                self._storage.append_event(line)
+        self._missing = False
 
     def report(self, report: WorkerReport) -> tuple[str, ...]:
         """Take rank 0's report; returns the checkpoints that are not kept any more."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
@@ -18,9 +18,11 @@ from elastic_ray.job.background import Background
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.feed import ReportFeed
 from elastic_ray.job.group import WorkerGroup
+from elastic_ray.job.journal import Journal, Noted, plain_value
 from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import (
     Beat,
+    Introduction,
     RunResult,
     StateSaved,
     WorkerCouldNotForm,
@@ -56,6 +58,8 @@ from placement.jobs import JobView
 logger = logging.getLogger("elastic_ray.job")
 
 _STOP_GRACE_S = 10.0
+_REVIVALS_WITHIN_S = 300.0
+_MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 
 
 class RunningJob:
@@ -65,6 +69,7 @@ class RunningJob:
         spec: the job.
         controller: handle of its controller, for workers and the allocator.
         background: what runs beside the loop, and may outlast the job.
+        journal: for the controller that Ray starts in this one's place when its process dies.
         named: workers of the trial that the controller ran before; their messages come too late.
 
     Attributes:
@@ -74,8 +79,10 @@ class RunningJob:
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, spec: JobSpec, controller: Any, background: Background, *, named: int = 0) -> None:
-        self._spec, self._background = spec, background
+    def __init__(
+        self, spec: JobSpec, controller: Any, background: Background, journal: Journal, *, named: int = 0
+    ) -> None:
+        self._spec, self._background, self._journal = spec, background, journal
         self.record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
         self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
         self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
@@ -92,6 +99,7 @@ class RunningJob:
         self._saved = False
         self._resumed = ""
         self._stopping_since: float | None = None
+        self._revivals: tuple[float, ...] = ()
         self._return_value: Any = None
         self.vacated: asyncio.Task[None] | None = None
 
@@ -313,6 +321,70 @@ class RunningJob:
             self.group.take(then)
         self._allocator.soon()
 
+    # -- when the controller's process dies --------------------------------------------------------------------
+
+    def _noted(self) -> Noted:
+        machine, history, goal = self.group.machine, self.group.history, self.group.goal
+        return Noted(
+            job=self._spec.job,
+            phase=self.record.phase.value,
+            message=self.record.message,
+            submitted_s=self._submitted_s,
+            issued=machine.issued,
+            announced=machine.announced,
+            world_size=machine.world_size,
+            named=machine.named,
+            earlier=self.group.earlier,
+            nodes=dict(goal.nodes),
+            reason=goal.reason,
+            held_at=self._held_at,
+            weight=self._weight,
+            failures=self._losses.failures,
+            lost=self._losses.lost,
+            most_workers=history.most_workers,
+            resizes=history.resizes,
+            resize_cost_s=history.resize_cost_s,
+            start_s=history.start_s,
+            saved=self._saved,
+            stopping=self._stopping_since is not None,
+            preempted=self._preemption.reason if self._preemption.active else None,
+            processes=self.group.processes(),
+            revivals=self._revivals,
+            return_value=plain_value(self._return_value) if self.record.phase.ended else None,
+        )
+
+    def recall(self, noted: Noted, events: tuple[JobEvent, ...]) -> None:
+        """What the controller before this one has noted down."""
+        now_s = time.time()
+        self.record.recall(JobPhase(noted.phase), noted.message, events)
+        self._submitted_s = noted.submitted_s
+        self._begin_s = time.monotonic() - max(0.0, now_s - noted.submitted_s)
+        self._held_at, self._weight, self._saved = noted.held_at, noted.weight, noted.saved
+        self._losses.failures, self._losses.lost = noted.failures, noted.lost
+        self.group.history.recall(noted)
+        self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
+        if self.record.phase.ended:
+            error = RuntimeError(noted.message) if self.record.phase is JobPhase.FAILED else None
+            self.record.end(self.record.phase, error=error, return_value=noted.return_value, message=noted.message)
+
+    def take_over(self, noted: Noted, told: Sequence[Introduction]) -> None:
+        """Go on with the workers that the controller before this one had, as far as they live."""
+        if self.record.phase.ended:
+            return
+        if len(self._revivals) > _MOST_REVIVALS:
+            why = f"its controller died {len(self._revivals)} times within {_REVIVALS_WITHIN_S:.0f} s"
+            self.finish(JobPhase.FAILED, error=RuntimeError(why))
+            return
+        self.group.take_over(told, noted)
+        workers = self.group.machine.world_size
+        reason = f"its controller was restarted; {len(told)} of {len(noted.processes)} workers are there"
+        self._event(EventKind.RECOVERED, noted.world_size, workers, reason)
+        if noted.preempted is not None:
+            self._preemption.begin(Target(nodes={}, reason=noted.preempted), time.monotonic())
+        if noted.stopping:
+            self.stop()
+        self._allocator.soon()
+
     # -- the clock ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
@@ -334,6 +406,7 @@ class RunningJob:
         if snapshot is not None:
             self._background.start(self._fit(snapshot))
         self._allocator.tick(now_s)
+        self._journal.note(self._noted())
 
     async def _fit(self, snapshot: Any) -> None:
         self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
@@ -368,6 +441,7 @@ class RunningJob:
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
         logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
         self.record.event(event)
+        self._journal.add(event)
         self._background.in_thread(self.record.write_events)
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -381,6 +455,7 @@ class RunningJob:
         self.record.end(phase, error=error, return_value=self._return_value, message=reason)
         self.feed.close()
         self._desk.close()
+        self._journal.note(self._noted())
         if phase is JobPhase.FINISHED and self._spec.states_kept:
             self._background.in_thread(self.record.delete_states)
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:

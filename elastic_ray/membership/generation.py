@@ -167,13 +167,11 @@ class JobMembership(Roster):
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
             return self._out
-        out: list[Instruction] = []
         kept = found.in_flight.plan.generation if found.in_flight is not None else 0
         in_effect = found.current.generation if found.current is not None else 0
         living = tuple(w.worker for w in witnesses)
-        for generation in range(max(in_effect, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1):
-            if generation != kept:
-                out.append(Withdraw(generation=generation, to=living))
+        unentered = range(max(in_effect, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1)
+        out: list[Instruction] = [Withdraw(generation=each, to=living) for each in unentered if each != kept]
         for stimulus in found.since:
             out += self.handle(stimulus, now_s)
         if found.gone:
