@@ -1,8 +1,8 @@
 """SHELL: the job's controller, a detached actor: runs one job, or one trial of a sweep after the other.
 
-It owns the workers, their placement groups and the rendezvous store, so that all of them end with it, however it
-ends; what a trial has of its sweep's, the sweep's actor owns. The driver holds a lease on it; without renewals it ends
-the job and itself.
+It owns the workers and their placement groups, so that all of them end with it, however it ends; what a trial has of
+its sweep's, the sweep's actor owns. Through it the members of a generation find each other. The driver holds a lease on
+it; without renewals it ends the job and itself.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.bootstrap import Bootstrap, Meeting
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
 
@@ -62,6 +63,8 @@ class JobController:
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
         self._job = RunningJob(spec, self._handle, self._background, named=named)
+        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
+        self._faults_claimed: set[int] = set()
         self._lease = Pulse(spec.elastic.lease_s)
         self._lease.heard(_DRIVER)
         self._closed = asyncio.Event()
@@ -81,7 +84,7 @@ class JobController:
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, held=None)  # whoever asks is not to keep it alive
-        return dataclasses.replace(self._spec, train_loop=b"", trial=trial)
+        return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
         """The job now."""
@@ -183,6 +186,20 @@ class JobController:
     async def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
         return self._job.saved(message)
+
+    async def bootstrap(self, call: Meeting) -> dict[str, bytes]:
+        """Members of a generation that is being formed tell each other where they listen.
+
+        Raises:
+            BootstrapRefusedError: whoever calls is no member.
+        """
+        return await self._bootstrap.meet(call)
+
+    async def claim_fault(self, index: int) -> bool:
+        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        claimed = index in self._faults_claimed
+        self._faults_claimed.add(index)
+        return not claimed
 
     # -- the clock ---------------------------------------------------------------------------------------------
 

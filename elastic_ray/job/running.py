@@ -317,7 +317,6 @@ class RunningJob:
 
     async def open(self) -> None:
         """Before the first tick."""
-        await self.group.open()
         self._background.in_thread(self.record.delete_checkpoints, self.record.surplus)
 
     def tick(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from elastic_ray.context import set_session
 from elastic_ray.faults import FaultInjector
 from elastic_ray.job import train_loop
+from elastic_ray.job.bootstrap_caller import ControllerCaller
 from elastic_ray.job.held import held, hold
 from elastic_ray.job.messages import (
     Assignment,
@@ -35,9 +36,9 @@ from elastic_ray.job.messages import (
 )
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
-from elastic_ray.membership.store import connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
@@ -56,11 +57,10 @@ _RERUNS = 8
 class ControllerLink:
     """A session's link to its job controller; every call but ``report`` returns at once."""
 
-    def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
+    def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
         self._worker = assignment.worker
         self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
-        self._store = store
         self._paced = setup.paced
         self._last_report: Any = None
         self.resumed = ""
@@ -107,7 +107,7 @@ class ControllerLink:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
     def claim_fault(self, index: int) -> bool:
-        return bool(self._store.add(f"fault/{index}", 1) == 1)
+        return bool(ray.get(self._controller.claim_fault.remote(index), timeout=10.0))
 
 
 class Heart:
@@ -188,8 +188,7 @@ class Worker:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         self._membership, self._token = None, assignment.token
-        store = connect_store(assignment.store)
-        link = ControllerLink(assignment, self._setup, store)
+        link = ControllerLink(assignment, self._setup)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
@@ -287,8 +286,9 @@ class Worker:
         elastic, setup = self._setup.elastic, self._setup
 
         def form(plan: Plan, rank: int) -> Communicator:
+            caller = ControllerCaller(assignment, plan.generation)
             return Communicator(
-                assignment.store,
+                BootstrapStore(caller, elastic.switch_timeout_s),
                 f"generation/{plan.generation}",
                 rank=rank,
                 world_size=plan.world_size,
@@ -296,6 +296,7 @@ class Worker:
                 form_timeout_s=elastic.switch_timeout_s,
                 host=self._host,
                 cuda=bool(assignment.gpu_ids),
+                secret=assignment.secret,
             )
 
         def could_not_form(generation: int, cause: str) -> None:
