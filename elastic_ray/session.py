@@ -182,11 +182,14 @@ class Session:
 
         Raises:
             WorkerDismissed: the job ended or shrank before this worker's turn came.
+            UnsafeStateError: a state could not be sent to another worker.
         """
         if self.synced:
             return
         for prepare in (*self.before_first_epoch, *self.warm_ups):
             prepare()
+        if self.elastic:
+            self.shared.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         if self._kept is not None:
             try:
                 self.shared.install(self._kept)

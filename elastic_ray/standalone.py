@@ -1,7 +1,8 @@
-"""SHELL: sessions without a trainer: one process alone, or the fixed group that ``torchrun`` has started."""
+"""SHELL: sessions without a trainer: one process alone, or the fixed group that ``torchrun`` or the like started."""
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import threading
@@ -14,10 +15,10 @@ import torch
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.env_store import address_towards, env_store
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Message, Plan, SetBatch
-from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.membership.store import StoreAddress
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
@@ -25,6 +26,8 @@ from placement.goodput import NoiseScale
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT_S = 600.0
+_FORM_TIMEOUT_S = 60.0
+_SESSIONS: collections.Counter[str] = collections.Counter()  # of each group; ranks begin them in the same order
 # Between two looks at the measurements lies a tenth of the time trained so far, within these bounds [s]: a short run
 # finds its batch early, and the fits (about 20 ms each) never cost a long one more than a percent or two.
 _SHORTEST_LOOK_S = 0.2
@@ -127,30 +130,39 @@ def _node_of(rank: int) -> str:
 def standalone_session() -> Session:
     """A session for this process: under ``torchrun`` one of its group, else alone."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    under_torchrun = "MASTER_ADDR" in os.environ and "RANK" in os.environ
-    if not under_torchrun:
+    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         rank, world_size = 0, 1
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
+    _SESSIONS[run] += 1
+    prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
+
     def form(plan: Plan, rank: int) -> Communicator:
-        if plan.world_size == 1:
-            address = StoreAddress(host="localhost", port=0)
-        else:
-            address = StoreAddress(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
+        try:
+            store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
+        except (RuntimeError, OSError) as error:
+            raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
         return Communicator(
-            address,
-            f"elastic_ray/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}",
+            store,
+            prefix,
             rank=rank,
             world_size=plan.world_size,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
-            form_timeout_s=60.0,
+            form_timeout_s=_FORM_TIMEOUT_S,
             host=_own_host() if plan.nodes > 1 else "127.0.0.1",
             cuda=cuda,
         )
 
-    membership = Membership(str(rank), form, lambda generation, cause: logger.error("%s", cause))
+    def give_up(generation: int, cause: str) -> None:
+        membership.give_up(
+            f"the group of WORLD_SIZE={world_size} processes did not form within {_FORM_TIMEOUT_S:g} s: {cause}. Every "
+            "rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
+        )
+
+    membership = Membership(str(rank), form, give_up)
     nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
     link = StandaloneLink(nodes, world_size, membership.post)
     session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
@@ -160,6 +172,4 @@ def standalone_session() -> Session:
 
 
 def _own_host() -> str:
-    import socket
-
-    return socket.gethostbyname(socket.gethostname())
+    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

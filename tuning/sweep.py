@@ -16,7 +16,6 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.store import StoreAddress, open_store
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
 from tuning.held import HeldCheckpoints
@@ -106,16 +105,7 @@ class Sweep:
         self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
-        self._store = asyncio.get_event_loop().create_task(self._open_store())
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
-
-    async def _open_store(self) -> Any:
-        return await asyncio.to_thread(open_store, str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
-
-    async def store(self) -> StoreAddress:
-        """The rendezvous store of all trials, so that their controllers need not import torch."""
-        store = await self._store
-        return StoreAddress(host=store.host, port=store.port)
 
     async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
         """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
@@ -249,4 +239,4 @@ def _kind(spec: JobSpec) -> JobSpec:
     trial = spec.trial
     if trial is not None:
         trial = dataclasses.replace(trial, controller="", start_from=None, held=None, sweep=None)
-    return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial)
+    return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial, secret="")

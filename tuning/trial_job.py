@@ -30,6 +30,7 @@ from elastic_ray.handle import JobHandle, find_controller
 from elastic_ray.job.lease import START_TIMEOUT_S
 from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.job.train_loop import with_config
+from elastic_ray.membership.proof import new_secret
 from elastic_ray.storage import RunStorage
 from elastic_ray.trainer import ElasticTrainer, check_resources
 from placement.actor import NAMESPACE, get_or_create_allocator
@@ -275,6 +276,7 @@ class TrialJob:
             storage_filesystem=self._filesystem,
             max_failures=base.max_failures,
             num_to_keep=None,  # the sweep decides
+            secret=new_secret(),  # its own, not the sweep's
             scheduling=scheduling,
             trial=TrialSpec(
                 controller=self._run,

@@ -18,6 +18,7 @@ _PACKAGE = "elastic-ray"
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30
 _WORD = b"heard"
+_REACH_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,16 +134,22 @@ def check_nccl() -> Check:
 
 
 def check_ports() -> Check:
-    """A store, as each job opens one on a free port, can be reached at this machine's address."""
-    import ray
+    """A socket on a free port, as workers open them, can be reached at this machine's address."""
+    import socket
 
-    from elastic_ray.membership.store import StoreAddress, connect_store, open_store
+    import ray
 
     host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:
-        store = open_store(host)
-        connect_store(StoreAddress(host=host, port=store.port), 5.0).set("doctor", _WORD)
-        heard = store.get("doctor") == _WORD
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as listener:
+            listener.settimeout(_REACH_S)
+            with socket.create_connection(listener.getsockname()[:2], _REACH_S) as caller:
+                caller.sendall(_WORD)
+                answering, _ = listener.accept()
+                with answering:
+                    answering.settimeout(_REACH_S)
+                    heard = answering.recv(len(_WORD)) == _WORD
     except Exception as error:
         reason = str(error).splitlines()[0]
         return Check(name="ports", state="fail", detail=f"nothing can listen and be reached at {host}: {reason}")

@@ -2,8 +2,8 @@
 
 It is soft state: the workers train on when its process dies, Ray starts another one in its place, and they tell that
 one who they are; what they do not know stands in its journal. Workers and their placement groups end when it says so,
-or by themselves when it stays away; what a trial has of its sweep's, the sweep's actor owns. The driver holds a lease
-on it; without renewals it ends the job and itself.
+or by themselves when it stays away; what a trial has of its sweep's, the sweep's actor owns. Through it the members of
+a generation find each other. The driver holds a lease on it; without renewals it ends the job and itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.bootstrap import Bootstrap, Meeting
 from placement import groups
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
@@ -92,6 +93,7 @@ class JobController:
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
         self._job = RunningJob(spec, self._handle, self._background, self._journal, named=named)
+        self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
         self._lease = Pulse(spec.elastic.lease_s)
         self._lease.heard(_DRIVER)
         self._closed = asyncio.Event()
@@ -112,7 +114,7 @@ class JobController:
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, held=None)  # whoever asks is not to keep it alive
-        return dataclasses.replace(self._spec, train_loop=b"", trial=trial)
+        return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
         """The job now."""
@@ -238,6 +240,19 @@ class JobController:
         """A worker of the controller before this one tells who it is."""
         if self._gathering is not None:
             self._gathering.hear(told)
+
+    async def bootstrap(self, call: Meeting) -> dict[str, bytes]:
+        """Members of a generation that is being formed tell each other where they listen.
+
+        Raises:
+            BootstrapRefusedError: whoever calls is no member.
+        """
+        return await self._bootstrap.meet(call)
+
+    async def claim_fault(self, index: int) -> bool:
+        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        await self._recovered.wait()
+        return self._job.claim_fault(index)
 
     # -- the clock ---------------------------------------------------------------------------------------------
 

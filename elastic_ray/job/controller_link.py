@@ -62,11 +62,10 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
 class ControllerLink:
     """A session's link to its job controller; every call but ``report`` returns at once."""
 
-    def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
+    def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
         self._worker = assignment.worker
         self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
-        self._store = store
         self._patience_s = setup.elastic.controller_timeout_s
         self._paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
@@ -159,7 +158,7 @@ class ControllerLink:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
     def claim_fault(self, index: int) -> bool:
-        return bool(self._store.add(f"fault/{index}", 1) == 1)
+        return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
 
 
 class Heart:

@@ -13,7 +13,6 @@ from elastic_ray.job.crew import Crew
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.history import SizeHistory
 from elastic_ray.job.journal import Noted
-from elastic_ray.job.launcher import Launcher
 from elastic_ray.job.messages import Assignment, Beat, Introduction, ProcessFacts, RunResult
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.record import JobRecord
@@ -37,7 +36,6 @@ from elastic_ray.membership.signals import (
     Tick,
     Withdraw,
 )
-from elastic_ray.membership.store import StoreAddress
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -115,7 +113,6 @@ class WorkerGroup:
             named=named,
         )
         self._crew = Crew(spec, controller, self.take, self._on_result)
-        self._launcher = Launcher(spec, self._crew.launch)
         self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
         self.history = SizeHistory(time.monotonic())
         self.returned: set[str] = set()
@@ -144,16 +141,18 @@ class WorkerGroup:
         """Fulfilled reservations by node."""
         return self._crew.reserved()
 
+    def is_member(self, generation: int, worker: str) -> bool:
+        """Whether the worker belongs to this generation, which is the present one or is to be."""
+        flight = self.machine.in_flight
+        plans = (self.machine.current, flight.plan if flight is not None else None)
+        return any(plan.generation == generation and plan.rank_of(worker) is not None for plan in plans if plan)
+
     def training(self) -> set[str]:
         """Members, and those that are about to be, whose train function runs."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 
     # -- telling -----------------------------------------------------------------------------------------------
-
-    async def open(self) -> None:
-        """Workers may start."""
-        await self._launcher.open()
 
     def take(self, stimulus: Stimulus) -> None:
         """Let the membership machine decide, and do what it says."""
@@ -180,8 +179,6 @@ class WorkerGroup:
             self._perform(instruction)
         if waits:
             self._crew.keep_warm(())
-        if self._launcher.shared:  # the sweep may be gone
-            self._background.start(self._launcher.open())
 
     def knows(self, worker: str, token: str) -> bool:
         """Whether a process with this token serves this job."""
@@ -274,7 +271,7 @@ class WorkerGroup:
             case Reserve(worker=worker, node=node):
                 self._crew.reserve(worker, node)
             case Launch():
-                self._launcher.add(lambda store: self._assignment(instruction, store))
+                self._crew.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
                 self._pulse.forget(worker)
@@ -294,7 +291,7 @@ class WorkerGroup:
             case Complete():
                 self._owner.complete()
 
-    def _assignment(self, launch: Launch, store: StoreAddress) -> Assignment:
+    def _assignment(self, launch: Launch) -> Assignment:
         """What a worker is told that starts now."""
         self._record.starting()
         forming = self.machine.current is None
@@ -310,7 +307,7 @@ class WorkerGroup:
             storage_path=self._spec.storage_path,
             node=launch.node,
             controller=self._controller,
-            store=store,
+            secret=self._spec.secret,
             checkpoint=path,
             held=trial.held if trial is not None and path == trial.start_from else None,
             resume_point=point,

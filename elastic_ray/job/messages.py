@@ -10,7 +10,6 @@ from typing import Any
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Plan
-from elastic_ray.membership.store import StoreAddress
 from elastic_ray.state_files import StateFile
 
 
@@ -45,7 +44,7 @@ class Assignment:
         storage_path: directory of the job's results.
         node: node id it runs on.
         controller: handle of the job's controller.
-        store: the job's rendezvous store.
+        secret: the job's, by which its workers know each other and their controller knows them; never shown.
         checkpoint: path of the checkpoint to start from, None at the beginning.
         held: the same in the cluster's memory, as far as it is still there; None for storage only.
         resume_point: where that checkpoint stands.
@@ -61,7 +60,7 @@ class Assignment:
     storage_path: str
     node: str
     controller: Any
-    store: StoreAddress
+    secret: str = dataclasses.field(repr=False)
     checkpoint: str | None = None
     held: Any = None
     resume_point: Mapping[str, Any] | None = None

@@ -100,6 +100,7 @@ class RunningJob:
         self._resumed = ""
         self._stopping_since: float | None = None
         self._revivals: tuple[float, ...] = ()
+        self._claimed: set[int] = set()
         self._return_value: Any = None
         self.vacated: asyncio.Task[None] | None = None
 
@@ -207,6 +208,12 @@ class RunningJob:
             self._saved = True
             self._allocator.soon()  # it may be stopped from now on
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
+
+    def claim_fault(self, index: int) -> bool:
+        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        fresh = index not in self._claimed
+        self._claimed.add(index)
+        return fresh
 
     def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
         try:
@@ -350,6 +357,7 @@ class RunningJob:
             preempted=self._preemption.reason if self._preemption.active else None,
             processes=self.group.processes(),
             revivals=self._revivals,
+            claimed=tuple(sorted(self._claimed)),
             return_value=plain_value(self._return_value) if self.record.phase.ended else None,
         )
 
@@ -363,6 +371,7 @@ class RunningJob:
         self._losses.failures, self._losses.lost = noted.failures, noted.lost
         self.group.history.recall(noted)
         self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
+        self._claimed = set(noted.claimed)
         if self.record.phase.ended:
             error = RuntimeError(noted.message) if self.record.phase is JobPhase.FAILED else None
             self.record.end(self.record.phase, error=error, return_value=noted.return_value, message=noted.message)
@@ -389,7 +398,6 @@ class RunningJob:
 
     async def open(self) -> None:
         """Before the first tick."""
-        await self.group.open()
         self._background.in_thread(self.record.delete_checkpoints, self.record.surplus)
 
     def tick(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.membership.proof import new_secret
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class TrialSpec:
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
         held: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage only.
-        sweep: actor that has what trials share, a rendezvous store and worker processes; None shares nothing.
+        sweep: actor that has what trials share, worker processes above all; None shares nothing.
     """
 
     controller: str
@@ -68,6 +69,8 @@ class JobSpec:
         policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
         trial: of a trial of a sweep; None for any other job.
         submission: id of Ray's job submission that it was started from; empty if from none.
+        secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
+            that Ray starts again has it again. Never shown.
     """
 
     job: str
@@ -91,6 +94,7 @@ class JobSpec:
     policy: Any = None
     trial: TrialSpec | None = None
     submission: str = ""
+    secret: str = dataclasses.field(default_factory=new_secret, repr=False)
 
     @property
     def states_kept(self) -> int:

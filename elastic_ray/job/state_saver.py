@@ -13,8 +13,8 @@ import torch
 
 from elastic_ray.durability import FIRST_INTERVAL_S, checkpoint_interval_s
 from elastic_ray.job.messages import StateSaved
-from elastic_ray.parallel.saved_state import UnsafeStateError, write_state
-from elastic_ray.parallel.state import pack, unpack
+from elastic_ray.parallel.saved_state import write_state
+from elastic_ray.parallel.state import UnsafeStateError, pack, unpack
 from elastic_ray.session import Session
 from elastic_ray.state_files import StateFile, delete_others
 from elastic_ray.storage import RunStorage

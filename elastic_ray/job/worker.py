@@ -16,6 +16,7 @@ import torch
 from elastic_ray.context import set_session
 from elastic_ray.faults import FaultInjector
 from elastic_ray.job import train_loop
+from elastic_ray.job.bootstrap_caller import ControllerCaller
 from elastic_ray.job.controller_link import ControllerLink, Heart
 from elastic_ray.job.held import held
 from elastic_ray.job.leash import Leash, Tie
@@ -28,9 +29,9 @@ from elastic_ray.job.messages import (
     WorkerSetup,
 )
 from elastic_ray.job.state_saver import StateSaver
+from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
-from elastic_ray.membership.store import connect_store
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
@@ -151,8 +152,7 @@ class Worker:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         self._membership, self._token = None, assignment.token
-        store = connect_store(assignment.store)
-        link = self._link = ControllerLink(assignment, self._setup, store)
+        link = self._link = ControllerLink(assignment, self._setup)
         progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
@@ -250,8 +250,9 @@ class Worker:
         elastic, setup = self._setup.elastic, self._setup
 
         def form(plan: Plan, rank: int) -> Communicator:
+            caller = ControllerCaller(assignment, plan.generation)
             return Communicator(
-                assignment.store,
+                BootstrapStore(caller, elastic.switch_timeout_s),
                 f"generation/{plan.generation}",
                 rank=rank,
                 world_size=plan.world_size,
@@ -259,6 +260,7 @@ class Worker:
                 form_timeout_s=elastic.switch_timeout_s,
                 host=self._host,
                 cuda=bool(assignment.gpu_ids),
+                secret=assignment.secret,
             )
 
         def could_not_form(generation: int, cause: str) -> None:

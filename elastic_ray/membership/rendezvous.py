@@ -6,6 +6,7 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ray.membership.store import StoreAddress, connect_store
+from elastic_ray.membership.bootstrap_store import BootstrapStore
+from elastic_ray.membership.door import close_door
+from elastic_ray.membership.proof import PROOF_BYTES, prove, proves
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
 _GRAVEYARD_GRACE_S = 5.0
 _BRIEFLY = timedelta(milliseconds=100)
 _CUDA_POLL_S = 2e-4
+_PROOF_TAG = 8
+_PROOF_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 
 
 class CommunicationFailedError(Exception):
@@ -32,7 +37,7 @@ class Communicator:
     """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
 
     Args:
-        address: the rendezvous store.
+        store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
         prefix: name of this generation in the store, never used before.
         rank: rank of this process.
         world_size: number of ranks; with 1 no group is formed.
@@ -40,14 +45,16 @@ class Communicator:
         form_timeout_s: longest wait for all ranks to come and connect.
         host: address of this machine that its peers can reach.
         cuda: also form an NCCL group.
+        secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
+            who can reach it. Empty where the ranks share none.
 
     Raises:
-        CommunicationFailedError: a peer did not come within ``form_timeout_s``.
+        CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
     """
 
     def __init__(
         self,
-        address: StoreAddress,
+        store: Any,
         prefix: str,
         *,
         rank: int,
@@ -56,6 +63,7 @@ class Communicator:
         form_timeout_s: float,
         host: str,
         cuda: bool = False,
+        secret: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -68,20 +76,48 @@ class Communicator:
         self._nccl: Any = None
         if world_size == 1:
             return
+        self._store = store  # torch keeps its C++ side only
+        until_s = time.monotonic() + form_timeout_s
+        named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         try:
-            client = connect_store(address, form_timeout_s)
-            store = dist.PrefixStore(prefix, client)  # type: ignore[attr-defined]
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=form_timeout_s)  # gloo takes it for the rendezvous too
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._gloo = dist.ProcessGroupGloo(store, rank, world_size, options)
+            nonces = _meet(named, rank, world_size)
+            self._gloo = _form_gloo(named, rank, world_size, host, until_s)
+            if secret:
+                self._prove_each_other(prefix, secret, nonces, until_s)
+            if isinstance(store, BootstrapStore):
+                close_door(store.told.values())
             self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
             if cuda:
-                self._nccl = _form_nccl(store, rank, world_size, timeout_s)
+                self._nccl = _form_nccl(named, rank, world_size, timeout_s)
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
             ) from error
+
+    def _prove_each_other(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
+        """Each pair of ranks proves to each other what only a worker of this job can.
+
+        Raises:
+            CommunicationFailedError: a stranger has taken a rank's place.
+            RuntimeError: a peer has not answered in time.
+        """
+
+        def facts(source: int, destination: int) -> tuple[str | int | bytes, ...]:
+            return "peer", prefix, source, destination, nonces[source], nonces[destination]
+
+        timeout = timedelta(seconds=max(0.1, min(_PROOF_TIMEOUT_S, until_s - time.monotonic())))
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        mine = [
+            torch.frombuffer(bytearray(prove(secret, *facts(self.rank, peer))), dtype=torch.uint8) for peer in peers
+        ]
+        theirs = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in peers]
+        works = [self._gloo.recv([proof], peer, _PROOF_TAG) for peer, proof in zip(peers, theirs, strict=True)]
+        works += [self._gloo.send([proof], peer, _PROOF_TAG) for peer, proof in zip(peers, mine, strict=True)]
+        for work in works:
+            work.wait(timeout)
+        for peer, proof in zip(peers, theirs, strict=True):
+            if not proves(proof.numpy().tobytes(), secret, *facts(peer, self.rank)):
+                raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
         """Call off whatever waits in this generation, now and later; callable from any thread."""
@@ -229,6 +265,26 @@ class Graveyard:
 
     def __len__(self) -> int:
         return len(self._buried)
+
+
+def _meet(store: Any, rank: int, world_size: int) -> list[bytes]:
+    """Wait until all have come, before any of them listens; returns a fresh number of each.
+
+    So a rank listens for the moment only in which its peers connect, and not while it waits for one that is late.
+    """
+    store.set(f"here/{rank}", secrets.token_hex(16))
+    keys = [f"here/{peer}" for peer in range(world_size)]
+    store.wait(keys)
+    return [bytes(store.get(key)) for key in keys]
+
+
+def _form_gloo(store: Any, rank: int, world_size: int, host: str, until_s: float) -> Any:
+    """A gloo backend of all ranks, connected by ``until_s``."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # gloo takes it for the rendezvous too
+    options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:

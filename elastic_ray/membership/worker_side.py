@@ -60,6 +60,7 @@ class Membership:
         self.current: Plan | None = None
         self.communicator: Communicator | None = None
         self._wish: SetBatch | None = None
+        self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
 
@@ -80,6 +81,12 @@ class Membership:
                     self.preempting = True
                 case Stop():
                     self.stop_requested = True
+            self._news.notify_all()
+
+    def give_up(self, why: str) -> None:
+        """No generation will ever be announced again: whoever waits for one learns why at once."""
+        with self._news:
+            self._hopeless = why
             self._news.notify_all()
 
     def _take_plan(self, plan: Plan) -> None:
@@ -180,19 +187,20 @@ class Membership:
         group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
         Raises:
-            LostGroupError: none was formed within ``timeout_s``.
+            LostGroupError: none was formed within ``timeout_s``, or none will be.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             with self._news:
                 self._news.wait_for(
-                    lambda: self._may_take() or self.stop_requested,
+                    lambda: self._may_take() or self.stop_requested or self._hopeless,
                     timeout=max(0.0, deadline - time.monotonic()),
                 )
                 prepared = self._prepared if self._may_take() else None
             if prepared is None:
                 raise LostGroupError(
-                    f"worker {self.worker} heard of no generation after {self.generation} within {timeout_s:.0f} s"
+                    self._hopeless
+                    or f"worker {self.worker} heard of no generation after {self.generation} within {timeout_s:.0f} s"
                 )
             taken = self.take(prepared[0].generation)
             if taken is not None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.parallel.state import pack, unpack
+from elastic_ray.parallel.state import UnsafeStateError, pack, unpack
 from elastic_ray.state_files import CorruptStateError, StateFile, read_file, write_file
 from elastic_ray.storage import RunStorage
-
-
-class UnsafeStateError(TypeError):
-    """A state holds what could only be loaded by running code."""
 
 
 def write_state(
@@ -37,11 +31,9 @@ def write_state(
     Raises:
         UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
     """
-    shape = trees["shape"]
-    plain = {**trees, "shape": None if shape is None else dataclasses.asdict(shape)}
-    for key, tree in plain.items():
+    for key, tree in trees.items():
         _check_plain(key, tree)
-    return write_file(storage, resume_point, lambda stream: torch.save(plain, stream), go_on=go_on)  # type: ignore[arg-type]
+    return write_file(storage, resume_point, lambda stream: torch.save(dict(trees), stream), go_on=go_on)  # type: ignore[arg-type]
 
 
 def read_state(storage: RunStorage, state: StateFile) -> dict[str, Any]:
@@ -52,11 +44,12 @@ def read_state(storage: RunStorage, state: StateFile) -> dict[str, Any]:
     """
     data = read_file(storage, state)
     try:
-        trees = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        shape = trees["shape"]
-        return {**trees, "shape": None if shape is None else BatchChoice(**shape)}
+        trees: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise CorruptStateError(f"{state.path} is no state of ours: {error}") from error
+    if not isinstance(trees, dict):
+        raise CorruptStateError(f"{state.path} is no state of ours, but a {type(trees).__name__}")
+    return trees
 
 
 def _check_plain(key: str, tree: Any) -> None:

@@ -11,7 +11,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.plan import Progress
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.parallel.state import ModuleState, Stateful, receive_state, send_state
+from elastic_ray.parallel.state import ModuleState, Stateful, check_plain, receive_state, send_state
 from elastic_ray.run_progress import LoopProgress, RunProgress
 
 
@@ -53,6 +53,14 @@ class SharedState:
         """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
         self._rollbacks.append((capture, restore))
 
+    def check_plain(self) -> None:
+        """Check that all of it can be sent to another rank.
+
+        Raises:
+            UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        """
+        check_plain(self.capture())
+
     def snapshot(self) -> None:
         """Remember the small state at the beginning of a step."""
         self._snapshots = [copy.deepcopy(capture()) for capture, _ in self._rollbacks]
@@ -69,7 +77,8 @@ class SharedState:
     def capture(self) -> dict[str, Any]:
         """All states by name; tensors are not copied."""
         trees = {key: state.capture() for key, state in self._states.items()}
-        return {**trees, "run": dataclasses.asdict(self.progress), "shape": self.shape}
+        shape = None if self.shape is None else dataclasses.asdict(self.shape)
+        return {**trees, "run": dataclasses.asdict(self.progress), "shape": shape}
 
     def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
         """Take over captured states.
@@ -86,7 +95,7 @@ class SharedState:
         run = dict(trees["run"])
         loops = [LoopProgress(**loop) for loop in run.pop("loops")]
         self._take_progress(RunProgress(**run, loops=loops))
-        self.shape = trees["shape"]
+        self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
                 state.restore(trees[key])
@@ -104,7 +113,10 @@ class SharedState:
 
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
+            UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
         """
+        if not self.complete and communicator.world_size > 1:
+            self.check_plain()
         run = self.progress
         rows = communicator.gather_ints([run.ticks, run.slot, run.lineage, run.passes, int(self.complete)])
         everyone = [

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.parallel.plain import NotPlainError, Slot, decode, dtype_name, dtype_of, encode
 
 # Tensors under this size travel in one message together.
 _SMALL_BYTES = 1 << 18
 _TAG = 7
+# What is sent beside the tensors names each of them, in some 100 bytes: a peer that speaks of more than this is none.
+_LARGEST_HEADER_BYTES = 1 << 28
+_MOST_TENSORS = 1 << 20
+_MOST_DIMENSIONS = 64
 
 
 class Stateful(Protocol):
@@ -24,13 +29,6 @@ class Stateful(Protocol):
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state; the tree's tensors belong to the callee from now on."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    """Stands for the n-th tensor in a packed tree."""
-
-    index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,17 +44,61 @@ class _Spec:
             numel *= size
         return numel * self.dtype.itemsize
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spec:
+        """What describes this tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
+
+    def told(self) -> tuple[Any, ...]:
+        """Plain values, for :meth:`heard`."""
+        return self.shape, dtype_name(self.dtype), self.cuda
+
+    @classmethod
+    def heard(cls, told: Any) -> _Spec:
+        """The inverse of :meth:`told`.
+
+        Raises:
+            ValueError: a peer has sent something else.
+        """
+        shape, dtype, cuda = told
+        if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
+            raise ValueError(f"no tensor is like {told!r:.80}")
+        if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+            raise ValueError(f"no tensor has the shape {shape!r:.80}")
+        return cls(shape, dtype_of(dtype), cuda)
+
+
+class UnsafeStateError(TypeError):
+    """A state holds what could only be sent, or loaded, by running code."""
+
+
+def check_plain(trees: Mapping[str, Any]) -> None:
+    """Check that states can be sent to another rank: they hold tensors and plain values.
+
+    Raises:
+        UnsafeStateError: one of them does not; the message names it.
+    """
+    for key, tree in trees.items():
+        try:
+            encode(pack(tree)[0])
+        except NotPlainError as error:
+            raise UnsafeStateError(
+                f"state {key!r} holds something else than tensors and plain values, and what is sent between workers "
+                f"is never unpickled: {error}. Keep numbers, strings, lists, dicts and tensors in it, or leave that "
+                "value out of its state_dict() and make it anew in load_state_dict()"
+            ) from error
+
 
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a tree into its skeleton (picklable, small) and its tensors in order."""
+    """Split a tree into its skeleton (small) and its tensors in order."""
     tensors: list[torch.Tensor] = []
 
     def visit(node: Any) -> Any:
         if isinstance(node, torch.Tensor):
             tensors.append(node.detach())
-            return _Slot(len(tensors) - 1)
+            return Slot(len(tensors) - 1)
         if isinstance(node, Mapping):
-            return {key: visit(value) for key, value in node.items()}
+            return _alike(type(node), {key: visit(value) for key, value in node.items()})
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
             return type(node)(visit(value) for value in node)
         return node
@@ -66,13 +108,18 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     """The inverse of :func:`pack`."""
-    if isinstance(skeleton, _Slot):
+    if isinstance(skeleton, Slot):
         return tensors[skeleton.index]
     if isinstance(skeleton, dict):
-        return {key: unpack(value, tensors) for key, value in skeleton.items()}
-    if isinstance(skeleton, (list, tuple)):
+        return _alike(type(skeleton), {key: unpack(value, tensors) for key, value in skeleton.items()})
+    if type(skeleton) in (list, tuple):
         return type(skeleton)(unpack(value, tensors) for value in skeleton)
     return skeleton
+
+
+def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
+    """A mapping of these values that is of this kind where a scheduler may count on that (milestones)."""
+    return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,10 +127,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
-    """Send captured states to one rank; the other side calls :func:`receive_state`."""
+    """Send captured states to one rank; the other side calls :func:`receive_state`.
+
+    Raises:
+        UnsafeStateError: one of them holds more than tensors and plain values.
+    """
+    check_plain(trees)
     skeletons, tensors = pack(dict(trees))
-    specs = [_Spec(tuple(t.shape), t.dtype, t.is_cuda) for t in tensors]
-    header = torch.frombuffer(bytearray(pickle.dumps((skeletons, specs))), dtype=torch.uint8)
+    specs = [_Spec.of(tensor) for tensor in tensors]
+    content = encode((skeletons, [spec.told() for spec in specs]))
+    header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
     kept = [header]  # gloo reads from these until the work is done
@@ -113,12 +166,11 @@ def receive_state(
 
     Returns:
         The trees, and the keys whose tensors were received in place (nothing is left to restore there).
+
+    Raises:
+        CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
     """
-    size = torch.zeros(1, dtype=torch.int64)
-    communicator.wait_all([communicator.receive(size, source, _TAG)])
-    header = torch.empty(int(size), dtype=torch.uint8)
-    communicator.wait_all([communicator.receive(header, source, _TAG)])
-    skeletons, specs = pickle.loads(header.numpy().tobytes())
+    skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []
     for cuda in (False, True):
@@ -141,6 +193,30 @@ def receive_state(
     return unpack(skeletons, tensors), in_place
 
 
+def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
+    size = torch.zeros(1, dtype=torch.int64)
+    communicator.wait_all([communicator.receive(size, source, _TAG)])
+    if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
+        raise _refused(communicator, source, f"a header of {int(size)} bytes")
+    header = torch.empty(int(size), dtype=torch.uint8)
+    communicator.wait_all([communicator.receive(header, source, _TAG)])
+    try:
+        skeletons, told = decode(header.numpy().tobytes())
+        if type(skeletons) is not dict or type(told) is not list or len(told) > _MOST_TENSORS:
+            raise ValueError("neither states nor tensors")
+        specs = [_Spec.heard(each) for each in told]
+        if sorted(slot.index for slot in _slots(skeletons)) != list(range(len(specs))):
+            raise ValueError("its tensors are not those that it names")
+    except (ValueError, TypeError) as error:
+        raise _refused(communicator, source, str(error)) from error
+    return skeletons, specs
+
+
+def _refused(communicator: Communicator, source: int, why: str) -> CommunicationFailedError:
+    communicator.broken = True
+    return CommunicationFailedError(f"rank {source} sent what is no state: {why}")
+
+
 def _destinations(
     skeletons: dict[str, Any], specs: list[_Spec], own: Callable[[str], Any | None]
 ) -> tuple[list[torch.Tensor], set[str]]:
@@ -154,8 +230,7 @@ def _destinations(
         my_skeleton, my_tensors = pack(mine)
         slots = _slots(skeleton)
         if len(slots) == len(_slots(my_skeleton)) == len(my_tensors) and all(
-            specs[slot.index] == _Spec(tuple(t.shape), t.dtype, t.is_cuda) and t.is_contiguous()
-            for slot, t in zip(slots, my_tensors, strict=True)
+            specs[slot.index] == _Spec.of(t) and t.is_contiguous() for slot, t in zip(slots, my_tensors, strict=True)
         ):
             in_place.add(key)
             tensors.update({slot.index: t for slot, t in zip(slots, my_tensors, strict=True)})
@@ -166,8 +241,8 @@ def _destinations(
     ], in_place
 
 
-def _slots(skeleton: Any) -> list[_Slot]:
-    if isinstance(skeleton, _Slot):
+def _slots(skeleton: Any) -> list[Slot]:
+    if isinstance(skeleton, Slot):
         return [skeleton]
     if isinstance(skeleton, dict):
         return [slot for value in skeleton.values() for slot in _slots(value)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -64,7 +65,107 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
     assert handle.status().phase is JobPhase.FINISHED
     during = [at for at in step_times(tmp_path) if killed_s < at < known_s]
     edges = [killed_s, *during, known_s]
-    assert max(b - a for a, b in zip(edges, edges[1:], strict=False)) < 1.5, "training goes on meanwhile"
+    assert max(b - a for a, b in itertools.pairwise(edges)) < 1.5, "training goes on meanwhile"
     account = traced.account(tmp_path / "trace")
     assert account.worlds == [2] and len(account.final) == 1
     assert EventKind.FAILURE not in kinds(handle)
+
+
+def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
+    """Rank 0 dies in the same moment."""
+    handle = start(tmp_path, workers=3, epochs=30)
+    wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
+    victim = handle.workers()[0].pid
+    kill_controller(handle)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: EventKind.FAILURE in kinds(handle), handle)
+    assert "w1" in next(event.reason for event in handle.events() if event.kind is EventKind.FAILURE)
+    wait_until(lambda: handle.status().workers == 3, handle, 90)
+    assert handle.result(timeout=90).error is None
+    account = traced.account(tmp_path / "trace")
+    assert victim in account.pids and len(account.final) == 1
+    assert EventKind.RESTART not in kinds(handle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["reserving", "starting", "announced", "leaving", "forced"])
+def test_a_controller_dies_in_every_phase_of_a_change(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
+    handle = start(tmp_path, workers=(1, 4), epochs=100_000, pause_s=0.01)
+    handle.resize(2)
+    wait_until(lambda: handle.status().workers == 2 and handle.status().step > 5, handle)
+    goal = 3
+    match moment:
+        case "reserving":
+            handle.resize(3)
+        case "starting":
+            handle.resize(3)
+            wait_until(lambda: handle.status().target_workers == 3, handle)
+        case "announced":
+            generation = handle.status().generation
+            handle.resize(3)
+            wait_until(lambda: handle.status().generation > generation or _joiners(tmp_path) > 2, handle)
+        case "leaving":
+            goal = 1
+            handle.resize(1)
+        case "forced":
+            handle.resize(3)
+            os.kill(handle.workers()[-1].pid, signal.SIGKILL)
+            time.sleep(0.05)  # so that its death is known, or not: either is to go well
+    kill_controller(handle)
+    wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
+    wait_until(lambda: handle.status().workers == goal, handle, 90)
+    step = handle.status().step
+    wait_until(lambda: handle.status().step > step + 5, handle)
+    handle.stop()
+    handle.result(timeout=60)
+    traced.check_identical(traced.read(tmp_path / "trace"))
+    assert EventKind.RESTART not in kinds(handle)
+
+
+def _joiners(folder: Path) -> int:
+    return len({line["pid"] for line in traced.read(folder / "trace")})
+
+
+@pytest.mark.slow
+def test_twice_in_a_row_and_together_with_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
+    from placement.actor import NAME, NAMESPACE
+
+    handle = start(tmp_path, workers=2, epochs=60)
+    wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)
+    kill_controller(handle)
+    wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
+    allocator: Any = ray.get_actor(NAME, namespace=NAMESPACE)
+    os.kill(ray.get(allocator.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    kill_controller(handle)
+    wait_until(lambda: kinds(handle).count(EventKind.RECOVERED) == 2, handle)
+    assert handle.result(timeout=90).error is None
+    account = traced.account(tmp_path / "trace")
+    assert account.worlds == [2] and len(account.final) == 1
+    assert not {EventKind.FAILURE, EventKind.RESTART} & set(kinds(handle))
+
+
+@pytest.mark.slow
+def test_all_workers_and_the_controller_at_once_restart_from_the_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, epochs=12, checkpoint=True, max_failures=1)
+    wait_until(lambda: handle.status().step > 20, handle)
+    victims = [worker.pid for worker in handle.workers()]
+    kill_controller(handle)
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: EventKind.RESTART in kinds(handle), handle)
+    assert handle.result(timeout=120).error is None
+    assert [row["epoch"] for row in handle.result().metrics_dataframe.to_dict("records")][-1] == 11
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_controller_never_comes_back(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, epochs=100_000, name="orphans")
+    wait_until(lambda: handle.status().step > 5, handle)
+    workers = [worker.pid for worker in handle.workers()]
+    ray.kill(find_controller(handle.job), no_restart=True)
+    deadline = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in workers) or ray_cluster.leaks():
+        assert time.monotonic() < deadline, ray_cluster.leaks()
+        time.sleep(0.2)
+    with pytest.raises(er.errors.JobLostError if hasattr(er, "errors") else Exception, match="controller"):
+        handle.result(timeout=30)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.durability import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
-from elastic_ray.parallel.saved_state import UnsafeStateError, read_state, write_state
+from elastic_ray.parallel.saved_state import read_state, write_state
+from elastic_ray.parallel.state import UnsafeStateError
 from elastic_ray.state_files import CorruptStateError, delete_others, delete_states, state_files
 from elastic_ray.storage import RunStorage
 
@@ -25,7 +25,7 @@ def trees(value: float = 1.0) -> dict[str, Any]:
         "model/0": {"weight": torch.full((3, 4), value), "steps": torch.tensor(7)},
         "lr_scheduler/0/0": {"milestones": {3: 1}, "last": [1, None, "x", 2.5, (1, 2)]},
         "run": {"epoch": 1, "sums": {(0, 1): {"loss": 0.25}}, "loops": [{"position": 3, "done": False}]},
-        "shape": BatchChoice(atomic_bsz=8, accum_steps=1),
+        "shape": {"atomic_bsz": 8, "accum_steps": 1},
     }
 
 

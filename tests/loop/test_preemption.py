@@ -17,7 +17,6 @@ from elastic_ray.job.record import JobRecord
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.membership.plan import Stop
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.membership.store import StoreAddress
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.passage import WorkerDismissed
@@ -66,9 +65,8 @@ def session_of(kept: dict[str, Any] | None = None) -> Session:
     """A worker's session, alone in its job."""
 
     def form(plan: Any, rank: int) -> Communicator:
-        nowhere = StoreAddress(host="localhost", port=0)
         times = {"timeout_s": 10.0, "form_timeout_s": 10.0}
-        return Communicator(nowhere, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
+        return Communicator(None, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
 
     membership = Membership("0", form, lambda generation, cause: None)
     session = Session("0", membership, StandaloneLink(1, 1, membership.post), kept=kept, elastic=True)

@@ -1,0 +1,126 @@
+"""What the members of a generation must tell each other before they can connect, in their controller's memory (pure).
+
+It takes the place of a rendezvous server: nothing of ours listens for it. Members reach it through Ray's actor calls,
+so that Ray says who may talk to a controller at all, and each call proves that it comes from a worker of this job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from elastic_ray.membership.proof import prove, proves
+
+_GENERATIONS_KEPT = 4  # the present one, the one that is being formed, and those that are being given up
+_LONGEST_KEY = 256
+_LARGEST_VALUE_BYTES = 1 << 16
+_KEYS_PER_MEMBER = 64
+_LONGEST_WAIT_S = 60.0
+
+
+class BootstrapRefusedError(Exception):
+    """A call was not made by a member of a generation that is to be, or asks for too much."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One call of a member that forms a generation.
+
+    Attributes:
+        generation: the generation.
+        worker: the member.
+        proof: that it knows the job's secret (:func:`signed`).
+        tells: what the others are to know, by key.
+        wants: keys that it waits for.
+        wait_s: how long [s].
+    """
+
+    generation: int
+    worker: str
+    proof: bytes = dataclasses.field(repr=False)
+    tells: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
+    wants: tuple[str, ...] = ()
+    wait_s: float = 0.0
+
+
+def signed(secret: str, generation: int, worker: str) -> bytes:
+    """The proof that a worker's calls for a generation carry."""
+    return prove(secret, "bootstrap", generation, worker)
+
+
+class _Table:
+    """What the members of one generation have told."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.owners: dict[str, str] = {}
+        self.news = asyncio.Event()
+        self.dropped = False
+
+    def tell(self, worker: str, values: Mapping[str, bytes]) -> None:
+        for key, value in values.items():
+            if len(key) > _LONGEST_KEY or len(value) > _LARGEST_VALUE_BYTES:
+                raise BootstrapRefusedError(f"a key of {len(key)} characters, or {len(value)} bytes under it: too long")
+            owner = self.owners.get(key, worker)
+            if owner != worker:
+                raise BootstrapRefusedError(f"{worker} may not write what {owner} has written")
+            if key not in self.owners and sum(each == worker for each in self.owners.values()) >= _KEYS_PER_MEMBER:
+                raise BootstrapRefusedError(f"{worker} writes more than {_KEYS_PER_MEMBER} keys")
+            self.owners[key] = worker
+            self.values[key] = value
+        if values:
+            self.wake()
+
+    def wake(self) -> None:
+        """Let everybody look who waits."""
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class Bootstrap:
+    """See the module's text. Lives in one event loop; what it holds may be lost: then a generation is not formed.
+
+    Args:
+        secret: the job's.
+        is_member: whether a worker belongs to a generation that is, or is to be.
+    """
+
+    def __init__(self, secret: str, is_member: Callable[[int, str], bool]) -> None:
+        self._secret = secret
+        self._is_member = is_member
+        self._tables: dict[int, _Table] = {}
+
+    async def meet(self, call: Meeting) -> dict[str, bytes]:
+        """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
+
+        Raises:
+            BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
+        """
+        if not proves(call.proof, self._secret, "bootstrap", call.generation, call.worker):
+            raise BootstrapRefusedError("a call that proves nothing")
+        if not self._is_member(call.generation, call.worker):
+            raise BootstrapRefusedError(f"{call.worker} is no member of generation {call.generation}")
+        table = self._table(call.generation)
+        table.tell(call.worker, call.tells)
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + min(call.wait_s, _LONGEST_WAIT_S)
+        while not all(key in table.values for key in call.wants) and (left_s := until_s - loop.time()) > 0:
+            try:
+                await asyncio.wait_for(table.news.wait(), left_s)
+            except asyncio.TimeoutError:
+                break
+            if table.dropped:
+                raise BootstrapRefusedError(f"generation {call.generation} was given up")
+        return dict(table.values)
+
+    def _table(self, generation: int) -> _Table:
+        if generation not in self._tables:
+            self._tables[generation] = _Table()
+            for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:
+                dropped = self._tables.pop(old)
+                dropped.dropped = True
+                dropped.wake()
+        if generation not in self._tables:
+            raise BootstrapRefusedError(f"generation {generation} is over")
+        return self._tables[generation]

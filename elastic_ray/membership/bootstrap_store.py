@@ -1,0 +1,117 @@
+"""SHELL over torch.distributed: what gloo and NCCL take for a rendezvous store: calls to the job's controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+
+class Caller(Protocol):
+    """One member's way to :class:`elastic_ray.membership.bootstrap.Bootstrap`, for one generation."""
+
+    def tell(self, key: str, value: bytes) -> None:
+        """Let the others know; returns at once."""
+
+    def ask(self, keys: tuple[str, ...], wait_s: float) -> Mapping[str, bytes]:
+        """All that is known once these keys are, or after ``wait_s``.
+
+        Raises:
+            RuntimeError: the controller does not answer, or refuses to.
+        """
+
+
+class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
+    """A store for the forming of one group, by one member. What was heard once is not asked for again.
+
+    torch calls it from C++, from whatever thread forms; it must be referred to for as long as the group that was
+    formed through it.
+
+    Args:
+        caller: the way to the controller.
+        timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more.
+
+    Attributes:
+        told: what this member has set.
+    """
+
+    def __init__(self, caller: Caller, timeout_s: float) -> None:
+        super().__init__()
+        self._caller = caller
+        self._until_s = time.monotonic() + timeout_s
+        self._known: dict[str, bytes] = {}
+        self.told: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        """Tell the others."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = self.told[key] = content
+        self._caller.tell(key, content)
+
+    def get(self, key: str) -> bytes:
+        """A value, once it is there."""
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until these keys are there.
+
+        Raises:
+            RuntimeError: they did not come in time, or the controller refuses to answer.
+        """
+        until_s = self._until_s
+        if timeout is not None:
+            until_s = min(until_s, time.monotonic() + timeout.total_seconds())
+        while missing := tuple(key for key in keys if key not in self._known):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"in vain waited for {', '.join(missing)}")
+            self._known.update(self._caller.ask(missing, left_s))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether these keys are known here; asks nobody, for watchdogs ask it again and again."""
+        return all(key in self._known for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Values, once all are there."""
+        self.wait(keys)
+        return [self._known[key] for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        """Tell the others several things."""
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a value here."""
+        return self._known.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many values are known here."""
+        return len(self._known)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The deadline stays."""
+
+    def has_extended_api(self) -> bool:
+        """Without append, queues and the like."""
+        return False
+
+    def add(self, key: str, amount: int) -> int:
+        """No group of ours counts anything.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """No group of ours compares anything.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")

@@ -1,0 +1,398 @@
+"""What one rank tells another of its state: plain values and tensors, exactly, and nothing that could run."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import math
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import elastic_ray as er
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.parallel.plain import NotPlainError, Slot, decode, encode
+from elastic_ray.parallel.state import (
+    DictState,
+    ModuleState,
+    OptimizerState,
+    UnsafeStateError,
+    pack,
+    receive_state,
+    send_state,
+)
+from tests.loop.test_preemption import session_of
+from tests.membership.groups import local_controller, member
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), np.float64(0.1)]),
+)  # fmt: skip
+keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.text()), st.floats(allow_nan=False))
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(keys, inner),
+        st.dictionaries(keys, inner).map(collections.OrderedDict),
+        st.dictionaries(keys, st.integers()).map(collections.Counter),
+        st.sets(keys),
+        st.frozensets(keys),
+    ),
+)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal in type, order and bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return alike(list(one.items()), list(other.items()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, (float, np.generic)):
+        return struct.pack("<d", one) == struct.pack("<d", other)
+    if isinstance(one, complex):
+        return alike((one.real, one.imag), (other.real, other.imag))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return bool(one == other)
+
+
+@given(values)
+def test_values_arrive_as_they_were(value: Any) -> None:
+    assert alike(decode(encode(value)), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.unpack("<d", b"\x01\x02\x03\x04\x05\x06\xf8\x7f")[0],  # a NaN with a payload
+        -0.0, math.inf, 5e-324, 2**200, -(2**63), "\ud800", np.float32(1) / 3, np.bool_(True), np.int8(-3),
+        np.arange(6, dtype=">u2").reshape(2, 3), np.zeros((0, 3)), {1: "int", "1": "str", 1.5: "float", None: 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_odd_ones_too(value: Any) -> None:
+    assert alike(decode(encode(value)), value)
+
+
+class Thing:
+    """Something that only its own code can build."""
+
+
+class Mode(int):
+    """Not a plain int: only its own code knows what it does."""
+
+
+@pytest.mark.parametrize(
+    "value, where",
+    [
+        (Thing(), r"it is a .*Thing"),
+        ({"a": [1, (Thing(),)]}, r"\['a'\]\[1\]\[0\] is a .*Thing"),
+        ({"f": len}, r"\['f'\] is a builtins.builtin_function_or_method"),
+        (Mode(3), r"it is a .*Mode"),
+        (np.array([Thing()]), r"it is a numpy.ndarray"),
+        (collections.deque([1]), r"it is a collections.deque"),
+    ],
+)
+def test_other_types_are_refused_with_their_place(value: Any, where: str) -> None:
+    with pytest.raises(NotPlainError, match=where):
+        encode(value)
+
+
+def test_what_holds_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(NotPlainError, match="deeper than 100 levels"):
+        encode(endless)
+
+
+@given(st.binary(max_size=200))
+def test_a_stranger_s_bytes_are_values_or_refused(data: bytes) -> None:
+    try:
+        decode(data)
+    except ValueError:
+        return
+
+
+@given(values, st.data())
+def test_damaged_bytes_are_values_or_refused(value: Any, data: st.DataObject) -> None:
+    content = bytearray(encode(value))
+    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode(bytes(content))
+    except ValueError:
+        return
+
+
+def test_a_length_is_not_believed() -> None:
+    for claimed in (b"b" + (2**63).to_bytes(8, "little"), b"l" + (10**9).to_bytes(8, "little"), b"l" * 10_000):
+        with pytest.raises(ValueError, match="no plain value"):
+            decode(claimed)
+
+
+# -- between ranks -----------------------------------------------------------------------------------------------------
+
+
+def between_ranks(first: Callable[[Communicator], Any], second: Callable[[Communicator], Any]) -> list[Any]:
+    """What two ranks of one group return."""
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        works = [
+            pool.submit(lambda rank=rank, work=work: work(member(controller, rank, 2)))  # type: ignore[misc]
+            for rank, work in enumerate((first, second))
+        ]
+        return [work.result(60) for work in works]
+
+
+@pytest.fixture(scope="module")
+def connected() -> Any:
+    """Two ranks of one group, for many exchanges."""
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: member(controller, rank, 2), range(2)))
+
+        def exchange(states: dict[str, Any]) -> dict[str, Any]:
+            sent = pool.submit(send_state, ranks[0], 1, states)
+            received = pool.submit(receive_state, ranks[1], 0, lambda key: None)
+            sent.result(60)
+            return received.result(60)[0]
+
+        yield exchange
+
+
+class Trained:
+    """A small model with its optimizer and scheduler, trained for some steps."""
+
+    def __init__(self, make_optimizer: Any, make_scheduler: Any = None) -> None:
+        torch.manual_seed(0)
+        self.model: Any = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+        self.optimizer = make_optimizer(self.model)
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self.states = {"model/0": ModuleState(self.model), "optimizer/0": OptimizerState(self.optimizer)}
+        if self.scheduler is not None:
+            self.states["lr_scheduler/0/0"] = DictState(self.scheduler)
+
+    def train(self, steps: int) -> None:
+        for step in range(steps):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+            def closure(inputs: torch.Tensor = inputs) -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = self.model(inputs).square().mean()
+                loss.backward()
+                return loss
+
+            loss = self.optimizer.step(closure)
+            if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                self.scheduler.step(float(loss.detach()))
+            elif self.scheduler is not None:
+                self.scheduler.step()
+
+    def capture(self) -> dict[str, Any]:
+        return {name: state.capture() for name, state in self.states.items()}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    skeletons, tensors = zip(*(pack(each) for each in (one, other)), strict=True)
+    assert alike(skeletons[0], skeletons[1])
+    assert all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+
+
+def check_exchange(exchange: Any, make: Callable[[], Trained]) -> None:
+    """A newcomer that receives a trained state goes on as its source does."""
+    source, newcomer = make(), make()
+    source.train(6)
+    assert source.states.keys() == newcomer.states.keys()
+    received = exchange(source.capture())
+    for name, state in newcomer.states.items():
+        state.restore(received[name])
+    assert_same(newcomer.capture(), source.capture())
+    source.train(6)
+    newcomer.train(6)
+    assert_same(newcomer.capture(), source.capture())
+
+
+def _optimizers() -> list[str]:
+    every = [name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)]
+    return [name for name in every if name not in ("Optimizer", "SparseAdam")]  # this one takes sparse gradients only
+
+
+@pytest.mark.parametrize("name", _optimizers())
+def test_every_optimizer_of_torch(name: str, connected: Any) -> None:
+    def make(model: Any) -> Any:
+        matrices = [p for p in model.parameters() if p.ndim == 2]  # all that Muon takes
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return getattr(torch.optim, name)(matrices if name == "Muon" else model.parameters(), lr=0.01, **options)
+
+    check_exchange(connected, lambda: Trained(make))
+
+
+class Scale:
+    """A callable of the user's with plain state, as LambdaLR's documentation has it."""
+
+    def __init__(self) -> None:
+        self.power = 0.9
+
+    def __call__(self, epoch: int) -> float:
+        return self.power**epoch
+
+
+def _sequential(optimizer: Any) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    warm, then = schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.StepLR(optimizer, 2)
+    return schedulers.SequentialLR(optimizer, [warm, then], milestones=[4])
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [3, 3, 8]),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=40),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "SequentialLR": _sequential,
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler([SCHEDULERS["StepLR"](o)], optimizer=o),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 10),
+    "ConstantLR": lambda o: torch.optim.lr_scheduler.ConstantLR(o),
+    "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.95),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda epoch: 0.9**epoch]),
+    "LambdaLR of a callable": lambda o: torch.optim.lr_scheduler.LambdaLR(o, Scale()),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.05),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch(name: str, connected: Any) -> None:
+    check_exchange(
+        connected,
+        lambda: Trained(lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9), SCHEDULERS[name]),
+    )
+
+
+def test_a_milestone_that_counts_twice_still_does(connected: Any) -> None:
+    trained = Trained(lambda m: torch.optim.SGD(m.parameters(), lr=0.05), SCHEDULERS["MultiStepLR"])
+    milestones = connected(trained.capture())["lr_scheduler/0/0"]["milestones"]
+    assert type(milestones) is collections.Counter and milestones == {3: 2, 8: 1}
+
+
+def test_learning_rates_that_numpy_made_and_tensors(connected: Any) -> None:
+    rates = [np.float64(0.01), np.float32(0.02)]
+    check_exchange(
+        connected,
+        lambda: Trained(
+            lambda m: torch.optim.AdamW(
+                [{"params": [p], "lr": rates[i % 2]} for i, p in enumerate(m.parameters())],
+                amsgrad=True,
+            )
+        ),
+    )
+    check_exchange(
+        connected, lambda: Trained(lambda m: torch.optim.Adam(m.parameters(), lr=torch.tensor(0.01), capturable=False))
+    )
+
+
+def test_a_gradient_scaler(connected: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    scaler.scale(torch.ones(1, requires_grad=True).sum())
+    state = scaler.state_dict()
+    assert alike(connected({"grad_scaler/0": state})["grad_scaler/0"], state)
+
+
+# -- what is no state --------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._mark),)
+
+
+def send_header(communicator: Communicator, content: bytes, claimed: int | None = None) -> None:
+    header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    size = torch.tensor([len(content) if claimed is None else claimed])
+    works = [communicator.send(size, 1, 7)]
+    if claimed is None:
+        works.append(communicator.send(header, 1, 7))
+    communicator.wait_all(works)
+
+
+def outcome_of(sender: Callable[[Communicator], None]) -> Any:
+    def receive(communicator: Communicator) -> Any:
+        try:
+            return receive_state(communicator, 0, lambda key: None)
+        except CommunicationFailedError as error:
+            assert communicator.broken
+            return error
+
+    return between_ranks(sender, receive)[1]
+
+
+def test_a_pickle_in_place_of_a_state_is_refused_and_not_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    pickled = pickle.dumps(({"run": Evil(mark)}, []))
+    refused = outcome_of(lambda communicator: send_header(communicator, pickled))
+    assert isinstance(refused, CommunicationFailedError) and "rank 0 sent what is no state" in str(refused)
+    assert not mark.exists()
+    pickle.loads(pickled)
+    assert mark.exists(), "else the test would see nothing"
+
+
+@pytest.mark.parametrize("size", [-1, 0, 10**15])
+def test_a_header_of_an_impossible_size_is_refused(size: int) -> None:
+    refused = outcome_of(lambda communicator: send_header(communicator, b"-", claimed=size))
+    assert isinstance(refused, CommunicationFailedError) and f"a header of {size} bytes" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ["not", "states"],
+        ({"a": Slot(1)}, [((2,), "float32", False)]),
+        ({}, [((-1,), "float32", False)]),
+        ({}, [((2**60,), "float32", False)]),
+        ({}, [((1,), "load", False)]),
+        ({}, [((1,) * 100, "float32", False)]),
+    ],
+)
+def test_other_values_in_place_of_a_state_are_refused(told: Any) -> None:
+    refused = outcome_of(lambda communicator: send_header(communicator, encode(told)))
+    assert isinstance(refused, CommunicationFailedError), refused
+
+
+# -- what a user's loop learns -----------------------------------------------------------------------------------------
+
+
+class Odd(torch.optim.lr_scheduler.StepLR):
+    """A scheduler whose state has what only its own code can build."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "thing": Thing()}
+
+
+def test_a_state_that_cannot_be_sent_is_named_before_the_first_generation() -> None:
+    session = session_of()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    er.AdaptiveDataParallel(model, optimizer, lr_scheduler=Odd(optimizer, 3))
+    with pytest.raises(UnsafeStateError, match=r"'lr_scheduler/0/0'.*\['thing'\] is a .*Thing.*load_state_dict"):
+        session.sync_point()
+    assert session.membership.generation == 0

@@ -1,0 +1,85 @@
+"""Real gloo groups in one process: ranks are threads that find each other as workers do."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from elastic_ray.membership.bootstrap import Bootstrap, Meeting, signed
+from elastic_ray.membership.bootstrap_store import BootstrapStore
+from elastic_ray.membership.proof import new_secret
+from elastic_ray.membership.rendezvous import Communicator
+
+
+class LocalController:
+    """A controller's event loop in a thread, with its bootstrap alone."""
+
+    def __init__(self, is_member: Callable[[int, str], bool] = lambda generation, worker: True) -> None:
+        self.secret = new_secret()
+        self.bootstrap = Bootstrap(self.secret, is_member)
+        self.calls = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def call(self, meeting: Meeting) -> concurrent.futures.Future[dict[str, bytes]]:
+        """As an actor call: returns at once."""
+        self.calls += 1
+        return asyncio.run_coroutine_threadsafe(self.bootstrap.meet(meeting), self._loop)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        self._loop.close()
+
+
+@contextmanager
+def local_controller(**options: Any) -> Iterator[LocalController]:
+    """A controller for the length of a test."""
+    controller = LocalController(**options)
+    yield controller
+    controller.close()
+
+
+class LocalCaller:
+    """A member's way to a ``LocalController``."""
+
+    def __init__(self, controller: LocalController, worker: str, generation: int, secret: str | None = None) -> None:
+        proof = signed(secret or controller.secret, generation, worker)
+        self._controller, self._fields = controller, {"generation": generation, "worker": worker, "proof": proof}
+
+    def tell(self, key: str, value: bytes) -> None:
+        self._controller.call(Meeting(tells={key: value}, **self._fields))
+
+    def ask(self, keys: tuple[str, ...], wait_s: float) -> Mapping[str, bytes]:
+        try:
+            return self._controller.call(Meeting(wants=keys, wait_s=wait_s, **self._fields)).result(wait_s + 5.0)
+        except Exception as error:
+            raise RuntimeError(str(error)) from error
+
+
+def member(
+    controller: LocalController, rank: int, world: int, *, generation: int = 1, form_s: float = 20.0, **options: Any
+) -> Communicator:
+    """One rank's communicator."""
+    store = BootstrapStore(LocalCaller(controller, f"w{rank + 1}", generation), form_s)
+    fields = {"timeout_s": 20.0, "form_timeout_s": form_s, "host": "127.0.0.1", "secret": controller.secret, **options}
+    return Communicator(store, f"generation/{generation}", rank=rank, world_size=world, **fields)
+
+
+def on_ranks(world: int, work: Callable[[Communicator], Any], **options: Any) -> list[Any]:
+    """What ``work`` returns on each rank of a fresh group; an exception of it in its place."""
+
+    def run(rank: int) -> Any:
+        try:
+            return work(member(controller, rank, world, **options))
+        except Exception as error:
+            return error
+
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(world) as pool:
+        return list(pool.map(run, range(world)))
