@@ -35,6 +35,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
 _RELEASE_S = 10.0
+_NOTE_S = 1.0  # a control store that is away holds no driver up for longer
 _DRIVER = "driver"
 
 
@@ -139,16 +140,19 @@ class JobController:
         """
         await self._recovered.wait()
         self._job.hold(workers)
+        await self._noted_down()
 
     async def release(self) -> None:
         """Leave the job's size to the allocator again."""
         await self._recovered.wait()
         self._job.hold(None)
+        await self._noted_down()
 
     async def weigh(self, weight: float) -> None:
         """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
+        await self._noted_down()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
@@ -161,6 +165,12 @@ class JobController:
         if now:
             self._job.finish(JobPhase.STOPPED)
         self._job.stop()
+        await self._noted_down()
+
+    async def _noted_down(self) -> None:
+        """What a driver was told to be so is so also after this process's end."""
+        self._job.note_down()
+        await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
         """How the job ended; None while it has not."""

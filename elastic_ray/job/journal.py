@@ -150,6 +150,11 @@ class Journal:
         self._put(f"event/{self._events:08d}", event.to_json())
         self._events += 1
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is written; whether it is. Blocks."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._pending, timeout_s)
+
     def begin_again(self) -> None:
         """The controller runs another trial: nothing of the one before counts."""
         self._events = 0
@@ -202,3 +207,4 @@ class Journal:
             with self._lock:
                 if self._pending.get(name) == text:
                     del self._pending[name]
+                self._lock.notify_all()

@@ -330,6 +330,10 @@ class RunningJob:
 
     # -- when the controller's process dies --------------------------------------------------------------------
 
+    def note_down(self) -> None:
+        """For the controller after this one."""
+        self._journal.note(self._noted())
+
     def _noted(self) -> Noted:
         machine, history, goal = self.group.machine, self.group.history, self.group.goal
         return Noted(
@@ -414,7 +418,7 @@ class RunningJob:
         if snapshot is not None:
             self._background.start(self._fit(snapshot))
         self._allocator.tick(now_s)
-        self._journal.note(self._noted())
+        self.note_down()
 
     async def _fit(self, snapshot: Any) -> None:
         self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
@@ -463,7 +467,7 @@ class RunningJob:
         self.record.end(phase, error=error, return_value=self._return_value, message=reason)
         self.feed.close()
         self._desk.close()
-        self._journal.note(self._noted())
+        self.note_down()
         if phase is JobPhase.FINISHED and self._spec.states_kept:
             self._background.in_thread(self.record.delete_states)
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
