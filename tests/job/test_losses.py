@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ray.durability import PRIOR_MEAN_TIME_S
 from elastic_ray.job.background import Background
+from elastic_ray.job.journal import Journal
 from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import StateSaved
 from elastic_ray.job.running import RunningJob
@@ -37,7 +38,7 @@ def test_members_count_as_their_part_of_the_job() -> None:
 
 
 def test_a_wall_clock_that_is_set_back_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = RunningJob(spec(storage_path=str(tmp_path / "run")), None, Background())
+    job = RunningJob(spec(storage_path=str(tmp_path / "run")), None, Background(), Journal("test"))
     begin_s = time.time()
     monkeypatch.setattr(time, "time", lambda: begin_s - 3600.0)
     state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 1})
