@@ -12,10 +12,12 @@ from placement.jobs import JobView
 from placement.knowledge import Knowledge
 from placement.knowledge_store import KnowledgeStore, StorageRoot
 from placement.memory import Memory
+from placement.storage_calls import StorageCalls
 
 logger = logging.getLogger("placement.allocator")
 
 _EVERY_S = 10.0
+_CALL_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
 
 
@@ -24,6 +26,7 @@ class _Place:
     """One storage root: what is kept there, and since when."""
 
     store: KnowledgeStore
+    calls: StorageCalls
     loading: asyncio.Task[None]
     fingerprints: set[str]
     version: int = 0
@@ -59,14 +62,15 @@ class Keeper:
         place = self._places.get(root.key)
         if place is None:
             store = KnowledgeStore(root, self._writer)
-            loading = asyncio.get_running_loop().create_task(self._load(root.key, store))
-            place = self._places[root.key] = _Place(store=store, loading=loading, fingerprints=set())
+            calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
+            loading = asyncio.get_running_loop().create_task(self._load(root.key, store, calls))
+            place = self._places[root.key] = _Place(store=store, calls=calls, loading=loading, fingerprints=set())
         self._homes[job] = place
         await asyncio.wait([place.loading], timeout=_LOAD_TIMEOUT_S)
 
-    async def _load(self, key: tuple[str, str], store: KnowledgeStore) -> None:
+    async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
         try:
-            memory = await asyncio.to_thread(store.load)
+            memory = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
@@ -98,7 +102,9 @@ class Keeper:
         place.saving, place.hurry, place.saved_s = True, False, time.monotonic()
         try:
             if memory.steps:
-                await asyncio.to_thread(place.store.save, memory)
+                await place.calls.run(
+                    "writing what jobs have measured", lambda: place.store.save(memory), timeout_s=_CALL_TIMEOUT_S
+                )
             place.version = version
         except Exception as error:  # the next round tries again
             logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)

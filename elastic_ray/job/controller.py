@@ -113,7 +113,7 @@ class JobController:
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
-        return await self._job.feed.next(after, wait_s)
+        return await self._job.next_report(after, wait_s)
 
     async def stop(self, *, now: bool = False) -> None:
         """End the job: after the step in progress, or, ``now``, in the middle of it."""
@@ -122,7 +122,8 @@ class JobController:
         self._job.stop()
 
     async def outcome(self) -> JobOutcome | None:
-        """How the job ended; None while it has not."""
+        """How the job ended, once that is written as far as its storage answers; None while it has not."""
+        await self._job.written()
         return self._job.record.outcome()
 
     async def close(self) -> None:
@@ -202,11 +203,14 @@ class JobController:
         """Until the job has ended and its driver has fetched the outcome, or is gone."""
         job = self._job
         try:
-            await job.open()
+            opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
-                    job.tick()
+                    job.tell_storage(time.monotonic())
+                    if opening.done():
+                        opening.result()
+                        job.tick()
         except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
             logger.exception("job %s: its controller failed", self._spec.job)
             job.finish(JobPhase.FAILED, error=error)
@@ -215,6 +219,7 @@ class JobController:
         if not job.record.phase.ended:
             logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
             job.finish(JobPhase.STOPPED)
+        await job.written()
 
     async def _is_renewed(self) -> bool:
         """Wait for another trial, if this job is one whose processes are kept."""

@@ -7,8 +7,9 @@ import logging
 import os
 import resource
 import threading
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -46,11 +47,13 @@ from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
 from elastic_ray.storage import RunStorage
 from placement.cluster import GPU_TYPE_LABEL
+from placement.storage_calls import StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
+_STORE_AGAIN_S = 1.0
 
 
 class ControllerLink:
@@ -58,11 +61,15 @@ class ControllerLink:
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
         self._controller = assignment.controller
-        self._worker = assignment.worker
-        self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
+        self._worker, self._job = assignment.worker, assignment.job
+        self.storage = _storage(assignment, setup)
+        self.calls = StorageCalls(self.storage.path)
         self._store = store
         self._paced = setup.paced
+        self._storage_fails = False
+        self._storage_timeout_s = setup.elastic.storage_timeout_s
         self._last_report: Any = None
+        self.is_stopping: Callable[[], bool] = lambda: False
         self.resumed = ""
 
     def saved(self, message: StateSaved) -> float:
@@ -91,20 +98,50 @@ class ControllerLink:
         self.push(Beat(report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
-        path = kept = None
+        path, kept, problem = None, None, ""
         if checkpoint is not None:
-            stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
-            path = stored.path
-            if self._paced and not self._storage.local:  # only a trial's is wanted by others while it lives
+            path, problem = self._store_checkpoint(checkpoint, index, resume_point, metrics)
+            if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
         self._last_report = self.push(
-            WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
+            WorkerReport(
+                index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept, problem=problem
+            )
         )
         if self._paced:
             if not ray.get(self._last_report):  # after as long as the sweep's scheduler takes to decide
                 raise WorkerDismissed(stopped=True)
         elif path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
+
+    def _store_checkpoint(
+        self, checkpoint: Any, index: int, resume_point: Mapping[str, Any], metrics: Mapping[str, Any]
+    ) -> tuple[str | None, str]:
+        """Path of the stored checkpoint, or why it was given up: storage that is away must not hold up training."""
+        if self.calls.stuck:  # the one before still waits: all others would wait for as long
+            return None, f"the checkpoint of report {index} was given up: {self.calls.waiting()}"
+
+        def store(go_on: Callable[[], bool]) -> Any:
+            return self.storage.persist_checkpoint(
+                checkpoint, index, progress=resume_point, metrics=metrics, go_on=go_on
+            )
+
+        until_s = time.monotonic() + (0.0 if self._storage_fails else self._storage_timeout_s)
+        while True:
+            call = self.calls.start_long(f"storing the checkpoint of report {index}", store)
+            try:
+                if not self.calls.wait(call, timeout_s=self._storage_timeout_s, until=self.is_stopping):
+                    raise WorkerDismissed(stopped=True)
+                self._storage_fails = False
+                return call.answer.result().path, ""
+            except (FileNotFoundError, PermissionError):
+                raise  # it was never there, or the storage is not this user's
+            except OSError as error:
+                if isinstance(error, StorageTimeoutError) or time.monotonic() >= until_s:
+                    self._storage_fails = True
+                    logger.warning("job %s: the checkpoint of report %d is given up: %s", self._job, index, error)
+                    return None, f"the checkpoint of report {index} was given up: {error}"
+            time.sleep(_STORE_AGAIN_S)
 
     def claim_fault(self, index: int) -> bool:
         return bool(self._store.add(f"fault/{index}", 1) == 1)
@@ -130,7 +167,7 @@ class Heart:
             report = self._report() if count % self._every == 0 else None
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
-            self._link.push(Beat(report=report, at=at))
+            self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
 
     def _report(self) -> StepReport | None:
         session = self._session
@@ -204,11 +241,10 @@ class Worker:
 
     def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
         """The first good one of the automatic checkpoints to go on from, and its path."""
-        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
         unusable = ""
         for state in assignment.states:
             try:
-                kept = read_state(storage, state)
+                kept = read_state(link.storage, state)
             except CorruptStateError as error:
                 logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
                 unusable += f"; not from a later one, for {error}"
@@ -265,13 +301,15 @@ class Worker:
     def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
         if not self._setup.states_kept:
             return None
-        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
+        elastic = self._setup.elastic
         saver = StateSaver(
             session,
-            storage,
+            link.storage,
             link.saved,
+            calls=link.calls,
             keep=self._setup.states_kept,
-            interval_s=self._setup.elastic.checkpoint_interval_s,
+            interval_s=elastic.checkpoint_interval_s,
+            timeout_s=elastic.storage_timeout_s,
         )
         session.between_steps.append(saver.between_steps)
         return saver
@@ -284,7 +322,7 @@ class Worker:
         kept: dict[str, Any] | None,
         source: str,
     ) -> Session:
-        elastic, setup = self._setup.elastic, self._setup
+        elastic = self._setup.elastic
 
         def form(plan: Plan, rank: int) -> Communicator:
             return Communicator(
@@ -302,9 +340,11 @@ class Worker:
             link.push(WorkerCouldNotForm(generation=generation, cause=cause))
 
         self._membership = Membership(assignment.worker, form, could_not_form, self._graveyard)
+        membership = self._membership
+        link.is_stopping = lambda: membership.stop_requested
         session = Session(
             assignment.worker,
-            self._membership,
+            membership,
             link,
             progress=progress,
             kept=kept,
@@ -317,9 +357,12 @@ class Worker:
         if assignment.checkpoint is not None:
             from ray.train import Checkpoint
 
-            storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
-            session.checkpoint = Checkpoint(assignment.checkpoint, storage.filesystem)
+            session.checkpoint = Checkpoint(assignment.checkpoint, link.storage.filesystem)
         return session
+
+
+def _storage(assignment: Assignment, setup: WorkerSetup) -> RunStorage:
+    return RunStorage(assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files)
 
 
 def _result(kind: str, **values: Any) -> RunResult:
