@@ -16,7 +16,8 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.storage import RunStorage, all_reports, make_result
+from elastic_ray.results import all_reports, make_result
+from elastic_ray.storage import RunStorage
 from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation

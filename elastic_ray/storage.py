@@ -1,4 +1,4 @@
-"""SHELL: a run's directory on any file system pyarrow knows: events, checkpoints and the ``Result``."""
+"""SHELL: a run's directory on any file system pyarrow knows: events, reports and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import os
 import posixpath
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
 from elastic_ray.copying import copy_directory
-from elastic_ray.events import JobEvent, JobOutcome, Report, plain
+from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.line_files import LineFile
 from elastic_ray.run_progress import check_resume_point
 from placement.private_files import make_directory, open_output
@@ -24,7 +24,6 @@ from placement.storage_calls import call_storage
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
-    from ray.train.v2.api.result import Result
 
 # ray.train takes longer to import than a worker takes to start: functions import it when they need it.
 
@@ -149,10 +148,14 @@ class RunStorage:
     def read_events(self) -> tuple[JobEvent, ...]:
         """The events written so far; a last line cut short by a crash is left out."""
         events = []
-        for line in self._events.read():
+        for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 events.append(JobEvent.from_json(line))
         return tuple(events)
+
+    def event_lines(self) -> Iterator[str]:
+        """Lines of ``events.jsonl``."""
+        return self._events.read()
 
     def append_reports(self, lines: Sequence[str]) -> None:
         """Add lines to ``reports.jsonl`` (``reports/*.jsonl`` where files cannot be added to), all or none."""
@@ -160,13 +163,25 @@ class RunStorage:
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
         """Reports of these numbers, in order; a restart repeats those after its checkpoint: the later ones count."""
-        found = {}
+        found = {report.index: report for report in self._each_report(first, last)}
+        return dict(sorted(found.items()))
+
+    def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
+        """The last ``most`` reports from number ``first`` on, in order."""
+        found: dict[int, Report] = {}
+        for report in self._each_report(first, None):
+            found.pop(report.index, None)
+            found[report.index] = report
+            if len(found) > 2 * most:
+                found = {each.index: each for each in sorted(found.values(), key=_index)[-most:]}
+        return tuple(sorted(found.values(), key=_index)[-most:])
+
+    def _each_report(self, first: int, last: int | None) -> Iterator[Report]:
         for line in self._reports.read():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 report = Report.from_json(line)
-                if first <= report.index <= last:
-                    found[report.index] = report
-        return dict(sorted(found.items()))
+                if first <= report.index and (last is None or report.index <= last):
+                    yield report
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -302,6 +317,10 @@ class RunStorage:
             stream.write(text.encode())
 
 
+def _index(report: Report) -> int:
+    return report.index
+
+
 class BadNoteError(ValueError):
     """A file that says where a checkpoint stands says something else, or is none."""
 
@@ -330,58 +349,3 @@ def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] |
         if not isinstance(note[key], dict):
             raise BadNoteError(f"its {PROGRESS_FILE} has {key}={note[key]!r}, which is no object")
     return note
-
-
-def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 60.0) -> Result:
-    """Ray Train's ``Result`` of a job that has ended.
-
-    ``metrics`` are the last ones reported (with or without a checkpoint), ``checkpoint`` the newest
-    checkpoint, ``best_checkpoints`` all that were kept, oldest first, and ``metrics_dataframe`` has a row for
-    every report; those that the outcome has not kept are read from storage, for at most ``timeout_s``.
-    """
-    import pandas as pd
-    from ray.train import Checkpoint
-    from ray.train.v2.api.exceptions import TrainingFailedError
-    from ray.train.v2.api.result import Result
-
-    kept: list[tuple[Checkpoint, dict[str, Any]]] = [
-        (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints
-    ]
-    error = outcome.error
-    if error is not None and not isinstance(error, TrainingFailedError):
-        error = TrainingFailedError(f"{type(error).__name__}: {error}")
-        error.__cause__ = outcome.error
-    rows = [dict(report.metrics) for report in all_reports(outcome, storage, timeout_s=timeout_s)]
-    return Result(
-        metrics=dict(outcome.metrics),
-        checkpoint=kept[-1][0] if kept else None,
-        error=error,
-        path=storage.path,
-        metrics_dataframe=pd.DataFrame(rows) if rows else None,
-        best_checkpoints=kept,
-        return_value=outcome.return_value,
-        _storage_filesystem=storage.filesystem,
-    )
-
-
-def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:
-    """Every report of a job that has ended: its last ones as they were, those before from storage."""
-    last = outcome.reports[0].index - 1 if outcome.reports else 0
-    if last < outcome.first_report:
-        return list(outcome.reports)
-    try:
-        before = call_storage(
-            storage.path,
-            "reading reports",
-            lambda: storage.read_reports(outcome.first_report, last),
-            timeout_s=timeout_s,
-        )
-    except OSError as error:
-        before = {}
-        why = str(error)
-    else:
-        why = "they are not in the file"
-    missing = last - outcome.first_report + 1 - len(before)
-    if missing:
-        logger.warning("%d of %d reports before number %d cannot be had: %s", missing, last, last + 1, why)
-    return [*before.values(), *outcome.reports]

@@ -125,12 +125,6 @@ class StorageCalls:
         """How long storage has been silent in a call, as a sentence."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
-    @property
-    def stuck(self) -> bool:
-        """Whether a call that was given up still waits for storage."""
-        with self._news:
-            return any(call.given_up for call in self._running)
-
     def waiting(self) -> str:
         """The call that storage has not answered for longest, as a sentence; empty where it answers."""
         with self._news:

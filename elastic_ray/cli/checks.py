@@ -18,6 +18,7 @@ _PACKAGE = "elastic-ray"
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30
 _WORD = b"heard"
+_STORAGE_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +189,12 @@ def check_storage(path: str, nodes: int) -> Check:
         nodes: of the cluster; several need a place that they share.
     """
     from elastic_ray.storage import RunStorage
+    from placement.storage_calls import call_storage
 
     try:
         storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")
-        storage.create()
-        storage.filesystem.delete_dir(storage.path)
+        storage.create_within(_STORAGE_S)
+        call_storage(path, "deleting", lambda: storage.filesystem.delete_dir(storage.path), timeout_s=_STORAGE_S)
     except (OSError, ValueError) as error:
         return Check(name="storage", state="fail", detail=str(error).splitlines()[0])
     if nodes > 1 and "://" not in path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
@@ -155,6 +155,23 @@ class JobRecord:
     def restored(self, checkpoint: StoredCheckpoint) -> None:
         """A report that was never heard of, with the checkpoint that it left in storage."""
         self._put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+
+    def catch_up(self, lines: Collection[str], first_report: int, reports: Iterable[Report]) -> None:
+        """After the end of an earlier controller, whose events are here: go on where its files end.
+
+        Args:
+            lines: of ``events.jsonl``.
+            first_report: number of the first report of the run.
+            reports: the last ones of ``reports.jsonl``.
+        """
+        for event in self.events:
+            if (line := event.to_json()) not in lines:
+                self.unwritten_events.add(line)
+        for report in reports:
+            self._reports.put(report.index, report)
+            self.metrics = report.metrics
+        if first_report:
+            self._reports.first = first_report
 
     def waits(self, who: str, what: str) -> None:
         """What someone waits for storage for; empty for nothing."""

@@ -32,7 +32,7 @@ from elastic_ray.job.messages import (
 )
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.record import JobRecord
-from elastic_ray.job.scribe import Scribe
+from elastic_ray.job.scribe import Scribe, unreadable
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.link import StepReport
 from elastic_ray.membership.plan import Cancel, SetBatch, Stop
@@ -367,7 +367,7 @@ class RunningJob:
         try:
             await self._look(self._spec.elastic.storage_timeout_s)
         except OSError as error:
-            self.finish(JobPhase.FAILED, error=_unreadable(self._spec, error))
+            self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
         if self.record.phase.ended:
             return
         self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
@@ -465,11 +465,3 @@ class RunningJob:
             self.group.post_to_members(Cancel(generation=plan.generation))
         await self.group.vacate()
         self._allocator.ended()
-
-
-def _unreadable(spec: JobSpec, error: OSError) -> BaseException:
-    return RuntimeError(
-        f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
-        f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
-        f"(ElasticConfig(storage_timeout_s={spec.elastic.storage_timeout_s:g}) now), or under another RunConfig(name)"
-    )

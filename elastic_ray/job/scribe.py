@@ -14,6 +14,7 @@ from elastic_ray.job.backlog import Backlog
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.stored import StoredRun, find_stored
+from elastic_ray.job.tail import MOST
 from elastic_ray.state_files import delete_states
 from elastic_ray.storage import RunStorage
 from placement.storage_calls import StorageCalls, StorageTimeoutError
@@ -191,3 +192,33 @@ class Scribe:
                 logger.warning("job %s: report %d cannot be read: %s", self._spec.job, number, error)
                 return None
         return next((report for index, report in self._block.items() if index >= number), None)
+
+    async def catch_up(self, first_report: int) -> tuple[Report, ...]:
+        """Go on with the files of a controller that died: events of the record that they lack are written.
+
+        Args:
+            first_report: number of the first report of this run, as the one before knew it; 0 for none.
+
+        Returns:
+            The last reports, which the record has taken as well.
+
+        Raises:
+            OSError: the files could not be read.
+        """
+
+        def read() -> tuple[set[str], tuple[Report, ...]]:
+            return set(self._storage.event_lines()), self._storage.last_reports(first_report, MOST)
+
+        timeout_s = self._spec.elastic.storage_timeout_s
+        lines, reports = await self._calls.run("reading events and reports", read, timeout_s=timeout_s)
+        self._record.catch_up(lines, first_report, reports)
+        return reports
+
+
+def unreadable(spec: JobSpec, error: OSError) -> RuntimeError:
+    """Why a job cannot begin whose storage does not say where it stands."""
+    return RuntimeError(
+        f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
+        f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
+        f"(ElasticConfig(storage_timeout_s={spec.elastic.storage_timeout_s:g}) now), or under another RunConfig(name)"
+    )

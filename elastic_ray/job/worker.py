@@ -7,7 +7,6 @@ import logging
 import os
 import resource
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from elastic_ray.job.messages import (
     WorkerSetup,
     WorkerSwitched,
 )
+from elastic_ray.job.reported import ReportedCheckpoints
 from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Message, Plan
@@ -47,13 +47,12 @@ from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
 from elastic_ray.storage import RunStorage
 from placement.cluster import GPU_TYPE_LABEL
-from placement.storage_calls import StorageCalls, StorageTimeoutError
+from placement.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
-_STORE_AGAIN_S = 1.0
 
 
 class ControllerLink:
@@ -61,13 +60,13 @@ class ControllerLink:
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup, store: Any) -> None:
         self._controller = assignment.controller
-        self._worker, self._job = assignment.worker, assignment.job
+        self._worker = assignment.worker
         self.storage = _storage(assignment, setup)
         self.calls = StorageCalls(self.storage.path)
+        timeout_s = setup.elastic.storage_timeout_s
+        self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
         self._store = store
         self._paced = setup.paced
-        self._storage_fails = False
-        self._storage_timeout_s = setup.elastic.storage_timeout_s
         self._last_report: Any = None
         self.is_stopping: Callable[[], bool] = lambda: False
         self.resumed = ""
@@ -100,7 +99,8 @@ class ControllerLink:
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
         path, kept, problem = None, None, ""
         if checkpoint is not None:
-            path, problem = self._store_checkpoint(checkpoint, index, resume_point, metrics)
+            note = {"progress": resume_point, "metrics": metrics}
+            path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
         self._last_report = self.push(
@@ -113,35 +113,6 @@ class ControllerLink:
                 raise WorkerDismissed(stopped=True)
         elif path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
-
-    def _store_checkpoint(
-        self, checkpoint: Any, index: int, resume_point: Mapping[str, Any], metrics: Mapping[str, Any]
-    ) -> tuple[str | None, str]:
-        """Path of the stored checkpoint, or why it was given up: storage that is away must not hold up training."""
-        if self.calls.stuck:  # the one before still waits: all others would wait for as long
-            return None, f"the checkpoint of report {index} was given up: {self.calls.waiting()}"
-
-        def store(go_on: Callable[[], bool]) -> Any:
-            return self.storage.persist_checkpoint(
-                checkpoint, index, progress=resume_point, metrics=metrics, go_on=go_on
-            )
-
-        until_s = time.monotonic() + (0.0 if self._storage_fails else self._storage_timeout_s)
-        while True:
-            call = self.calls.start_long(f"storing the checkpoint of report {index}", store)
-            try:
-                if not self.calls.wait(call, timeout_s=self._storage_timeout_s, until=self.is_stopping):
-                    raise WorkerDismissed(stopped=True)
-                self._storage_fails = False
-                return call.answer.result().path, ""
-            except (FileNotFoundError, PermissionError):
-                raise  # it was never there, or the storage is not this user's
-            except OSError as error:
-                if isinstance(error, StorageTimeoutError) or time.monotonic() >= until_s:
-                    self._storage_fails = True
-                    logger.warning("job %s: the checkpoint of report %d is given up: %s", self._job, index, error)
-                    return None, f"the checkpoint of report {index} was given up: {error}"
-            time.sleep(_STORE_AGAIN_S)
 
     def claim_fault(self, index: int) -> bool:
         return bool(self._store.add(f"fault/{index}", 1) == 1)

@@ -20,7 +20,8 @@ from elastic_ray.job.messages import WorkerReport
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.tail import Tail
 from elastic_ray.line_files import LineFile
-from elastic_ray.storage import RunStorage, all_reports
+from elastic_ray.results import all_reports
+from elastic_ray.storage import RunStorage
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
 

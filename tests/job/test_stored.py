@@ -134,7 +134,7 @@ def away(tmp_path: Path, timeout_s: float) -> tuple[HangingStorage, RunningJob]:
     hanging = HangingStorage(tmp_path)
     (hanging.root / "run").mkdir()
     elastic = ElasticConfig(storage_timeout_s=timeout_s)
-    told = spec(storage_path="run", storage_filesystem=hanging.filesystem, elastic=elastic)
+    told = spec(storage_path="run", storage_filesystem=hanging.filesystem, elastic=elastic, max_failures=1)
     return hanging, RunningJob(told, None, Background())
 
 
@@ -231,6 +231,37 @@ def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Pat
     assert [event.kind for event in job.record.events] == [EventKind.STORAGE] * 6
 
 
+def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path: Path) -> None:
+    """Two events and a report were written; of a third event only the ledger knows."""
+    hanging, first = away(tmp_path, timeout_s=60)
+    storage = RunStorage("run", hanging.filesystem)
+    background = Background()
+
+    async def run() -> None:
+        for what in "ab":
+            first._of_storage(what)
+        for index in range(4, 1204):
+            first.record.report(WorkerReport(index=index, metrics={"x": index}, checkpoint=None, resume_point={}))
+
+        def written() -> bool:
+            first.tell_storage(time.monotonic())
+            return len(storage.read_events()) == 2 and len(storage.read_reports(4, 1203)) == 1200
+
+        await until(written)
+        first._of_storage("c")
+        told = spec(storage_path="run", storage_filesystem=hanging.filesystem)
+        record = JobRecord(told)
+        record.events = list(first.record.events)
+        scribe = Scribe(told, record, background, lambda what: None)
+        reports = await scribe.catch_up(4)
+        assert [report.index for report in reports] == list(range(204, 1204))
+        await scribe.finish()
+        assert (record.first_report, record.last_report, record.metrics) == (4, 1203, {"x": 1203})
+
+    asyncio.run(run())
+    assert [event.reason for event in storage.read_events()] == ["a", "b", "c"]
+
+
 # --- the newest of what anybody has -------------------------------------------------------------------------
 
 
@@ -256,3 +287,27 @@ def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> No
     assert record.restart_point[0] == "checkpoint_1", "somebody has deleted the other"
     record.found(StoredRun())
     assert record.restart_point == (None, None)
+
+
+@pytest.mark.parametrize("how", ["answers", "hang", "fail"])
+def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, how: str) -> None:
+    """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
+    hanging, job = away(tmp_path, timeout_s=0.3)
+    storage = RunStorage("run", hanging.filesystem)
+    states = [
+        write_file(storage, {**POINT, "steps": n}, lambda stream: stream.write(b"abc") and None) for n in (20, 40)
+    ]
+    job.record.saved(states[0])
+
+    async def run() -> None:
+        if how != "answers":
+            getattr(hanging, how)()
+        job.all_lost("lost worker w1")
+        await until(lambda: bool(job.record.events))
+        hanging.answer()
+
+    asyncio.run(run())
+    (event,) = job.record.events
+    assert event.kind is EventKind.RESTART
+    assert event.reason == f"lost worker w1; it starts from step {40 if how == 'answers' else 20}"
+    assert job.record.states[0].steps == (40 if how == "answers" else 20)

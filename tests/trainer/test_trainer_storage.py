@@ -13,7 +13,8 @@ import ray.train
 
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
-from elastic_ray.storage import EVENTS_FILE, PROGRESS_FILE, RunStorage, make_result, resolve
+from elastic_ray.results import make_result
+from elastic_ray.storage import EVENTS_FILE, PROGRESS_FILE, RunStorage, resolve
 
 
 @pytest.fixture(params=["local", "renameless"])
