@@ -18,6 +18,7 @@ logger = logging.getLogger("placement.allocator")
 
 _EVERY_S = 10.0
 _CALL_TIMEOUT_S = 60.0
+_SAVE_TIMEOUT_S = 5.0  # of who waits for all that is known to be written; it still is, later
 _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
 
 
@@ -52,6 +53,7 @@ class Keeper:
         self._recall = recall
         self._places: dict[tuple[str, str], _Place] = {}
         self._homes: dict[str, _Place] = {}
+        self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
         """Whether it is known where the job's results are."""
@@ -89,17 +91,22 @@ class Keeper:
             place.hurry = True
 
     async def save(self, *, now: bool = False) -> None:
-        """Write what is new, where that is due (or everywhere)."""
-        for key, place in list(self._places.items()):
+        """Write what is new, where that is due (or everywhere, and wait for that a little)."""
+        for key, place in self._places.items():
             due = now or place.hurry or time.monotonic() - place.saved_s >= _EVERY_S
             if due and place.version != self._knowledge.version and place.loading.done() and not place.saving:
-                await self._save(key, place)
+                place.saving = True
+                task = asyncio.get_running_loop().create_task(self._save(key, place))
+                self._saves.add(task)
+                task.add_done_callback(self._saves.discard)
             elif place.version == self._knowledge.version:
                 place.hurry = False
+        if now and self._saves:
+            await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
     async def _save(self, key: tuple[str, str], place: _Place) -> None:
         version, memory = self._knowledge.version, self._knowledge.memory(place.fingerprints)
-        place.saving, place.hurry, place.saved_s = True, False, time.monotonic()
+        place.hurry, place.saved_s = False, time.monotonic()
         try:
             if memory.steps:
                 await place.calls.run(

@@ -24,7 +24,7 @@ logger = logging.getLogger("elastic_ray.job")
 _REPORTS_EVERY_S = 1.0
 _AGAIN_S = 1.0
 _LONGEST_AGAIN_S = 30.0
-_LAST_WORDS_S = 10.0
+_LAST_WORDS_S = 5.0
 _LAST_WORDS_AWAY_S = 1.0
 _BLOCK = 1000
 _THREADS = 4  # one each may hang: events, reports, deletions, and looking for checkpoints
@@ -163,7 +163,7 @@ class Scribe:
                     timeout_s=max(0.1, until_s - time.monotonic()),
                 )
                 break
-            except StorageTimeoutError:
+            except (StorageTimeoutError, PermissionError):
                 raise
             except OSError as error:
                 if time.monotonic() + pause_s > until_s:
@@ -217,6 +217,12 @@ class Scribe:
 
 def unreadable(spec: JobSpec, error: OSError) -> RuntimeError:
     """Why a job cannot begin whose storage does not say where it stands."""
+    if isinstance(error, PermissionError):
+        return RuntimeError(
+            f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "
+            "user's own; where the driver and Ray's processes belong to different users, set "
+            "ElasticConfig(private_files=False), and give the storage to a group of both"
+        )
     return RuntimeError(
         f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
         f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
