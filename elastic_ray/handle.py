@@ -167,8 +167,8 @@ class JobHandle:
         ending = self._lease.ending
         events = ending.events if ending is not None else ()
         if ending is not None and ending.outcome is None:  # the controller was lost, its file is there
-            where, timeout_s = self._spec.storage_path, self._spec.elastic.storage_timeout_s
-            events = call_storage(where, "reading events", self._storage().read_events, timeout_s=timeout_s)
+            storage, timeout_s = self._storage(), self._spec.elastic.storage_timeout_s
+            events = call_storage(storage.where, "reading events", storage.read_events, timeout_s=timeout_s)
         return events[since:]
 
     def explain(self) -> Explanation | None:

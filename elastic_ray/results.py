@@ -54,7 +54,7 @@ def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -
         return list(outcome.reports)
     try:
         before = call_storage(
-            storage.path,
+            storage.where,
             "reading reports",
             lambda: storage.read_reports(outcome.first_report, last),
             timeout_s=timeout_s,

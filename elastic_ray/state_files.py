@@ -99,12 +99,17 @@ def write_file(
     return found
 
 
-def state_files(storage: RunStorage, pass_over: Callable[[str], None] = lambda problem: None) -> tuple[StateFile, ...]:
+def state_files(
+    storage: RunStorage,
+    pass_over: Callable[[str], None] = lambda problem: None,
+    heard: Callable[[], bool] = lambda: True,
+) -> tuple[StateFile, ...]:
     """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
 
     Args:
         storage: the run.
         pass_over: takes why something that looks like one is not used, a sentence.
+        heard: called with every one, so that who waits sees that it goes on.
 
     Raises:
         OSError: storage cannot be read, which says nothing about what is there.
@@ -118,6 +123,7 @@ def state_files(storage: RunStorage, pass_over: Callable[[str], None] = lambda p
     for entry in storage.filesystem.get_file_info(selector):
         if not entry.path.endswith(".json"):
             continue
+        heard()
         path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json") + ".pt")
         try:
             if not entry.is_file:

@@ -103,6 +103,11 @@ class RunStorage:
         self._reports = LineFile(self.filesystem, reports, private=private, in_parts=True)
 
     @property
+    def where(self) -> str:
+        """The directory, for messages."""
+        return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
+
+    @property
     def local(self) -> bool:
         """Whether it is a plain directory."""
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
@@ -128,7 +133,7 @@ class RunStorage:
         Raises:
             OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
         """
-        call_storage(self.path, "making the run's directory", self.create, timeout_s=timeout_s)
+        call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
         """Raise ``FileNotFoundError`` where this node does not see the controller's directory."""
@@ -261,12 +266,13 @@ class RunStorage:
         return None if note is None else note["progress"]
 
     def stored_checkpoints(
-        self, pass_over: Callable[[str], None] = lambda problem: None
+        self, pass_over: Callable[[str], None] = lambda problem: None, heard: Callable[[], bool] = lambda: True
     ) -> tuple[StoredCheckpoint, ...]:
         """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name.
 
         Args:
             pass_over: takes why something that looks like one is not used, a sentence.
+            heard: called with every one, so that who waits sees that it goes on.
 
         Raises:
             OSError: storage cannot be read, which says nothing about what is there.
@@ -277,6 +283,7 @@ class RunStorage:
             matched = _CHECKPOINT.fullmatch(posixpath.basename(entry.path))
             if not matched:
                 continue
+            heard()
             path = posixpath.join(self.path, posixpath.basename(entry.path))
             try:
                 if entry.is_file:

@@ -91,6 +91,18 @@ class StorageCalls:
             self.give_up(call)
             raise StorageTimeoutError(self.silent_for(call)) from error
 
+    async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
+        """The same for a call that goes on in pieces: of which none may take longer than ``timeout_s``."""
+        call = self.start_long(what, function)
+        answer = asyncio.wrap_future(call.answer)
+        while not answer.done():
+            silent_s = time.monotonic() - call.heard_s
+            if silent_s >= timeout_s:
+                self.give_up(call)
+                raise StorageTimeoutError(self.silent_for(call))
+            await asyncio.wait([answer], timeout=timeout_s - silent_s)
+        return answer.result()  # type: ignore[no-any-return]
+
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """The same for who may block."""
         call = self.start(what, function)

@@ -22,12 +22,13 @@ from placement.storage_calls import StorageCalls, StorageTimeoutError
 logger = logging.getLogger("elastic_ray.job")
 
 _REPORTS_EVERY_S = 1.0
+_REWRITTEN_EVERY_S = 10.0  # where some thousand of them are written anew each time
 _AGAIN_S = 1.0
 _LONGEST_AGAIN_S = 30.0
 _LAST_WORDS_S = 5.0
 _LAST_WORDS_AWAY_S = 1.0
 _BLOCK = 1000
-_THREADS = 4  # one each may hang: events, reports, deletions, and looking for checkpoints
+_THREADS = 4  # one each may hang: writing events and reports, looking for checkpoints, reading reports
 
 
 class _Writer:
@@ -79,7 +80,8 @@ class Scribe:
         self._spec, self._record, self._background, self._tell = spec, record, background, tell
         private = spec.elastic.private_files
         self._storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=private)
-        self._calls = StorageCalls(self._storage.path, threads=_THREADS)
+        self._calls = StorageCalls(self._storage.where, threads=_THREADS)
+        self._deleting = StorageCalls(self._storage.where, threads=1)  # of many, none takes the others' threads
         self._events = _Writer("writing events", record.unwritten_events, self._storage.append_events)
         self._reports = _Writer("writing reports", record.unwritten_reports, self._storage.append_reports)
         self._deletions: set[asyncio.Task[None]] = set()
@@ -90,13 +92,15 @@ class Scribe:
 
     def tick(self, now_s: float) -> None:
         """Some ten times a second [s, monotonic]: write what is due, and note what storage does not answer."""
-        for writer, pause_s in ((self._events, 0.0), (self._reports, _REPORTS_EVERY_S)):
+        reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
+        for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
                 writer.task = self._background.start(writer.write(self._calls, pause_s=pause_s))
             if writer.idle and not writer.problem and writer.backlog.dropped:
                 dropped, writer.backlog.dropped = writer.backlog.dropped, 0
                 self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
-        self._record.waits("controller", self._calls.waiting() or self._events.problem or self._reports.problem)
+        waiting = self._calls.waiting() or self._deleting.waiting()
+        self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
 
     async def finish(self) -> None:
         """Write what is left, and finish deleting, as far as storage allows: its user waits for the job's end."""
@@ -136,7 +140,7 @@ class Scribe:
 
     async def _try(self, what: str, function: Callable[[], object]) -> None:
         try:
-            await self._calls.run(what, function, timeout_s=self._spec.elastic.storage_timeout_s)
+            await self._deleting.run(what, function, timeout_s=self._spec.elastic.storage_timeout_s)
         except Exception as error:  # what is left costs room and nothing else
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
@@ -146,21 +150,22 @@ class Scribe:
         """What storage has of the run. Failures are tried again.
 
         Raises:
-            OSError: it could not be read within ``timeout_s``.
+            OSError: storage was silent, or failed, for ``timeout_s``.
         """
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
         while True:
             try:
-                stored = await self._calls.run(
+                stored = await self._calls.run_long(
                     "reading what is stored of the run",
-                    lambda: find_stored(
+                    lambda go_on: find_stored(
                         self._storage,
                         start_from=trial.start_from if trial is not None else None,
                         is_trial=trial is not None,
                         with_states=bool(self._spec.states_kept),
+                        heard=go_on,
                     ),
-                    timeout_s=max(0.1, until_s - time.monotonic()),
+                    timeout_s=timeout_s,
                 )
                 break
             except (StorageTimeoutError, PermissionError):
@@ -168,7 +173,7 @@ class Scribe:
             except OSError as error:
                 if time.monotonic() + pause_s > until_s:
                     raise
-                what = f"what is stored in {self._storage.path} cannot be read, trying again: {error}"
+                what = f"what is stored in {self._storage.where} cannot be read, trying again: {error}"
                 self._record.waits("start", what)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 5.0)

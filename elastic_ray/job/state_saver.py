@@ -52,7 +52,7 @@ class StateSaver:
         calls: StorageCalls | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self._calls = calls or StorageCalls(storage.path)
+        self._calls = calls or StorageCalls(storage.where)
         self._timeout_s = timeout_s
         self._session = session
         self._storage = storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.state_files import StateFile, state_files
@@ -27,7 +27,14 @@ class StoredRun:
     passed_over: tuple[str, ...] = ()
 
 
-def find_stored(storage: RunStorage, *, start_from: str | None, is_trial: bool, with_states: bool) -> StoredRun:
+def find_stored(
+    storage: RunStorage,
+    *,
+    start_from: str | None,
+    is_trial: bool,
+    with_states: bool,
+    heard: Callable[[], bool] = lambda: True,
+) -> StoredRun:
     """Look what storage has.
 
     Args:
@@ -35,6 +42,7 @@ def find_stored(storage: RunStorage, *, start_from: str | None, is_trial: bool, 
         start_from: checkpoint that a trial starts from.
         is_trial: the sweep decides where it goes on, and what its directory holds does not count.
         with_states: look for automatic checkpoints as well.
+        heard: called with every checkpoint, so that who waits sees that it goes on.
 
     Raises:
         OSError: storage cannot be read, which says nothing about what is there.
@@ -43,7 +51,7 @@ def find_stored(storage: RunStorage, *, start_from: str | None, is_trial: bool, 
         return StoredRun(start=storage.load_progress(start_from) if start_from is not None else None)
     problems: list[str] = []
     return StoredRun(
-        checkpoints=storage.stored_checkpoints(problems.append),
-        states=state_files(storage, problems.append) if with_states else (),
+        checkpoints=storage.stored_checkpoints(problems.append, heard),
+        states=state_files(storage, problems.append, heard) if with_states else (),
         passed_over=tuple(problems),
     )

@@ -62,7 +62,7 @@ class ControllerLink:
         self._controller = assignment.controller
         self._worker = assignment.worker
         self.storage = _storage(assignment, setup)
-        self.calls = StorageCalls(self.storage.path)
+        self.calls = StorageCalls(self.storage.where)
         timeout_s = setup.elastic.storage_timeout_s
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
         self._store = store

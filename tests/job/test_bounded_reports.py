@@ -126,7 +126,7 @@ def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
         assert [report.index for report in all_reports(outcome, storage, timeout_s=0.2)] == list(range(301, 1301))
     finally:
         hanging.answer()
-    assert "300 of 300 reports before number 301 cannot be had: storage run has not answered" in caplog.text
+    assert "300 of 300 reports before number 301 cannot be had: storage hanging://run has not answered" in caplog.text
 
 
 @pytest.mark.parametrize("local", [True, False])

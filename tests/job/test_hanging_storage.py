@@ -54,7 +54,7 @@ def test_training_resizing_stopping_and_other_jobs_go_on(ray_cluster: Any, remot
     wait_until(lambda: handle.status().step >= step + 20, handle)
     wait_until(lambda: "writing events" in handle.status().note, handle)
     wait_until(lambda: "writing the automatic checkpoint" in handle.status().note, handle)
-    assert "storage runs/a has not answered for" in handle.status().note
+    assert "storage hanging://runs/a has not answered for" in handle.status().note
 
     other, _ = run(tmp_path, workers=1, epochs=1)
     assert other.status().workers == 0
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_told(
     assert result.metrics_dataframe is not None and len(result.metrics_dataframe) == 12
     assert result.checkpoint is not None and result.checkpoint.path.endswith("checkpoint_000012")
     told = [event.reason for event in handle.events() if event.kind is EventKind.STORAGE]
-    assert told and all("was given up: storage runs/c has not answered for" in reason for reason in told)
+    assert told and all("was given up: storage hanging://runs/c has not answered for" in reason for reason in told)
     assert 12 > len(result.best_checkpoints or ()) >= 12 - len(told)
     traced.account(tmp_path / "trace_c")
 

@@ -189,7 +189,7 @@ def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: P
 
         def says_so() -> bool:
             job.tell_storage(time.monotonic())
-            return "storage run has not answered for" in job.status().note
+            return "storage hanging://run has not answered for" in job.status().note
 
         await until(says_so)
         begin_s = time.monotonic()

@@ -70,6 +70,7 @@ def test_a_long_call_that_goes_on_in_pieces_is_waited_for_and_ends_when_given_up
     call = calls.start_long("copying", copy)
     assert calls.wait(call, timeout_s=0.4), "0.6 s in all, but never silent for 0.4 s"
     assert call.answer.result() == 6
+    assert asyncio.run(calls.run_long("copying", copy, timeout_s=0.4)) == 6
     call = calls.start_long("copying", copy)
     assert not calls.wait(call, timeout_s=10, until=call.answer.running)
     with pytest.raises(InterruptedError):
