@@ -34,8 +34,9 @@ class ElasticConfig:
         private_files: on file systems of the nodes (NFS mounts are such) only the job's user may read its files: modes
             0600, and 0700 for directories. False leaves it to the umask. The storage's own rules hold elsewhere.
         storage_timeout_s: longest silence of the run's storage that is waited for. A reported checkpoint that is not
-            stored by then is given up, which an event says, and training goes on; a job whose earlier checkpoints
-            cannot be read by then does not start anew but fails.
+            stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
+            event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
+            but fails.
         faults: a script of faults to try a set-up out with; None for real work.
     """
 

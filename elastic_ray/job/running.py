@@ -129,7 +129,7 @@ class RunningJob:
             self._stopping_since = time.monotonic()
             self.feed.close()
             self.group.post_to_members(Stop())
-            if not self.group.machine.members():
+            if self._looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
 
     # -- for the allocator -------------------------------------------------------------------------------------
@@ -267,6 +267,8 @@ class RunningJob:
 
     def all_lost(self, reason: str) -> None:
         """Nobody is left."""
+        if self._looking:
+            return
         if not self._losses.all_lost():
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
@@ -333,7 +335,7 @@ class RunningJob:
 
     def _suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
-        if not self._preemption.active or self.record.phase.ended:
+        if not self._preemption.active or self._looking or self.record.phase.ended:
             return
         reason = self._preemption.reason
         if self._stopping_since is not None:

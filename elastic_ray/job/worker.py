@@ -63,7 +63,8 @@ class ControllerLink:
         self._worker = assignment.worker
         self.storage = _storage(assignment, setup)
         self.calls = StorageCalls(self.storage.where)
-        timeout_s = setup.elastic.storage_timeout_s
+        # The other ranks wait in a collective meanwhile, and must not take this one for lost.
+        timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
         self._store = store
         self._paced = setup.paced
