@@ -59,7 +59,7 @@ def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -
             lambda: storage.read_reports(outcome.first_report, last),
             timeout_s=timeout_s,
         )
-    except OSError as error:
+    except Exception as error:  # the job has its result all the same
         before = {}
         why = str(error)
     else:

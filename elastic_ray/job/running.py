@@ -296,7 +296,7 @@ class RunningJob:
         """From what was saved last, whoever has heard of it, without what has been trained since."""
         try:
             await self._look(min(_LOOK_AGAIN_S, self._spec.elastic.storage_timeout_s))
-        except OSError as error:
+        except Exception as error:  # whatever it is, the job must not wait for ever
             logger.warning("job %s: it starts from what its controller knows: %s", self._spec.job, error)
         self._looking = False
         if self.record.phase.ended:

@@ -170,9 +170,9 @@ class Scribe:
                 break
             except (StorageTimeoutError, PermissionError):
                 raise
-            except OSError as error:
+            except Exception as error:  # of file systems that others wrote, not only an OSError
                 if time.monotonic() + pause_s > until_s:
-                    raise
+                    raise OSError(f"{type(error).__name__}: {error}") from error
                 what = f"what is stored in {self._storage.where} cannot be read, trying again: {error}"
                 self._record.waits("start", what)
                 await asyncio.sleep(pause_s)
@@ -193,7 +193,7 @@ class Scribe:
                     lambda: self._storage.read_reports(number, min(number + _BLOCK - 1, last)),
                     timeout_s=self._spec.elastic.storage_timeout_s,
                 )
-            except OSError as error:
+            except Exception as error:
                 logger.warning("job %s: report %d cannot be read: %s", self._spec.job, number, error)
                 return None
         return next((report for index, report in self._block.items() if index >= number), None)
