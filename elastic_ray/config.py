@@ -33,6 +33,12 @@ class ElasticConfig:
             cluster, goes on from there. They are deleted when the job finishes.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
             are lost (Young 1974, Daly 2006), and keeps their cost under half a percent.
+        private_files: on file systems of the nodes (NFS mounts are such) only the job's user may read its files: modes
+            0600, and 0700 for directories. False leaves it to the umask. The storage's own rules hold elsewhere.
+        storage_timeout_s: longest silence of the run's storage that is waited for. A reported checkpoint that is not
+            stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
+            event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
+            but fails.
         faults: a script of faults to try a set-up out with; None for real work.
     """
 
@@ -49,6 +55,8 @@ class ElasticConfig:
     fixed_batch: bool = False
     automatic_checkpoints: bool = True
     checkpoint_interval_s: float | None = None
+    private_files: bool = True
+    storage_timeout_s: float = 60.0
     faults: Faults | None = None
 
     def __post_init__(self) -> None:
@@ -68,7 +76,7 @@ class ElasticConfig:
                 raise TypeError(f"{name} must be a Faults script or None, but got {value!r}")
         elif name == "checkpoint_interval_s" and value is None:
             return
-        elif name in ("fixed_batch", "automatic_checkpoints"):
+        elif name in ("fixed_batch", "automatic_checkpoints", "private_files"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):

@@ -94,9 +94,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 
     Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
     stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
+    Storage that is silent, or fails, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which an event of
+    kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
 
     Raises:
         TypeError: ``metrics`` is no mapping.
+        FileNotFoundError: the checkpoint is no directory, or this node does not see the run's storage.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")

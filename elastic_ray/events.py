@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -23,6 +24,7 @@ class EventKind(str, enum.Enum):
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
     RECOVERED = "recovered"
+    STORAGE = "storage"
     FINISHED = "finished"
 
 
@@ -110,7 +112,7 @@ class JobStatus:
         message: what the job waits for, or why it ended; empty when it simply runs.
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
-            that find no node.
+            that find no node; storage that does not answer, and what for.
     """
 
     job: str
@@ -146,6 +148,35 @@ class Report:
     checkpoint: str | None = None
     workers: int = 0
 
+    def to_json(self) -> str:
+        """The report as one line of JSON, the format of ``reports.jsonl``; what JSON cannot hold is its ``repr``."""
+        values = {"index": self.index, "checkpoint": self.checkpoint, "workers": self.workers}
+        try:
+            return json.dumps({**values, "metrics": dict(self.metrics)}, default=plain)
+        except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
+            metrics = {str(name): repr(value) for name, value in self.metrics.items()}
+            return json.dumps({**values, "metrics": metrics})
+
+    @classmethod
+    def from_json(cls, line: str) -> Report:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: if the line is no JSON object of these fields.
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict) or not isinstance(values.get("metrics"), dict):
+            raise ValueError(f"a report must be a JSON object with an object 'metrics', but got {line!r}")
+        if not isinstance(values.get("index"), int):
+            raise ValueError(f"a report must have a whole number 'index', but got {line!r}")
+        checkpoint = values.get("checkpoint")
+        return cls(
+            index=values["index"],
+            metrics=values["metrics"],
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            workers=int(values.get("workers", 0)),
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
@@ -166,8 +197,8 @@ class JobOutcome:
         phase: FINISHED, FAILED or STOPPED.
         error: the exception that ended the job, None when it finished or was stopped.
         metrics: rank 0's last reported metrics.
-        history: every report of rank 0 in order: ``(metrics, checkpoint path or None)``.
-        first_report: ``Report.index`` of the first of these.
+        reports: the last reports of rank 0, in order; those before are in the run's ``reports.jsonl``.
+        first_report: ``Report.index`` of the first report of this run.
         checkpoints: path and metrics of the checkpoints still kept, oldest first.
         return_value: what rank 0's train function returned.
     """
@@ -175,7 +206,16 @@ class JobOutcome:
     phase: JobPhase
     error: BaseException | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    history: tuple[tuple[Mapping[str, Any], str | None], ...] = ()
+    reports: tuple[Report, ...] = ()
     first_report: int = 1
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     return_value: Any = None
+
+
+def plain(value: Any) -> Any:
+    """A JSON value for what ``json`` does not know: a scalar's number, else text."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        with contextlib.suppress(Exception):
+            return item()
+    return repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from typing import Any
@@ -15,10 +16,12 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.storage import RunStorage, make_result
+from elastic_ray.results import all_reports, make_result
+from elastic_ray.storage import RunStorage
 from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation
+from placement.storage_calls import call_storage
 
 _AWAY_POLL_S = 0.1
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
@@ -49,6 +52,7 @@ class JobHandle:
         """
         self._controller = controller
         self._spec = spec
+        self._reports: tuple[Report, ...] | None = None  # of a job that has ended with more than its outcome holds
         self._lease = LeaseKeeper(
             spec.job, controller, lease_s=spec.elastic.lease_s, away_s=spec.elastic.controller_timeout_s
         )
@@ -117,7 +121,7 @@ class JobHandle:
             )
         if ending.outcome is None:
             raise JobLostError(self.job, ending.lost, _state(ending.before or ending.status))
-        result = make_result(ending.outcome, self._storage())
+        result = make_result(ending.outcome, self._storage(), timeout_s=self._spec.elastic.storage_timeout_s)
         error = result.error
         if error is None and ending.outcome.phase is JobPhase.FAILED:
             reason = ending.status.message or "no reason was given"
@@ -166,7 +170,8 @@ class JobHandle:
         ending = self._lease.ending
         events = ending.events if ending is not None else ()
         if ending is not None and ending.outcome is None:  # the controller was lost, its file is there
-            events = self._storage().read_events()
+            storage, timeout_s = self._storage(), self._spec.elastic.storage_timeout_s
+            events = call_storage(storage.where, "reading events", storage.read_events, timeout_s=timeout_s)
         return events[since:]
 
     def explain(self) -> Explanation | None:
@@ -255,11 +260,15 @@ class JobHandle:
         outcome = self._lease.ending.outcome
         if outcome is None:
             return None
-        index = outcome.first_report if after is None else after + 1
-        if not 0 <= index - outcome.first_report < len(outcome.history):
-            return None
-        metrics, checkpoint = outcome.history[index - outcome.first_report]
-        return Report(index=index, metrics=metrics, checkpoint=checkpoint)
+        wanted = outcome.first_report if after is None else after + 1
+        reports = outcome.reports
+        if reports and wanted < reports[0].index:
+            if self._reports is None:
+                timeout_s = self._spec.elastic.storage_timeout_s
+                self._reports = tuple(all_reports(outcome, self._storage(), timeout_s=timeout_s))
+            reports = self._reports
+        position = bisect.bisect_left(reports, wanted, key=lambda report: report.index)
+        return reports[position] if position < len(reports) else None
 
     def leave(self) -> None:
         """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""

@@ -53,6 +53,10 @@ class CheckpointBook:
         self._kept = [entry for i, entry in enumerate(self._kept) if i in staying]
         return dropped
 
+    def clear(self) -> None:
+        """Forget them all: what there is will be entered again."""
+        self._kept = []
+
     @property
     def kept(self) -> tuple[Kept, ...]:
         """Path and metrics of the checkpoints that are kept, oldest first."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from placement.facts import Progress
@@ -121,6 +122,35 @@ class RunProgress:
             epoch_ends=[float(end) for end in point.get("epoch_ends", ())],
             stride=int(point.get("stride", 1)),
         )
+
+
+def check_resume_point(point: Any) -> None:
+    """Raise unless a run can go on from there; an empty one says nothing, and none is wrong about it.
+
+    Raises:
+        ValueError: a field is missing or wrong; the message names it.
+    """
+    if not isinstance(point, Mapping):
+        raise ValueError(f"where it stands must be an object, but is {point!r}")
+    if not point:
+        return
+    for name in ("epoch", "epochs", "steps", "reports", "left", "stride"):
+        value = point.get(name, None if name == "epochs" else 1 if name == "stride" else 0)
+        if name == "epoch" and name not in point:
+            raise ValueError("it has no 'epoch'")
+        if value is None and name == "epochs":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < (name == "stride"):
+            raise ValueError(f"{name} must be a whole number from {int(name == 'stride')}, but is {value!r}")
+    try:
+        told = RunProgress.from_resume_point(dict(point))
+        for loop in told.loops:
+            if isinstance(loop.position, bool) or not isinstance(loop.position, int) or loop.position < 0:
+                raise ValueError(f"a loader's position must be a whole number from 0, but is {loop.position!r}")
+        if not all(math.isfinite(value) for value in (told.done, *told.epoch_ends)):
+            raise ValueError(f"statistical progress must be finite, but is {told.done!r}, {told.epoch_ends!r}")
+    except (TypeError, KeyError, OverflowError) as error:
+        raise ValueError(f"it is no place in a run: {error}") from None
 
 
 def agreed_lead(sum_of_leads: float, sum_of_squares: float, world_size: int) -> int:

@@ -1,32 +1,39 @@
-"""SHELL: a run's directory on any file system pyarrow knows: events, checkpoints and the ``Result``."""
+"""SHELL: a run's directory on any file system pyarrow knows: events, reports and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import posixpath
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
-from elastic_ray.events import JobEvent, JobOutcome
+from elastic_ray.copying import copy_directory
+from elastic_ray.events import JobEvent, Report, plain
+from elastic_ray.line_files import LineFile
+from elastic_ray.run_progress import check_resume_point
+from placement.private_files import make_directory, open_output
+from placement.storage_calls import call_storage
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
-    from ray.train.v2.api.result import Result
 
 # ray.train takes longer to import than a worker takes to start: functions import it when they need it.
 
+logger = logging.getLogger(__name__)
+
 EVENTS_FILE = "events.jsonl"
+REPORTS_FILE = "reports.jsonl"
 PROGRESS_FILE = ".elastic_ray.json"
 """Written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
-_CHUNK_BYTES = 64 << 20
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
 
@@ -78,19 +85,27 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
 class RunStorage:
     """The directory of one run, used by its controller and by its workers.
 
-    Calls block on the file system: an event loop runs them in a thread. Instances are pickled to workers.
+    Calls block on the file system, which may never answer: they are made through ``placement.storage_calls``.
     """
 
-    def __init__(self, path: str, filesystem: pyarrow.fs.FileSystem | None = None) -> None:
+    def __init__(self, path: str, filesystem: pyarrow.fs.FileSystem | None = None, *, private: bool = True) -> None:
         """Name the directory; nothing is read or written yet.
 
         Args:
             path: directory of the run, the run's own name included; a URI if there is no ``filesystem``.
             filesystem: file system that ``path`` lies on.
+            private: whether only the user may read what is written, where the file system is the node's.
         """
         self.filesystem, self.path = resolve(path, filesystem)
-        self._lines: list[str] | None = None  # events of a file system that cannot append
-        self._unwritten = False
+        self.private = private
+        self._events = LineFile(self.filesystem, posixpath.join(self.path, EVENTS_FILE), private=private)
+        reports = posixpath.join(self.path, REPORTS_FILE)
+        self._reports = LineFile(self.filesystem, reports, private=private, in_parts=True)
+
+    @property
+    def where(self) -> str:
+        """The directory, for messages."""
+        return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
 
     @property
     def local(self) -> bool:
@@ -104,13 +119,21 @@ class RunStorage:
             OSError: if the directory cannot be written; the message names it.
         """
         try:
-            self.filesystem.create_dir(self.path, recursive=True)
+            make_directory(self.filesystem, self.path, private=self.private)
             self._write(posixpath.join(self.path, MARKER_FILE), "")
         except OSError as error:
             raise OSError(
                 f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "
                 f"{error}; set RunConfig(storage_path) to a directory or bucket this user may write"
             ) from error
+
+    def create_within(self, timeout_s: float) -> None:
+        """:meth:`create`, for who cannot wait for ever.
+
+        Raises:
+            OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
+        """
+        call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
     def check_reachable(self) -> None:
         """Raise ``FileNotFoundError`` where this node does not see the controller's directory."""
@@ -121,37 +144,49 @@ class RunStorage:
                 "that all nodes share, such as s3://bucket/dir or an NFS mount"
             )
 
-    # --- events ---------------------------------------------------------------------------------------------
+    # --- events and reports ---------------------------------------------------------------------------------
 
-    def append_event(self, line: str) -> None:
-        """Add a line to ``events.jsonl``: at once on a local file system, with :meth:`flush` elsewhere."""
-        path = posixpath.join(self.path, EVENTS_FILE)
-        if self.local:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(line.rstrip("\n") + "\n")
-            return
-        if self._lines is None:  # an earlier controller of the same run may have written some
-            self._lines = list(self._event_lines())
-        self._lines.append(line.rstrip("\n"))
-        self._unwritten = True
-
-    def flush(self) -> None:
-        """Write what :meth:`append_event` had to keep back, by writing the whole file anew."""
-        if self._unwritten and self._lines is not None:
-            self._write(posixpath.join(self.path, EVENTS_FILE), "\n".join(self._lines) + "\n")
-            self._unwritten = False
+    def append_events(self, lines: Sequence[str]) -> None:
+        """Add lines to ``events.jsonl``, all or none."""
+        self._events.append(lines)
 
     def read_events(self) -> tuple[JobEvent, ...]:
         """The events written so far; a last line cut short by a crash is left out."""
         events = []
-        for line in self._event_lines():
+        for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 events.append(JobEvent.from_json(line))
         return tuple(events)
 
-    def _event_lines(self) -> Iterator[str]:
-        with contextlib.suppress(FileNotFoundError):
-            yield from self._read(posixpath.join(self.path, EVENTS_FILE)).splitlines()
+    def event_lines(self) -> Iterator[str]:
+        """Lines of ``events.jsonl``."""
+        return self._events.read()
+
+    def append_reports(self, lines: Sequence[str]) -> None:
+        """Add lines to ``reports.jsonl`` (``reports/*.jsonl`` where files cannot be added to), all or none."""
+        self._reports.append(lines)
+
+    def read_reports(self, first: int, last: int) -> dict[int, Report]:
+        """Reports of these numbers, in order; a restart repeats those after its checkpoint: the later ones count."""
+        found = {report.index: report for report in self._each_report(first, last)}
+        return dict(sorted(found.items()))
+
+    def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
+        """The last ``most`` reports from number ``first`` on, in order."""
+        found: dict[int, Report] = {}
+        for report in self._each_report(first, None):
+            found.pop(report.index, None)
+            found[report.index] = report
+            if len(found) > 2 * most:
+                found = {each.index: each for each in sorted(found.values(), key=_index)[-most:]}
+        return tuple(sorted(found.values(), key=_index)[-most:])
+
+    def _each_report(self, first: int, last: int | None) -> Iterator[Report]:
+        for line in self._reports.read():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                report = Report.from_json(line)
+                if first <= report.index and (last is None or report.index <= last):
+                    yield report
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -162,6 +197,7 @@ class RunStorage:
         *,
         progress: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
         """Copy a checkpoint into the run, so that it is there wholly or not at all.
 
@@ -174,6 +210,7 @@ class RunStorage:
             index: number of the checkpoint; an earlier one of the same number is replaced.
             progress: epoch, loader positions..., JSON-serialisable, for :meth:`load_progress`.
             metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
+            go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
         Returns:
             The checkpoint in the run's directory.
@@ -196,10 +233,12 @@ class RunStorage:
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
         note = {"index": index, "progress": dict(progress or {}), "metrics": dict(metrics or {})}
-        text = json.dumps(note, default=_plain)
+        text = json.dumps(note, default=plain)
         self.delete_checkpoint(work)
         try:
-            self._copy(origin, origin_path, work)
+            copy_directory(origin, origin_path, self.filesystem, work, private=self.private, go_on=go_on)
+            if not go_on():  # what is complete is found by a restart: not behind the back of who gave it up
+                raise InterruptedError("the checkpoint was given up")
             self._write(posixpath.join(work, PROGRESS_FILE), text)
             if work != target:
                 self.delete_checkpoint(target)
@@ -216,112 +255,104 @@ class RunStorage:
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.
         """
-        if isinstance(checkpoint, str):
-            note = _read_note(self.filesystem, checkpoint)
-        else:
-            note = _read_note(checkpoint.filesystem, checkpoint.path)
+        filesystem, path = self.filesystem, checkpoint
+        if not isinstance(path, str):
+            filesystem, path = path.filesystem, path.path
+        try:
+            note = _read_note(filesystem, path)
+        except BadNoteError as error:
+            logger.warning("checkpoint %s does not say where it stands: %s", path, error)
+            return None
         return None if note is None else note["progress"]
 
-    def stored_checkpoints(self) -> tuple[StoredCheckpoint, ...]:
-        """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name."""
+    def stored_checkpoints(
+        self, pass_over: Callable[[str], None] = lambda problem: None, heard: Callable[[], bool] = lambda: True
+    ) -> tuple[StoredCheckpoint, ...]:
+        """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name.
+
+        Args:
+            pass_over: takes why something that looks like one is not used, a sentence.
+            heard: called with every one, so that who waits sees that it goes on.
+
+        Raises:
+            OSError: storage cannot be read, which says nothing about what is there.
+        """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
         for entry in self.filesystem.get_file_info(selector):
             matched = _CHECKPOINT.fullmatch(posixpath.basename(entry.path))
-            note = _read_note(self.filesystem, entry.path) if matched and not entry.is_file else None
-            if matched and note is not None:
-                found.append(
-                    StoredCheckpoint(
-                        index=int(matched[1]),
-                        path=posixpath.join(self.path, posixpath.basename(entry.path)),
-                        progress=note["progress"],
-                        metrics=note["metrics"],
-                    )
-                )
+            if not matched:
+                continue
+            heard()
+            path = posixpath.join(self.path, posixpath.basename(entry.path))
+            try:
+                if entry.is_file:
+                    raise BadNoteError("it is a file")
+                note = _read_note(self.filesystem, path)
+                if note is None:
+                    continue  # incomplete
+                check_resume_point(note["progress"])
+            except ValueError as error:
+                pass_over(f"{path} is not used as a checkpoint: {error}")
+                continue
+            index, progress, metrics = int(matched[1]), note["progress"], note["metrics"]
+            found.append(StoredCheckpoint(index=index, path=path, progress=progress, metrics=metrics))
         return tuple(sorted(found, key=lambda stored: stored.index))
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint's directory; no error if it is gone already."""
         if posixpath.dirname(path) != self.path:
             raise ValueError(f"only directories in the run's own, {self.path!r}, are deleted, but got {path!r}")
+        if self.filesystem.get_file_info(path).is_file:
+            self.filesystem.delete_file(path)
+            return
         # The note first: a deletion that is cut short must not leave something that looks complete.
+        note = posixpath.join(path, PROGRESS_FILE)
         with contextlib.suppress(FileNotFoundError):
-            self.filesystem.delete_file(posixpath.join(path, PROGRESS_FILE))
+            if self.filesystem.get_file_info(note).is_file:
+                self.filesystem.delete_file(note)
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(path)
 
     # --- files ----------------------------------------------------------------------------------------------
 
-    def _copy(self, origin: pyarrow.fs.FileSystem, source: str, target: str) -> None:
-        self.filesystem.create_dir(target, recursive=True)
-        # pyarrow's threaded uploads to S3 may deadlock (apache/arrow#32372); Ray Train avoids them as well.
-        threads = not isinstance(self.filesystem, pyarrow.fs.S3FileSystem)
-        pyarrow.fs.copy_files(
-            source,
-            target,
-            source_filesystem=origin,
-            destination_filesystem=self.filesystem,
-            chunk_size=_CHUNK_BYTES,
-            use_threads=threads,
-        )
-
     def _exists(self, path: str) -> bool:
         return bool(self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
 
     def _write(self, path: str, text: str) -> None:
-        with self.filesystem.open_output_stream(path) as stream:
+        with open_output(self.filesystem, path, private=self.private) as stream:
             stream.write(text.encode())
 
-    def _read(self, path: str) -> str:
-        with self.filesystem.open_input_stream(path) as stream:
-            return str(stream.readall().decode(errors="replace"))
+
+def _index(report: Report) -> int:
+    return report.index
+
+
+class BadNoteError(ValueError):
+    """A file that says where a checkpoint stands says something else, or is none."""
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """The JSON beside a checkpoint; None where there is none or it is not ours."""
-    try:
-        with filesystem.open_input_stream(posixpath.join(path, PROGRESS_FILE)) as stream:
-            note = json.loads(stream.readall())
-    except (FileNotFoundError, ValueError):
-        return None
-    return note if isinstance(note, dict) and {"progress", "metrics"} <= note.keys() else None
+    """The JSON beside a checkpoint; None where there is none or it is not ours.
 
-
-def _plain(value: Any) -> Any:
-    """A JSON value for what ``json`` does not know: a scalar's number, else text."""
-    item = getattr(value, "item", None)
-    if callable(item):
-        with contextlib.suppress(Exception):
-            return item()
-    return repr(value)
-
-
-def make_result(outcome: JobOutcome, storage: RunStorage) -> Result:
-    """Ray Train's ``Result`` of a job that has ended.
-
-    ``metrics`` are the last ones reported (with or without a checkpoint), ``checkpoint`` the newest
-    checkpoint, ``best_checkpoints`` all that were kept, oldest first, and ``metrics_dataframe`` has a row for
-    every report.
+    Raises:
+        BadNoteError: there is something in its place. OSError: storage cannot be read.
     """
-    import pandas as pd
-    from ray.train import Checkpoint
-    from ray.train.v2.api.exceptions import TrainingFailedError
-    from ray.train.v2.api.result import Result
-
-    kept: list[tuple[Checkpoint, dict[str, Any]]] = [
-        (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints
-    ]
-    error = outcome.error
-    if error is not None and not isinstance(error, TrainingFailedError):
-        error = TrainingFailedError(f"{type(error).__name__}: {error}")
-        error.__cause__ = outcome.error
-    return Result(
-        metrics=dict(outcome.metrics),
-        checkpoint=kept[-1][0] if kept else None,
-        error=error,
-        path=storage.path,
-        metrics_dataframe=pd.DataFrame([dict(row) for row, _ in outcome.history]) if outcome.history else None,
-        best_checkpoints=kept,
-        return_value=outcome.return_value,
-        _storage_filesystem=storage.filesystem,
-    )
+    name = posixpath.join(path, PROGRESS_FILE)
+    try:
+        with filesystem.open_input_stream(name) as stream:
+            note = json.loads(stream.readall())
+    except FileNotFoundError:
+        return None
+    except OSError:
+        if filesystem.get_file_info(name).type == pyarrow.fs.FileType.Directory:
+            raise BadNoteError(f"its {PROGRESS_FILE} is a directory") from None
+        raise
+    except ValueError as error:
+        raise BadNoteError(f"its {PROGRESS_FILE} is no JSON: {error}") from None
+    if not isinstance(note, dict) or not {"progress", "metrics"} <= note.keys():
+        raise BadNoteError(f"its {PROGRESS_FILE} lacks 'progress' or 'metrics'")
+    for key in ("progress", "metrics"):
+        if not isinstance(note[key], dict):
+            raise BadNoteError(f"its {PROGRESS_FILE} has {key}={note[key]!r}, which is no object")
+    return note

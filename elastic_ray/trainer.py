@@ -104,7 +104,7 @@ class ElasticTrainer:
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
             missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
-            cannot be written.
+            cannot be written, or its storage does not answer.
         """
         from elastic_ray.job.controller import start
 
@@ -115,7 +115,8 @@ class ElasticTrainer:
         _check_name(spec)
         if self._policy is not None:
             get_or_create_allocator(self._policy)
-        RunStorage(spec.storage_path, spec.storage_filesystem).create()
+        storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
+        storage.create_within(spec.elastic.storage_timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:
             return JobHandle(start(spec), spec)

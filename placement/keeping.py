@@ -12,10 +12,13 @@ from placement.jobs import JobView
 from placement.knowledge import Knowledge
 from placement.knowledge_store import KnowledgeStore, StorageRoot
 from placement.memory import Memory
+from placement.storage_calls import StorageCalls
 
 logger = logging.getLogger("placement.allocator")
 
 _EVERY_S = 10.0
+_CALL_TIMEOUT_S = 60.0
+_SAVE_TIMEOUT_S = 5.0  # of who waits for all that is known to be written; it still is, later
 _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then hears of it later
 
 
@@ -24,6 +27,7 @@ class _Place:
     """One storage root: what is kept there, and since when."""
 
     store: KnowledgeStore
+    calls: StorageCalls
     loading: asyncio.Task[None]
     fingerprints: set[str]
     version: int = 0
@@ -49,6 +53,7 @@ class Keeper:
         self._recall = recall
         self._places: dict[tuple[str, str], _Place] = {}
         self._homes: dict[str, _Place] = {}
+        self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
         """Whether it is known where the job's results are."""
@@ -59,14 +64,15 @@ class Keeper:
         place = self._places.get(root.key)
         if place is None:
             store = KnowledgeStore(root, self._writer)
-            loading = asyncio.get_running_loop().create_task(self._load(root.key, store))
-            place = self._places[root.key] = _Place(store=store, loading=loading, fingerprints=set())
+            calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
+            loading = asyncio.get_running_loop().create_task(self._load(root.key, store, calls))
+            place = self._places[root.key] = _Place(store=store, calls=calls, loading=loading, fingerprints=set())
         self._homes[job] = place
         await asyncio.wait([place.loading], timeout=_LOAD_TIMEOUT_S)
 
-    async def _load(self, key: tuple[str, str], store: KnowledgeStore) -> None:
+    async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
         try:
-            memory = await asyncio.to_thread(store.load)
+            memory = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
@@ -85,20 +91,27 @@ class Keeper:
             place.hurry = True
 
     async def save(self, *, now: bool = False) -> None:
-        """Write what is new, where that is due (or everywhere)."""
-        for key, place in list(self._places.items()):
+        """Write what is new, where that is due (or everywhere, and wait for that a little)."""
+        for key, place in self._places.items():
             due = now or place.hurry or time.monotonic() - place.saved_s >= _EVERY_S
             if due and place.version != self._knowledge.version and place.loading.done() and not place.saving:
-                await self._save(key, place)
+                place.saving = True
+                task = asyncio.get_running_loop().create_task(self._save(key, place))
+                self._saves.add(task)
+                task.add_done_callback(self._saves.discard)
             elif place.version == self._knowledge.version:
                 place.hurry = False
+        if now and self._saves:
+            await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
     async def _save(self, key: tuple[str, str], place: _Place) -> None:
         version, memory = self._knowledge.version, self._knowledge.memory(place.fingerprints)
-        place.saving, place.hurry, place.saved_s = True, False, time.monotonic()
+        place.hurry, place.saved_s = False, time.monotonic()
         try:
             if memory.steps:
-                await asyncio.to_thread(place.store.save, memory)
+                await place.calls.run(
+                    "writing what jobs have measured", lambda: place.store.save(memory), timeout_s=_CALL_TIMEOUT_S
+                )
             place.version = version
         except Exception as error:  # the next round tries again
             logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)

@@ -57,6 +57,7 @@ from placement.fitting import Observation
 from placement.goodput import NoiseScale
 from placement.knowledge import KnowledgeConfig
 from placement.memory import Batches, KnownNoise, KnownStep, Memory, covers, merged
+from placement.private_files import make_directory, open_output
 
 logger = logging.getLogger("placement.allocator")
 
@@ -97,10 +98,12 @@ class StorageRoot:
     Attributes:
         path: of the directory on ``filesystem``.
         filesystem: a ``pyarrow.fs.FileSystem``, picklable.
+        private: whether what is kept there is for its user only.
     """
 
     path: str
     filesystem: Any
+    private: bool = True
 
     @property
     def key(self) -> tuple[str, str]:
@@ -118,6 +121,7 @@ class KnowledgeStore:
 
     def __init__(self, root: StorageRoot, writer: str) -> None:
         self._files = root.filesystem
+        self._private = root.private
         self._folder = posixpath.join(root.path, FOLDER)
         self._own = posixpath.join(self._folder, f"{writer}.parquet")
         self._others: dict[str, Memory] = {}
@@ -144,11 +148,11 @@ class KnowledgeStore:
         Raises:
             OSError: the file system refuses.
         """
-        self._files.create_dir(self._folder, recursive=True)
+        make_directory(self._files, self._folder, private=self._private)
         table = _table(memory)
         if isinstance(self._files, pyarrow.fs.LocalFileSystem):
             part = f"{self._own}.part"  # one writer, one name: what a crash leaves is overwritten
-            with self._files.open_output_stream(part) as stream:
+            with open_output(self._files, part, private=self._private) as stream:
                 pq.write_table(table, stream)
             self._files.move(part, self._own)
         else:

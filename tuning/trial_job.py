@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -16,8 +17,8 @@ import posixpath
 import re
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pyarrow.fs
 import ray
@@ -34,12 +35,15 @@ from elastic_ray.membership.proof import new_secret
 from elastic_ray.storage import RunStorage
 from elastic_ray.trainer import ElasticTrainer, check_resources
 from placement.actor import NAMESPACE, get_or_create_allocator
+from placement.private_files import open_output
+from placement.storage_calls import call_storage
 from tuning.sweep import find_sweep, open_controller
 from tuning.trials import Promise, lacks_metric, score_of
 
 logger = logging.getLogger(__name__)
 
 _NAME = r"[A-Za-z0-9._=,+-]{1,128}"
+_T = TypeVar("_T")
 _NOTE = "elastic_trial.json"
 _PAUSED = "paused"
 _STOP_TIMEOUT_S = 5.0
@@ -286,7 +290,8 @@ class TrialJob:
                 keep_s=template.keep_s,
             ),
         )
-        RunStorage(storage_path, self._filesystem).create()
+        storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)
+        storage.create_within(base.elastic.storage_timeout_s)
         controller, name = open_controller(self._sweep, template.promise, spec)
         self._write_note({"controller": name, "key": self._key})
         return JobHandle(controller, spec)
@@ -313,7 +318,8 @@ class TrialJob:
             return None
         self._run = spec.trial.controller
         if own and start is not None:
-            progress = RunStorage(spec.storage_path, self._filesystem).load_progress(start) or {}
+            storage = RunStorage(spec.storage_path, self._filesystem)
+            progress = self._call("reading where a checkpoint stands", lambda: storage.load_progress(start)) or {}
             self._taken = int(progress.get("reports", 0))
         find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
         logger.info("trial %s: its job still runs, and goes on", self.job)
@@ -328,17 +334,25 @@ class TrialJob:
     def _new_run(self) -> str:
         """A directory of its own for every start of the trial, so that no run replaces another's checkpoints."""
         selector = pyarrow.fs.FileSelector(self._directory, allow_not_found=True)
-        runs = [each for each in self._filesystem.get_file_info(selector) if each.base_name.startswith("run_")]
+        entries = self._call("looking for earlier runs", lambda: self._filesystem.get_file_info(selector))
+        runs = [each for each in entries if each.base_name.startswith("run_")]
         return posixpath.join(self._directory, f"run_{len(runs):02d}")
 
     def _write_note(self, note: Mapping[str, str]) -> None:
-        with self._filesystem.open_output_stream(posixpath.join(self._directory, _NOTE)) as stream:
-            stream.write(json.dumps(note).encode())
+        def write() -> None:
+            path, private = posixpath.join(self._directory, _NOTE), self._template.spec.elastic.private_files
+            with open_output(self._filesystem, path, private=private) as stream:
+                stream.write(json.dumps(note).encode())
+
+        self._call("writing the trial's note", write)
 
     def _read_note(self) -> Mapping[str, str] | None:
-        try:
+        def read() -> Any:
             with self._filesystem.open_input_stream(posixpath.join(self._directory, _NOTE)) as stream:
-                note = json.loads(stream.readall())
+                return json.loads(stream.readall())
+
+        try:
+            note = self._call("reading the trial's note", read)
         except (OSError, ValueError):
             return None
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
@@ -350,8 +364,13 @@ class TrialJob:
         after = self._taken
         while time.monotonic() < begun + _STOP_TIMEOUT_S and (report := self._handle.next_report(after, 0.0)):
             after = report.index
-            if report.checkpoint is not None:
-                storage.delete_checkpoint(report.checkpoint)
+            if (path := report.checkpoint) is not None:
+                self._call(f"deleting {path}", functools.partial(storage.delete_checkpoint, path))
+
+    def _call(self, what: str, function: Callable[[], _T]) -> _T:
+        """Ask storage, which may never answer; raises ``StorageTimeoutError`` then."""
+        timeout_s = self._template.spec.elastic.storage_timeout_s
+        return call_storage(self._directory, what, function, timeout_s=timeout_s)
 
 
 def _digest(config: Mapping[str, Any]) -> str:

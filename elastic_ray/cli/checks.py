@@ -19,6 +19,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_BYTES = 1 << 30
 _WORD = b"heard"
 _REACH_S = 5.0
+_STORAGE_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +196,12 @@ def check_storage(path: str, nodes: int) -> Check:
         nodes: of the cluster; several need a place that they share.
     """
     from elastic_ray.storage import RunStorage
+    from placement.storage_calls import call_storage
 
     try:
         storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")
-        storage.create()
-        storage.filesystem.delete_dir(storage.path)
+        storage.create_within(_STORAGE_S)
+        call_storage(path, "deleting", lambda: storage.filesystem.delete_dir(storage.path), timeout_s=_STORAGE_S)
     except (OSError, ValueError) as error:
         return Check(name="storage", state="fail", detail=str(error).splitlines()[0])
     if nodes > 1 and "://" not in path:

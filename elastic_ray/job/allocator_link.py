@@ -47,7 +47,7 @@ class AllocatorLink:
         self._hear = hear
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
-        self._root = StorageRoot(path=root, filesystem=filesystem)
+        self._root = StorageRoot(path=root, filesystem=filesystem, private=spec.elastic.private_files)
         self._root_is_known = False
         self._allocator: Any = None
         self._over = False

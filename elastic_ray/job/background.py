@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 
@@ -19,10 +19,6 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def in_thread(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Run a function that may block in a thread."""
-        self.start(asyncio.to_thread(function, *arguments))
 
     def cancel(self) -> None:
         """Give up what has not ended."""

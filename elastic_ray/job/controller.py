@@ -157,7 +157,7 @@ class JobController:
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
         await self._recovered.wait()
-        return await self._job.feed.next(after, wait_s)
+        return await self._job.next_report(after, wait_s)
 
     async def stop(self, *, now: bool = False) -> None:
         """End the job: after the step in progress, or, ``now``, in the middle of it."""
@@ -173,8 +173,9 @@ class JobController:
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
-        """How the job ended; None while it has not."""
+        """How the job ended, once that is written as far as its storage answers; None while it has not."""
         await self._recovered.wait()
+        await self._job.written()
         return self._job.record.outcome()
 
     async def close(self) -> None:
@@ -284,11 +285,14 @@ class JobController:
         job = self._job
         try:
             await self._recover()
-            await job.open()
+            opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
-                    job.tick()
+                    job.tell_storage(time.monotonic())
+                    if opening.done():
+                        opening.result()
+                        job.tick()
         except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
             logger.exception("job %s: its controller failed", self._spec.job)
             job.finish(JobPhase.FAILED, error=error)
@@ -297,6 +301,7 @@ class JobController:
         if not job.record.phase.ended:
             logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
             job.finish(JobPhase.STOPPED)
+        await job.written()
 
     async def _recover(self) -> None:
         """After a restart: hear who lives, release what nobody holds, and go on."""
@@ -309,6 +314,8 @@ class JobController:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, noted.job, but=kept), _RELEASE_S)
         except Exception as error:  # the control store is away: the allocator finds them
             logger.warning("job %s: unused placement groups were not released: %s", noted.job, error)
+        if not told:
+            await job.open()  # what starts now starts from what is stored
         self._gathering = None
         job.take_over(noted, told)
         self._recovered.set()

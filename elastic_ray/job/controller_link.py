@@ -24,10 +24,12 @@ from elastic_ray.job.messages import (
     WorkerSetup,
     WorkerSwitched,
 )
+from elastic_ray.job.reported import ReportedCheckpoints
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.session import Session
 from elastic_ray.storage import RunStorage
+from placement.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,14 @@ class ControllerLink:
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
         self._worker = assignment.worker
-        self._storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
+        self.storage = RunStorage(
+            assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files
+        )
+        self.calls = StorageCalls(self.storage.where)
+        # The other ranks wait in a collective meanwhile, and must not take this one for lost.
+        timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
+        self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._patience_s = setup.elastic.controller_timeout_s
         self._paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
@@ -142,13 +151,15 @@ class ControllerLink:
         self.push(Beat(report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
-        path = kept = None
+        path, kept, problem = None, None, ""
         if checkpoint is not None:
-            stored = self._storage.persist_checkpoint(checkpoint, index, progress=resume_point, metrics=metrics)
-            path = stored.path
-            if self._paced and not self._storage.local:  # only a trial's is wanted by others while it lives
+            note = {"progress": resume_point, "metrics": metrics}
+            path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
+            if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
-        message = WorkerReport(index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept)
+        message = WorkerReport(
+            index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept, problem=problem
+        )
         if self._paced:  # answered after as long as the sweep's scheduler takes to decide
             if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
                 raise WorkerDismissed(stopped=True)
@@ -181,7 +192,7 @@ class Heart:
             report = self._report() if count % self._every == 0 else None
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
-            self._link.push(Beat(report=report, at=at))
+            self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
             try:
                 self._link.repeat()
             except RayError as error:  # its controller is gone for good: the leash ends this process

@@ -5,30 +5,50 @@ from __future__ import annotations
 import asyncio
 
 from elastic_ray.events import Report
+from elastic_ray.job.tail import MOST, Tail
 
 
 class ReportFeed:
     """Reports in the order of their numbers, each once, whatever order they come in and however often.
 
-    A restart from a checkpoint repeats the reports after it; those that were taken already are not given again.
+    A restart from a checkpoint repeats the reports after it; those that were taken already are not given again. Only
+    the last ones are kept: whoever asks for an earlier one has to look for it in the run's file, see :meth:`gone`.
 
     Args:
         taken: number of the last report before the first one here; a run that goes on from a checkpoint counts on.
         ahead: how many reports nobody has taken may have been made before the next one waits; None for any number.
+        keep: how many are kept.
     """
 
-    def __init__(self, *, taken: int = 0, ahead: int | None = None) -> None:
+    def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
         self._taken = taken
         self._ahead = ahead
-        self._reports: dict[int, Report] = {}
+        self._reports: Tail[Report] = Tail(keep if ahead is None else max(keep, ahead + 2))
         self._open = True
         self._changed = asyncio.Event()
 
     def put(self, report: Report) -> None:
         """A worker has reported."""
-        if report.index not in self._reports:
-            self._reports[report.index] = report
+        if report.index not in self._reports and not self._reports.gone(report.index):
+            self._reports.put(report.index, report)
             self._wake()
+
+    def begin_after(self, taken: int) -> None:
+        """The run goes on after this report; before anything is put here."""
+        self._taken = max(self._taken, taken)
+
+    def wanted(self, after: int | None) -> int:
+        """Number of the report that follows number ``after``."""
+        return (self._taken if after is None else after) + 1
+
+    def gone(self, number: int) -> bool:
+        """Whether the report of this number was here, and is not kept any more."""
+        return self._reports.gone(number)
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest report that is kept, or would be."""
+        return self._reports.low
 
     async def turn(self, index: int) -> None:
         """Wait until the worker that has made this report may train on."""
@@ -50,7 +70,7 @@ class ReportFeed:
             self._taken = after
             self._wake()
         deadline_s = asyncio.get_running_loop().time() + wait_s
-        while after + 1 not in self._reports and self._open:
+        while after + 1 not in self._reports and self._open and not self.gone(after + 1):
             left_s = deadline_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return None

@@ -55,6 +55,7 @@ class Noted:
         processes: name of each worker's process, by worker.
         revivals: when controllers were restarted [s since the epoch].
         claimed: scripted faults that were carried out.
+        first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, as far as JSON can hold it.
     """
 
@@ -83,6 +84,7 @@ class Noted:
     processes: Mapping[str, str]
     revivals: tuple[float, ...] = ()
     claimed: tuple[int, ...] = ()
+    first_report: int = 0
     return_value: Any = None
 
     @classmethod

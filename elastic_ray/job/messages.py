@@ -163,7 +163,8 @@ class WorkerOutOfMemory:
 class WorkerReport:
     """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
 
-    ``held`` is the checkpoint in the cluster's memory, None if it is in storage only.
+    ``held`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why the
+    checkpoint was given up.
     Ray may deliver calls to an async actor out of order, hence the number.
     """
 
@@ -172,6 +173,7 @@ class WorkerReport:
     checkpoint: str | None
     resume_point: Mapping[str, Any]
     held: Any = None
+    problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,11 +184,13 @@ class Beat:
         report: rank 0's measurements.
         at: generation and number of committed edges that the worker has reached, None before its first generation.
         ending: the last one, for the run is over.
+        waits: what it waits for storage for, as a sentence; empty where storage answers.
     """
 
     report: StepReport | None = None
     at: tuple[int, int] | None = None
     ending: bool = False
+    waits: str = ""
 
 
 class Greeting(enum.Enum):

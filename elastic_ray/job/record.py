@@ -1,39 +1,38 @@
-"""A job's history as its controller keeps it: phase, events, reports, checkpoints, outcome."""
+"""A job's history as its controller keeps it: phase, events, reports, checkpoints, outcome (pure)."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
+from elastic_ray.job.backlog import Backlog
 from elastic_ray.job.messages import WorkerReport
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.stored import StoredRun
+from elastic_ray.job.tail import Tail
 from elastic_ray.retention import CheckpointBook
-from elastic_ray.state_files import StateFile, delete_states, state_files
-from elastic_ray.storage import RunStorage
+from elastic_ray.state_files import StateFile
+from elastic_ray.storage import StoredCheckpoint
 
 
 class JobRecord:
-    """See the module's text. Files are written by ``write_events`` and ``delete_checkpoints``, which may block.
+    """See the module's text. What it has to write waits in its backlogs for the job's ``Scribe``.
 
     Attributes:
         note: what the allocator has to tell the job's user.
         cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
-        surplus: checkpoints of an earlier run of this name that are not to be kept.
+        unwritten_events: lines of ``events.jsonl``.
+        unwritten_reports: lines of ``reports.jsonl``.
     """
 
-    def __init__(self, spec: JobSpec, storage: RunStorage) -> None:
-        self._storage = storage
+    def __init__(self, spec: JobSpec) -> None:
         self._book = CheckpointBook(
             num_to_keep=spec.num_to_keep,
             score_attribute=spec.checkpoint_score_attribute,
             score_order=spec.checkpoint_score_order,
         )
-        self._reports: dict[int, WorkerReport] = {}
-        self._unwritten: list[str] = []
-        self._missing = False
-        self._lock = threading.Lock()
+        self._reports: Tail[Report] = Tail()
         self._outcome: JobOutcome | None = None
         self._resume: Mapping[str, Any] | None = None
         self.phase = JobPhase.WAITING
@@ -41,21 +40,37 @@ class JobRecord:
         self.note = ""
         self.cost_usd: float | None = None
         self.events: list[JobEvent] = []
+        self.unwritten_events = Backlog()
+        self.unwritten_reports = Backlog()
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
-        self.surplus: list[str] = []
         self._states: tuple[StateFile, ...] = ()
         self._states_kept = spec.states_kept
         self._since_checkpoint: set[str] = set()  # automatic ones; of as many steps, the later one is further
-        self._start: str | None = None
-        if spec.trial is not None:
-            self._start = spec.trial.start_from
-            self._resume = storage.load_progress(self._start) if self._start is not None else None
-            return
-        for stored in storage.stored_checkpoints():  # an earlier run of this name
-            self.surplus += self._book.add(stored.path, stored.metrics)
-            self._resume = stored.progress
-        self._states = state_files(storage) if spec.states_kept else ()
+        self._is_trial = spec.trial is not None
+        self._start = spec.trial.start_from if spec.trial is not None else None
+        self._waits: dict[str, str] = {}
+
+    # -- where the job stands ----------------------------------------------------------------------------------
+
+    def found(self, stored: StoredRun) -> tuple[str, ...]:
+        """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
+
+        It counts more than what is known here: a message that a checkpoint is there may have been lost, and somebody
+        may have deleted one.
+        """
+        if self._is_trial:
+            if self._book.latest is None:
+                self._resume = stored.start
+            return ()
+        known = dict(self._book.kept)
+        self._book.clear()
+        self._resume, surplus = None, list[str]()
+        for checkpoint in stored.checkpoints:
+            surplus += self._book.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
+            self._resume = checkpoint.progress
+        self._states = stored.states if self._states_kept else ()
+        return tuple(surplus)
 
     @property
     def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
@@ -82,6 +97,11 @@ class JobRecord:
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
+        self._since_checkpoint &= {each.path for each in self._states}
+
+    def forget_states(self) -> None:
+        """The job has finished: its automatic checkpoints are deleted."""
+        self._states = ()
 
     @property
     def workers_at_most(self) -> int:
@@ -92,6 +112,8 @@ class JobRecord:
         left = int((self.resume_point or {}).get("left", 0))
         return max(1, left // 2) if left else 0
 
+    # -- what happens ------------------------------------------------------------------------------------------
+
     def starting(self) -> None:
         """Workers are being started."""
         if self.phase is JobPhase.WAITING:
@@ -100,55 +122,79 @@ class JobRecord:
     def event(self, event: JobEvent) -> None:
         """Add an event."""
         self.events.append(event)
-        self._unwritten.append(event.to_json())
+        self.unwritten_events.add(event.to_json())
         if event.kind is EventKind.STARTED:
             self.message = ""
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Go on with what a controller before this one has noted down; it has written the events, or their file lacks
-        the last ones."""
+        """Go on with what a controller before this one has noted down; :meth:`catch_up` follows."""
         self.phase, self.message = phase, message
         self.events = list(events)
-        self._missing = True
 
-    def write_events(self) -> None:
-        """Write what is new to ``events.jsonl``."""
-        with self._lock:
-            self._write_missing()
-            lines, self._unwritten = self._unwritten, []
-            for line in lines:
-                self._storage.append_event(line)
-            self._storage.flush()
-
-    def _write_missing(self) -> None:
-        """Events that a controller before this one did not come to write."""
-        if not self._missing:
-            return
-        written = {event.to_json() for event in self._storage.read_events()}
-        for line in [event.to_json() for event in self.events]:
-            if line not in written and line not in self._unwritten:
-                self._storage.append_event(line)
-        self._missing = False
-
-    def report(self, report: WorkerReport) -> tuple[str, ...]:
+    def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
         """Take rank 0's report; returns the checkpoints that are not kept any more."""
-        self._reports[report.index] = report  # a restart repeats reports after its checkpoint: the later ones count
-        self.metrics = self._reports[max(self._reports)].metrics
+        report = Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
+        self._put(report)
         if report.checkpoint is None:
             return ()
-        self._resume = report.resume_point
+        self._resume = message.resume_point
         self._since_checkpoint.clear()
         return self._book.add(report.checkpoint, report.metrics)
 
-    def delete_checkpoints(self, paths: Iterable[str]) -> None:
-        """Delete checkpoints."""
-        for path in paths:
-            self._storage.delete_checkpoint(path)
+    def _put(self, report: Report) -> None:
+        self._reports.put(report.index, report)  # a restart repeats reports after its checkpoint: the later ones count
+        self.unwritten_reports.add(report.to_json())
+        if report.index >= self._reports.last:
+            self.metrics = report.metrics
 
-    def delete_states(self) -> None:
-        """Delete the automatic checkpoints: the job has finished."""
-        self._states = ()
-        delete_states(self._storage)
+    @property
+    def first_report(self) -> int:
+        """Number of the first report of this run; 0 before it."""
+        return self._reports.first
+
+    @property
+    def last_report(self) -> int:
+        """Number of the last one."""
+        return self._reports.last
+
+    def restored(self, checkpoint: StoredCheckpoint) -> None:
+        """A report that was never heard of, with the checkpoint that it left in storage."""
+        self._put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+
+    def catch_up(self, lines: Collection[str], first_report: int, reports: Iterable[Report]) -> None:
+        """After the end of an earlier controller, whose events are here: go on where its files end.
+
+        Args:
+            lines: of ``events.jsonl``.
+            first_report: number of the first report of the run.
+            reports: the last ones of ``reports.jsonl``.
+        """
+        for event in self.events:
+            if (line := event.to_json()) not in lines:
+                self.unwritten_events.add(line)
+        for report in reports:
+            self._reports.put(report.index, report)
+            self.metrics = report.metrics
+        if first_report:
+            self._reports.first = first_report
+
+    def waits(self, who: str, what: str) -> None:
+        """What someone waits for storage for; empty for nothing."""
+        if what:
+            self._waits[who] = what
+        else:
+            self._waits.pop(who, None)
+
+    def nobody_waits(self) -> None:
+        """Those that may have waited may be gone; who still waits says so soon."""
+        self._waits.clear()
+
+    @property
+    def waiting(self) -> str:
+        """What the job waits for storage for, as a sentence; empty where storage answers."""
+        return "; ".join(dict.fromkeys(self._waits.values()))
+
+    # -- the end -----------------------------------------------------------------------------------------------
 
     def end(self, phase: JobPhase, *, error: BaseException | None, return_value: Any, message: str) -> None:
         """The job has ended."""
@@ -157,8 +203,8 @@ class JobRecord:
             phase=phase,
             error=error,
             metrics=self.metrics,
-            history=tuple((report.metrics, report.checkpoint) for _, report in sorted(self._reports.items())),
-            first_report=min(self._reports, default=1),
+            reports=self._reports.values(),
+            first_report=self._reports.first or 1,
             checkpoints=self._book.kept,
             return_value=return_value,
         )

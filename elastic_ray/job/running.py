@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from elastic_ray.job.messages import (
 )
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.record import JobRecord
+from elastic_ray.job.scribe import Scribe, unreadable
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.link import StepReport
 from elastic_ray.membership.plan import Cancel, SetBatch, Stop
@@ -51,7 +51,6 @@ from elastic_ray.membership.signals import (
     Switched,
     Target,
 )
-from elastic_ray.storage import RunStorage
 from placement.actor import Answer
 from placement.jobs import JobView
 
@@ -60,6 +59,7 @@ logger = logging.getLogger("elastic_ray.job")
 _STOP_GRACE_S = 10.0
 _REVIVALS_WITHIN_S = 300.0
 _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
+_LOOK_AGAIN_S = 10.0
 
 
 class RunningJob:
@@ -83,14 +83,12 @@ class RunningJob:
         self, spec: JobSpec, controller: Any, background: Background, journal: Journal, *, named: int = 0
     ) -> None:
         self._spec, self._background, self._journal = spec, background, journal
-        self.record = JobRecord(spec, RunStorage(spec.storage_path, spec.storage_filesystem))
+        self.record = JobRecord(spec)
+        self._scribe = Scribe(spec, self.record, background, self._of_storage)
         self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
         self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
         self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
-        self.feed = ReportFeed(
-            taken=int((self.record.resume_point or {}).get("reports", 0)),
-            ahead=spec.trial.reports_ahead if spec.trial is not None else None,
-        )
+        self.feed = ReportFeed(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
@@ -101,7 +99,13 @@ class RunningJob:
         self._stopping_since: float | None = None
         self._revivals: tuple[float, ...] = ()
         self._claimed: set[int] = set()
+        self._opened = False
+        self._first_report: int | None = None
         self._return_value: Any = None
+        self._begun_after = 0
+        self._looking = False
+        self._later: Target | None = None
+        self._written: asyncio.Task[None] | None = None
         self.vacated: asyncio.Task[None] | None = None
 
     # -- for drivers -------------------------------------------------------------------------------------------
@@ -136,7 +140,7 @@ class RunningJob:
             self._stopping_since = time.monotonic()
             self.feed.close()
             self.group.post_to_members(Stop())
-            if not self.group.machine.members():
+            if self._looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
 
     # -- for the allocator -------------------------------------------------------------------------------------
@@ -148,7 +152,9 @@ class RunningJob:
         if not nodes and self.record.phase is JobPhase.WAITING:
             self.record.message = reason
         target = Target(nodes=nodes, reason=reason)
-        if self._preemption.active:
+        if self._looking:
+            self._later = target
+        elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and self._may_be_preempted():
             self._preemption.begin(target, time.monotonic())
@@ -164,6 +170,7 @@ class RunningJob:
         match message:
             case Beat():
                 self.group.beat(worker, message)
+                self.record.waits(worker, "" if message.ending else message.waits)
                 if message.report is not None:
                     self._observe(message.report)
             case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
@@ -190,16 +197,24 @@ class RunningJob:
             self._event(EventKind.BATCH, report.replicas, report.replicas, self.record.batch_reason, detail=detail)
 
     async def _report(self, message: WorkerReport) -> None:
-        dropped = self.record.report(dataclasses.replace(message, held=None))
-        if dropped:
-            self._background.in_thread(self.record.delete_checkpoints, dropped)
         trial, workers = self._spec.trial, self.group.machine.world_size
+        self._scribe.delete(self.record.report(message, workers))
+        if message.problem:
+            self._of_storage(message.problem)
         if message.held is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
         self.feed.put(
             Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
         )
         await self.feed.turn(message.index)
+
+    async def next_report(self, after: int | None, wait_s: float) -> Report | None:
+        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        wanted = self.feed.wanted(after)
+        if self.feed.gone(wanted):
+            report = await self._scribe.report(wanted, self.feed.oldest - 1)
+            return report or await self.feed.next(self.feed.oldest - 1, wait_s)
+        return await self.feed.next(after, wait_s)
 
     def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
@@ -252,6 +267,7 @@ class RunningJob:
 
     def noted(self, note: Note) -> None:
         """A group trains, or has failed."""
+        self.record.nobody_waits()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         self._event(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
         if note.kind is EventKind.CANCELLED:
@@ -268,13 +284,15 @@ class RunningJob:
 
     def all_lost(self, reason: str) -> None:
         """Nobody is left."""
+        if self._looking:
+            return
         if not self._losses.all_lost():
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
             failures, limit = self._losses.failures, self._spec.max_failures
             self.finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
             return
-        self._start_again(reason)
+        self._look_and_start_again(reason)
 
     def complete(self) -> None:
         """All have left the train function."""
@@ -286,12 +304,41 @@ class RunningJob:
 
     # -- starting again ----------------------------------------------------------------------------------------
 
-    def _start_again(self, reason: str) -> None:
-        """From what was saved last, without what has been trained since."""
+    def _look_and_start_again(self, reason: str) -> None:
+        if not self._looking and not self.record.phase.ended:
+            self._looking = True
+            self._background.start(self._start_again(reason))
+
+    async def _start_again(self, reason: str) -> None:
+        """From what was saved last, whoever has heard of it, without what has been trained since."""
+        try:
+            await self._look(min(_LOOK_AGAIN_S, self._spec.elastic.storage_timeout_s))
+        except Exception as error:  # whatever it is, the job must not wait for ever
+            logger.warning("job %s: it starts from what its controller knows: %s", self._spec.job, error)
+        self._looking = False
+        if self.record.phase.ended:
+            return
         steps = (self.record.resume_point or {}).get("steps")
         start = f"from step {steps}" if steps is not None else "anew"
         self._event(EventKind.RESTART, self.group.machine.world_size, 0, f"{reason}; it starts {start}")
         self._give_all_back()
+        if (later := self._later) is not None:
+            self._later = None
+            self.allocate(later.nodes, later.reason)
+
+    async def _look(self, timeout_s: float) -> None:
+        """Look what storage has of the run.
+
+        Raises:
+            OSError: it could not be read within ``timeout_s``.
+        """
+        stored = await self._scribe.look(timeout_s)
+        self._scribe.delete(self.record.found(stored))
+        last = stored.checkpoints[-1] if stored.checkpoints else None
+        if self._looking and last is not None and last.index > max(self.record.last_report, self._begun_after):
+            # Its rank 0 was lost before it could tell.
+            self.record.restored(last)
+            self.feed.put(Report(index=last.index, metrics=last.metrics, checkpoint=last.path))
 
     def _may_be_preempted(self) -> bool:
         """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
@@ -305,13 +352,13 @@ class RunningJob:
 
     def _suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
-        if not self._preemption.active or self.record.phase.ended:
+        if not self._preemption.active or self._looking or self.record.phase.ended:
             return
         reason = self._preemption.reason
         if self._stopping_since is not None:
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
-            self._start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
+            self._look_and_start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
         else:
             pause_s = self._preemption.lasted_s(time.monotonic())
             self._event(EventKind.PREEMPTED, self.group.machine.world_size, 0, reason, pause_s=pause_s)
@@ -319,6 +366,7 @@ class RunningJob:
 
     def _give_all_back(self) -> None:
         """Begin with other workers once the allocator says where."""
+        self.record.nobody_waits()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
         self.record.phase = JobPhase.WAITING if waits else JobPhase.STARTING
@@ -362,6 +410,7 @@ class RunningJob:
             processes=self.group.processes(),
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
+            first_report=self.record.first_report,
             return_value=plain_value(self._return_value) if self.record.phase.ended else None,
         )
 
@@ -375,7 +424,7 @@ class RunningJob:
         self._losses.failures, self._losses.lost = noted.failures, noted.lost
         self.group.history.recall(noted)
         self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
-        self._claimed = set(noted.claimed)
+        self._claimed, self._first_report = set(noted.claimed), noted.first_report
         if self.record.phase.ended:
             error = RuntimeError(noted.message) if self.record.phase is JobPhase.FAILED else None
             self.record.end(self.record.phase, error=error, return_value=noted.return_value, message=noted.message)
@@ -401,8 +450,43 @@ class RunningJob:
     # -- the clock ---------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Before the first tick."""
-        self._background.in_thread(self.record.delete_checkpoints, self.record.surplus)
+        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+
+        A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
+        workers train on needs nothing of what is stored before it restarts.
+        """
+        if self._opened:
+            return
+        self._opened = True
+        try:
+            await self._look(self._spec.elastic.storage_timeout_s)
+            await self._catch_up()
+        except OSError as error:
+            if self.group.machine.workers:
+                logger.warning("job %s: what is stored of it cannot be read: %s", self._spec.job, error)
+            else:
+                self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
+        if self.record.phase.ended:
+            return
+        self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
+        self.feed.begin_after(self._begun_after)
+        if not self.group.machine.workers:
+            self.group.machine.reset(first_most=self.record.workers_at_most)
+
+    async def _catch_up(self) -> None:
+        """Go on with the files of the controller before this one."""
+        if self._first_report is not None:
+            for report in await self._scribe.catch_up(self._first_report):
+                self.feed.put(report)
+
+    async def written(self) -> None:
+        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        if self._written is not None:
+            await asyncio.wait([self._written])
+
+    def tell_storage(self, now_s: float) -> None:
+        """Some ten times a second from the beginning to the end, also before the first tick."""
+        self._scribe.tick(now_s)
 
     def tick(self) -> None:
         """Some ten times a second until it has ended."""
@@ -454,7 +538,11 @@ class RunningJob:
         logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
         self.record.event(event)
         self._journal.add(event)
-        self._background.in_thread(self.record.write_events)
+
+    def _of_storage(self, what: str) -> None:
+        """Something about storage that the job's user is to know."""
+        workers = self.group.machine.world_size
+        self._event(EventKind.STORAGE, workers, workers, what)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -469,7 +557,8 @@ class RunningJob:
         self._desk.close()
         self.note_down()
         if phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._background.in_thread(self.record.delete_states)
+            self._scribe.delete_states()
+        self._written = self._background.start(self._scribe.finish())
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())
         else:

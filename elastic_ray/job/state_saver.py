@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
@@ -18,10 +19,11 @@ from elastic_ray.parallel.state import UnsafeStateError, pack, unpack
 from elastic_ray.session import Session
 from elastic_ray.state_files import StateFile, delete_others
 from elastic_ray.storage import RunStorage
+from placement.storage_calls import Call, StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class StateSaver:
@@ -35,6 +37,8 @@ class StateSaver:
         told: takes what was saved; returns the job's mean time between losses [s].
         keep: how many checkpoints to keep.
         interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
+        calls: the run's calls on storage; None makes some.
+        timeout_s: longest silence of storage that a preempted job waits for [s].
     """
 
     def __init__(
@@ -45,7 +49,11 @@ class StateSaver:
         *,
         keep: int,
         interval_s: float | None,
+        calls: StorageCalls | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
+        self._calls = calls or StorageCalls(storage.where)
+        self._timeout_s = timeout_s
         self._session = session
         self._storage = storage
         self._told = told
@@ -55,6 +63,7 @@ class StateSaver:
         self._since_s = time.monotonic()
         self._buffers: list[torch.Tensor] = []
         self._thread: threading.Thread | None = None
+        self._writing: Call | None = None
         self._closed = threading.Event()
         self._off = False
 
@@ -63,7 +72,7 @@ class StateSaver:
         now_s = time.monotonic()
         if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
             return
-        if self._thread is not None and self._thread.is_alive():
+        if self._busy():
             return
         self._since_s = now_s
         try:
@@ -76,7 +85,10 @@ class StateSaver:
                 return
             copied = unpack(skeleton, self._copy(tensors))
             pause_s = time.monotonic() - now_s
-            self._start(self._write, copied, point, pause_s)
+            self._writing = self._calls.start_long(
+                f"writing the automatic checkpoint at step {point['steps']}",
+                lambda go_on: self._write(copied, point, pause_s, go_on),
+            )
         except Exception:
             self._give_up("it cannot be copied", exc_info=True)
 
@@ -86,11 +98,13 @@ class StateSaver:
         Returns:
             Why it could not be saved; empty if it was.
         """
-        if self._thread is not None:
-            self._thread.join()  # one that was begun before; it is under way
         begin_s = time.monotonic()
         try:
-            state = write_state(self._storage, self._session.shared.capture(), self._session.resume_point())
+            if self._thread is not None:
+                self._thread.join(self._timeout_s)
+            if self._writing is not None:  # one that was begun before; it is under way
+                self._calls.wait(self._writing, timeout_s=self._timeout_s)
+            state = self._write_now(self._session.shared.capture(), self._session.resume_point())
             took_s = time.monotonic() - begin_s
             self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:
@@ -98,11 +112,29 @@ class StateSaver:
         self._delete_others(state)
         return ""
 
+    def _write_now(self, trees: Mapping[str, Any], point: Mapping[str, Any]) -> StateFile:
+        """Write while nobody trains, for as long as storage is not silent."""
+
+        def write(go_on: Callable[[], bool]) -> StateFile:
+            return write_state(self._storage, trees, point, go_on=go_on)
+
+        call = self._calls.start_long(f"saving the preempted job at step {point['steps']}", write)
+        self._calls.wait(call, timeout_s=self._timeout_s)
+        state: StateFile = call.answer.result()
+        return state
+
     def close(self) -> None:
-        """Give up a checkpoint that is being written, and end the thread."""
+        """Give up a checkpoint that is being written, and wait a little for its end."""
         self._closed.set()
+        with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
+            if self._writing is not None:
+                self._calls.wait(self._writing, timeout_s=_CLOSE_TIMEOUT_S)
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _busy(self) -> bool:
+        writing = self._writing is not None and not self._writing.answer.done()
+        return writing or (self._thread is not None and self._thread.is_alive())
 
     # -- the copy ----------------------------------------------------------------------------------------------
 
@@ -140,10 +172,12 @@ class StateSaver:
         self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float) -> None:
+    def _write(
+        self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float, go_on: Callable[[], bool]
+    ) -> None:
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
-            state = write_state(self._storage, trees, point, go_on=lambda: not self._closed.is_set())
+            state = write_state(self._storage, trees, point, go_on=lambda: go_on() and not self._closed.is_set())
         except InterruptedError:
             return
         except UnsafeStateError as error:

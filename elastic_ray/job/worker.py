@@ -38,7 +38,6 @@ from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
-from elastic_ray.storage import RunStorage
 from placement import groups
 from placement.cluster import GPU_TYPE_LABEL
 
@@ -167,11 +166,10 @@ class Worker:
 
     def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
         """The first good one of the automatic checkpoints to go on from, and its path."""
-        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
         unusable = ""
         for state in assignment.states:
             try:
-                kept = read_state(storage, state)
+                kept = read_state(link.storage, state)
             except CorruptStateError as error:
                 logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
                 unusable += f"; not from a later one, for {error}"
@@ -228,13 +226,15 @@ class Worker:
     def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
         if not self._setup.states_kept:
             return None
-        storage = RunStorage(assignment.storage_path, self._setup.storage_filesystem)
+        elastic = self._setup.elastic
         saver = StateSaver(
             session,
-            storage,
+            link.storage,
             link.saved,
+            calls=link.calls,
             keep=self._setup.states_kept,
-            interval_s=self._setup.elastic.checkpoint_interval_s,
+            interval_s=elastic.checkpoint_interval_s,
+            timeout_s=elastic.storage_timeout_s,
         )
         session.between_steps.append(saver.between_steps)
         return saver
@@ -247,7 +247,7 @@ class Worker:
         kept: dict[str, Any] | None,
         source: str,
     ) -> Session:
-        elastic, setup = self._setup.elastic, self._setup
+        elastic = self._setup.elastic
 
         def form(plan: Plan, rank: int) -> Communicator:
             caller = ControllerCaller(assignment, plan.generation)
@@ -267,9 +267,11 @@ class Worker:
             link.push(WorkerCouldNotForm(generation=generation, cause=cause))
 
         self._membership = Membership(assignment.worker, form, could_not_form, self._graveyard)
+        membership = self._membership
+        link.is_stopping = lambda: membership.stop_requested
         session = Session(
             assignment.worker,
-            self._membership,
+            membership,
             link,
             progress=progress,
             kept=kept,
@@ -282,8 +284,7 @@ class Worker:
         if assignment.checkpoint is not None:
             from ray.train import Checkpoint
 
-            storage = RunStorage(assignment.storage_path, setup.storage_filesystem)
-            session.checkpoint = Checkpoint(assignment.checkpoint, storage.filesystem)
+            session.checkpoint = Checkpoint(assignment.checkpoint, link.storage.filesystem)
         return session
 
 

@@ -34,7 +34,7 @@ class Rank0:
         return {"model/0": {"weight": self._tensor}, "shape": None}
 
     def resume_point(self) -> dict[str, Any]:
-        return {"steps": 7}
+        return {"steps": 7, "epoch": 0}
 
 
 def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:

@@ -136,7 +136,7 @@ def test_who_waits_for_a_cure_of_its_group_is_not_woken_by_a_preemption() -> Non
 def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     """A checkpoint that the loop reports between training and evaluation, a preemption in the evaluation."""
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
-    record = JobRecord(spec, RunStorage(str(tmp_path)))
+    record = JobRecord(spec)
     point = {"steps": 4, "epoch": 1}
     state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 4, "epoch": 0})
     record.saved(state)
@@ -149,7 +149,7 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
 def test_the_record_forgets_the_states_of_a_course_that_was_left(tmp_path: Path) -> None:
     """The one at 100 was corrupt: the job went on from 90, and its file is deleted with the next save."""
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
-    record = JobRecord(spec, RunStorage(str(tmp_path)))
+    record = JobRecord(spec)
     for steps in (90, 100, 92):
         record.saved(StateFile(path=str(steps), size=1, sha256="", resume_point={"steps": steps}))
     assert [state.steps for state in record.states] == [92, 90]

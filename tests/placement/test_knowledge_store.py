@@ -48,6 +48,15 @@ def files(path: Path) -> list[Path]:
     return sorted(p for p in path.rglob("*") if p.is_file() and FOLDER in str(p))
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_kept_is_its_users_own(tmp_path: Path, private: bool) -> None:
+    (runs := tmp_path / "runs").mkdir(mode=0o755)
+    root = StorageRoot(path=str(runs), filesystem=pyarrow.fs.LocalFileSystem(), private=private)
+    KnowledgeStore(root, "first").save(knowing(1).memory(["resnet"]))
+    modes = [path.stat().st_mode & 0o777 for path in (runs, runs / ".elastic_ray", runs / FOLDER, *files(runs))]
+    assert modes == ([0o755, 0o700, 0o700, 0o600] if private else [0o755, 0o755, 0o755, 0o644])
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_what_is_written_comes_back_to_the_bit(tmp_path: Path, local: bool) -> None:
     root = root_at(tmp_path, local=local)

@@ -12,8 +12,9 @@ import pytest
 import ray.train
 
 from elastic_ray.errors import TrainFunctionError
-from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase
-from elastic_ray.storage import PROGRESS_FILE, RunStorage, make_result, resolve
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
+from elastic_ray.results import make_result
+from elastic_ray.storage import EVENTS_FILE, PROGRESS_FILE, RunStorage, resolve
 
 
 @pytest.fixture(params=["local", "renameless"])
@@ -54,17 +55,17 @@ def names(storage: RunStorage) -> list[str]:
 
 def test_events_come_back_and_survive_a_second_writer(storage: RunStorage) -> None:
     for writer in (storage, pickle.loads(pickle.dumps(RunStorage(storage.path, storage.filesystem)))):
-        writer.append_event(event(1).to_json())
-        writer.append_event(event(2).to_json())
-        writer.flush()
+        writer.append_events([event(1).to_json(), event(2).to_json()])
     assert [e.detail["step"] for e in storage.read_events()] == [1, 2, 1, 2]
     assert storage.read_events()[0] == event(1)
 
 
 def test_a_torn_last_line_is_left_out(storage: RunStorage) -> None:
-    storage.append_event(event(1).to_json())
-    storage.append_event(event(2).to_json()[:20])
-    storage.flush()
+    storage.append_events([event(1).to_json()])
+    with storage.filesystem.open_input_stream(f"{storage.path}/{EVENTS_FILE}") as stream:
+        whole = stream.readall()
+    with storage.filesystem.open_output_stream(f"{storage.path}/{EVENTS_FILE}") as stream:
+        stream.write(whole + event(2).to_json()[:20].encode())
     assert storage.read_events() == (event(1),)
 
 
@@ -149,11 +150,18 @@ def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
     kept = storage.persist_checkpoint(source, 0, metrics={"loss": 0.4})
-    history = (({"loss": 0.5}, None), ({"loss": 0.4}, kept.path), ({"loss": 0.3}, None))
+    before = [Report(index=3, metrics={"loss": 0.7}), Report(index=3, metrics={"loss": 0.6})]
+    storage.append_reports([report.to_json() for report in [*before, Report(index=99, metrics={"loss": 9.0})]])
+    reports = (
+        Report(index=4, metrics={"loss": 0.5}),
+        Report(index=5, metrics={"loss": 0.4}, checkpoint=kept.path),
+        Report(index=6, metrics={"loss": 0.3}),
+    )
     outcome = JobOutcome(
         phase=JobPhase.FINISHED,
         metrics={"loss": 0.3},
-        history=history,
+        reports=reports,
+        first_report=3,
         checkpoints=((kept.path, {"loss": 0.4}),),
         return_value=42,
     )
@@ -163,7 +171,7 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
     assert result.checkpoint is not None
     assert result.checkpoint.path == kept.path
     assert result.metrics_dataframe is not None
-    assert list(result.metrics_dataframe["loss"]) == [0.5, 0.4, 0.3]
+    assert list(result.metrics_dataframe["loss"]) == [0.6, 0.5, 0.4, 0.3]
     assert result.get_best_checkpoint("loss", "min") is not None
     assert (result.error, result.return_value, result.path) == (None, 42, storage.path)
     assert "loss" in repr(result)

@@ -26,6 +26,7 @@ from typing import Any
 import pyarrow.fs
 
 from elastic_ray.job.train_loop import pack
+from placement.private_files import make_directory
 from tuning.nni.loop import TrialLoop
 from tuning.nni.results import Outcome
 from tuning.nni.wire import FINAL, TrialId, metric_message, shown
@@ -196,7 +197,7 @@ class TrialServer:
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._place.path, trial.trial)
-        self._place.filesystem.create_dir(directory, recursive=True)
+        make_directory(self._place.filesystem, directory, private=self._template.spec.elastic.private_files)
         self._note(trial.trial, path=directory)
         loop = TrialLoop(self._template.spec.train_loop, trial)
         spec = dataclasses.replace(self._template.spec, train_loop=pack(loop, {}))

@@ -1,0 +1,71 @@
+"""SHELL: files and directories that only their user can read, on file systems of this machine.
+
+The process's umask is never touched, for all threads share it: a file gets its mode when it is made. Elsewhere than on
+a ``LocalFileSystem`` (which NFS mounts are as well) the storage says who may read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.fs
+
+FILE_MODE = 0o600
+DIRECTORY_MODE = 0o700
+
+
+def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
+    """Make a directory and its parents; where it is there, and our own, take from it what others may do.
+
+    Parents that are there keep their modes.
+    """
+    if not (private and isinstance(filesystem, pyarrow.fs.LocalFileSystem)):
+        filesystem.create_dir(path, recursive=True)
+        return
+    missing = []
+    parent = os.path.abspath(path)
+    while not os.path.isdir(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is told of below
+            os.mkdir(each, DIRECTORY_MODE)
+    if not os.path.isdir(path):
+        raise NotADirectoryError(f"{path!r} is to be a directory, but is a file")
+    tighten(path)
+
+
+@contextlib.contextmanager
+def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
+    """A stream that replaces a file, or makes it."""
+    if private and isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        with open(path, "wb", opener=_open_private) as stream:
+            tighten(stream.fileno())
+            yield stream
+        return
+    with filesystem.open_output_stream(path) as stream:
+        yield stream
+
+
+def open_append(path: str, *, private: bool) -> int:
+    """The descriptor of a local file, to be written at its end."""
+    mode = FILE_MODE if private else 0o666
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+    if private:
+        tighten(descriptor)
+    return descriptor
+
+
+def tighten(path: str | int) -> None:
+    """Take from a file or directory of our own what its group and others may do."""
+    found = os.stat(path)
+    if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) & 0o077:
+        os.chmod(path, stat.S_IMODE(found.st_mode) & 0o700)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)

@@ -1,0 +1,196 @@
+"""Calls on storage that may never answer, in threads of their own, each with a deadline, and what they wait for (pure).
+
+A file system is asked through calls that block; NFS without its server and S3 behind a dead link block for good. Such a
+call costs a thread of this pool and nothing else: threads are few, they are daemons (so that none holds up the end of
+its process), and whoever asked goes on at its deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_TOLD_AFTER_S = 2.0
+_IDLE_S = 5.0
+_POLL_S = 0.05
+
+
+class StorageTimeoutError(TimeoutError):
+    """Storage has not answered in time."""
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One call.
+
+    Attributes:
+        what: what it does, for messages: "writing events".
+        answer: what it returns.
+        heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
+        given_up: nobody waits for it any more; a call that goes on in pieces ends itself.
+    """
+
+    what: str
+    run: Callable[[], Any]
+    heard_s: float
+    answer: Future[Any] = dataclasses.field(default_factory=Future)
+    given_up: bool = False
+
+    def heard(self) -> bool:
+        """A piece is done; whether somebody still waits for the others."""
+        self.heard_s = time.monotonic()
+        return not self.given_up
+
+
+class StorageCalls:
+    """Few threads for one owner's calls on one storage.
+
+    Args:
+        where: the storage, for messages.
+        threads: most calls at once; further ones wait for their turn.
+    """
+
+    def __init__(self, where: str, *, threads: int = 4) -> None:
+        self.where = where
+        self._most = threads
+        self._news = threading.Condition()
+        self._queue: collections.deque[Call] = collections.deque()
+        self._running: set[Call] = set()
+        self._threads = 0
+        self._idle = 0
+
+    def start(self, what: str, function: Callable[[], Any]) -> Call:
+        """Make a call; its ``answer`` comes some time."""
+        return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
+
+    def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
+        """Make a call that goes on in pieces: it calls its argument after each, and ends when that says no."""
+        call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
+        return self._add(call)
+
+    async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
+        """Make a call and wait for its answer.
+
+        Raises:
+            StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
+        """
+        call = self.start(what, function)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.answer), timeout_s)
+        except asyncio.TimeoutError as error:
+            if call.answer.done() and not call.answer.cancelled():
+                raise  # the function's own
+            self.give_up(call)
+            raise StorageTimeoutError(self.silent_for(call)) from error
+
+    async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
+        """The same for a call that goes on in pieces: of which none may take longer than ``timeout_s``."""
+        call = self.start_long(what, function)
+        answer = asyncio.wrap_future(call.answer)
+        while not answer.done():
+            silent_s = time.monotonic() - call.heard_s
+            if silent_s >= timeout_s:
+                self.give_up(call)
+                raise StorageTimeoutError(self.silent_for(call))
+            await asyncio.wait([answer], timeout=timeout_s - silent_s)
+        return answer.result()  # type: ignore[no-any-return]
+
+    def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
+        """The same for who may block."""
+        call = self.start(what, function)
+        self.wait(call, timeout_s=timeout_s)
+        return call.answer.result()  # type: ignore[no-any-return]
+
+    def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until a call has ended or ``until`` says so; whether it has ended.
+
+        Raises:
+            StorageTimeoutError: storage was silent for ``timeout_s``.
+        """
+        finished = threading.Event()
+        call.answer.add_done_callback(lambda _: finished.set())
+        while not finished.is_set():
+            if until():
+                self.give_up(call)
+                return False
+            silent_s = time.monotonic() - call.heard_s
+            if silent_s >= timeout_s:
+                self.give_up(call)
+                raise StorageTimeoutError(self.silent_for(call))
+            finished.wait(min(_POLL_S, timeout_s - silent_s))
+        return True
+
+    def give_up(self, call: Call) -> None:
+        """Nobody waits for it any more: one that has not begun never will."""
+        call.given_up = True
+        call.answer.cancel()
+
+    def silent_for(self, call: Call) -> str:
+        """How long storage has been silent in a call, as a sentence."""
+        return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
+
+    def waiting(self) -> str:
+        """The call that storage has not answered for longest, as a sentence; empty where it answers."""
+        with self._news:
+            calls = [*self._running, *(call for call in self._queue if not call.given_up)]
+        if not calls:
+            return ""
+        oldest = min(calls, key=lambda call: call.heard_s)
+        return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
+
+    # -- threads -----------------------------------------------------------------------------------------------
+
+    def _add(self, call: Call) -> Call:
+        with self._news:
+            self._queue.append(call)
+            if self._idle >= len(self._queue):
+                self._news.notify()
+            elif self._threads < self._most:
+                self._threads += 1
+                threading.Thread(target=self._work, name=f"storage {self.where}", daemon=True).start()
+        return call
+
+    def _work(self) -> None:
+        while (call := self._next()) is not None:
+            if call.answer.set_running_or_notify_cancel():
+                call.heard()
+                try:
+                    answer = call.run()
+                except BaseException as error:
+                    call.answer.set_exception(error)
+                else:
+                    call.answer.set_result(answer)
+            with self._news:
+                self._running.discard(call)
+            del call
+
+    def _next(self) -> Call | None:
+        """The next call; None ends the thread."""
+        with self._news:
+            if not self._queue:
+                self._idle += 1
+                self._news.wait(_IDLE_S)
+                self._idle -= 1
+            if not self._queue:
+                self._threads -= 1
+                return None
+            call = self._queue.popleft()
+            self._running.add(call)
+            return call
+
+
+def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
+    """Make one call on storage with a deadline, for who may block.
+
+    Raises:
+        StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
+    """
+    return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

@@ -1,0 +1,177 @@
+"""Reports and lines that wait: bounded memory, order kept, none twice, and what had to go is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.events import JobPhase, Report
+from elastic_ray.job.backlog import Backlog
+from elastic_ray.job.feed import ReportFeed
+from elastic_ray.job.messages import WorkerReport
+from elastic_ray.job.record import JobRecord
+from elastic_ray.job.tail import Tail
+from elastic_ray.line_files import LineFile
+from elastic_ray.results import all_reports
+from elastic_ray.storage import RunStorage
+from tests.hanging_storage import HangingStorage
+from tests.job.test_told import spec
+
+
+@given(st.lists(st.sampled_from(["add", "add", "take", "written", "failed"]), max_size=60))
+def test_lines_stay_in_order_until_they_are_written_each_once(steps: list[str]) -> None:
+    backlog, count, taken = Backlog(most=5), 0, None
+    file: list[str] = []
+    dropped = 0
+    for step in steps:
+        if step == "add":
+            backlog.add(str(count))
+            count += 1
+        elif step == "take" and taken is None:
+            taken = backlog.take()
+        elif step == "written" and taken is not None:
+            backlog.written()
+            file.extend(taken)
+            taken = None
+        elif step == "failed" and taken is not None:
+            backlog.failed()
+            taken = None
+        assert len(backlog) <= 10
+    if taken is not None:
+        backlog.failed()
+    file.extend(backlog.take())
+    dropped = backlog.dropped
+    assert file == sorted(file, key=int) and len(set(file)) == len(file)
+    assert len(file) + dropped == count
+
+
+@given(st.permutations(range(1, 40)), st.integers(1, 10))
+def test_of_many_the_last_are_kept(order: list[int], most: int) -> None:
+    tail: Tail[int] = Tail(most)
+    for number in order:
+        tail.put(number, -number)
+        assert len(tail.values()) <= most
+    assert (tail.first, tail.last) == (1, 39)
+    assert tail.get(39) == -39 and all(tail.gone(n) or n in tail for n in range(1, 40))
+
+
+def test_a_restart_goes_back_and_what_it_repeats_counts() -> None:
+    tail: Tail[str] = Tail(3)
+    for number in range(1, 8):
+        tail.put(number, "first")
+    for number in range(2, 7):
+        tail.put(number, "again")
+    assert tail.values() == ("again", "again", "first") and tail.last == 7
+
+
+def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: Path) -> None:
+    record, feed, storage = JobRecord(spec()), ReportFeed(), RunStorage(str(tmp_path / "run"))
+    storage.create()
+
+    def go(begin: int, end: int) -> float:
+        begin_s = time.process_time()
+        for index in range(begin, end):
+            record.report(WorkerReport(index=index, metrics={"loss": 1.0 / index}, checkpoint=None, resume_point={}))
+            feed.put(Report(index=index, metrics={"loss": 1.0 / index}))
+            if index % 500 == 0:
+                storage.append_reports(record.unwritten_reports.take())
+                record.unwritten_reports.written()
+        return time.process_time() - begin_s
+
+    early_s = go(1, 10_001)
+    gc.collect()
+    tracemalloc.start()
+    go(10_001, 12_001)
+    before, _ = tracemalloc.get_traced_memory()
+    go(12_001, 20_001)
+    gc.collect()
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert after - before < 100_000, f"{(after - before) / 8_000:.1f} bytes a report"
+    go(20_001, 90_001)
+    late_s = go(90_001, 100_001)
+    assert late_s < 3 * early_s, f"{early_s} s for the first 10 000, {late_s} s for the last"
+
+    record.end(JobPhase.FINISHED, error=None, return_value=None, message="")
+    outcome = record.outcome()
+    assert outcome is not None and outcome.first_report == 1 and len(outcome.reports) == 1000
+    assert dict(outcome.metrics) == {"loss": 1.0 / 100_000}
+    assert [report.index for report in all_reports(outcome, storage, timeout_s=60)] == list(range(1, 100_001))
+    assert feed.gone(1) and feed.oldest == 99_001
+    found = asyncio.run(feed.next(99_500, 0.0))
+    assert found is not None and found.index == 99_501
+
+
+def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = HangingStorage(tmp_path)
+    storage = RunStorage("run", hanging.filesystem)
+    record = JobRecord(spec())
+    for index in range(1, 1301):
+        record.report(WorkerReport(index=index, metrics={}, checkpoint=None, resume_point={}))
+    record.end(JobPhase.FINISHED, error=None, return_value=None, message="")
+    outcome = record.outcome()
+    assert outcome is not None
+    hanging.hang()
+    try:
+        assert [report.index for report in all_reports(outcome, storage, timeout_s=0.2)] == list(range(301, 1301))
+    finally:
+        hanging.answer()
+    assert "300 of 300 reports before number 301 cannot be had: storage hanging://run has not answered" in caplog.text
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_lines_that_could_not_be_added_are_not_there_in_part(
+    tmp_path: Path, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    filesystem = pyarrow.fs.LocalFileSystem()
+    hanging = HangingStorage(tmp_path)
+    path = str(tmp_path / "lines.jsonl") if local else "lines.jsonl"
+    file = LineFile(filesystem if local else hanging.filesystem, path, private=True, in_parts=True)
+    file.append(["a", "b"])
+    real, budget = os.write, [3]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if not budget:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data[: budget.pop()])
+
+    with monkeypatch.context() as patched:
+        if local:
+            patched.setattr(os, "write", full)
+        else:
+            hanging.fail("jsonl")
+        with pytest.raises(OSError, match=r"No space|bad moment"):
+            file.append(["cccccc", "d"])
+    hanging.answer()
+    file.append(["cccccc", "d"])
+    assert list(file.read()) == ["a", "b", "cccccc", "d"]
+
+
+def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -> None:
+    hanging = HangingStorage(tmp_path)
+    for writer in range(2):  # the second after a restart of its controller
+        file = LineFile(hanging.filesystem, "reports.jsonl", private=True, in_parts=True)
+        for number in range(30):
+            file.append([f"{writer}.{number}.{line}" for line in range(100)])
+    wanted = [f"{w}.{n}.{line}" for w in range(2) for n in range(30) for line in range(100)]
+    assert list(file.read()) == wanted
+    parts = sorted((hanging.root / "reports").iterdir())
+    assert [len(part.read_text().splitlines()) for part in parts] == [1000] * 6
+
+
+def test_metrics_that_json_cannot_hold_are_rows_all_the_same() -> None:
+    found = Report.from_json(Report(index=3, metrics={("a", 1): object, "b": 2}).to_json())
+    assert found.index == 3 and found.metrics["b"] == "2"
+    assert Report.from_json(Report(index=3, metrics={"x": float("inf")}).to_json()).metrics == {"x": float("inf")}
