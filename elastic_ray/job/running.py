@@ -157,12 +157,12 @@ class RunningJob:
                 self.group.beat(worker, message)
                 if message.report is not None:
                     self._observe(message.report)
-            case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
+            case WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=resumed):
                 if resumed and resumed != self._resumed and self.group.machine.current is None:
                     self._resumed = resumed
                     self._event(EventKind.RESUMED, 0, 0, resumed)
                 self._desk.open(loader)
-                self.group.take(Ready(worker=worker, has_state=has_state))
+                self.group.take(Ready(worker=worker, has_state=has_state, loaded=loaded))
             case WorkerFailed(generation=generation, cause=cause):
                 self.group.take(StepFailed(worker=worker, generation=generation, cause=cause))
             case WorkerCouldNotForm(generation=generation, cause=cause):

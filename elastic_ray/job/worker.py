@@ -78,8 +78,8 @@ class ControllerLink:
         if self._last_report is not None:
             ray.get(self._last_report, timeout=10.0)
 
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
-        self.push(WorkerReady(loader=loader, has_state=has_state, resumed=self.resumed))
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        self.push(WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=self.resumed))
 
     def failed(self, generation: int, cause: str) -> None:
         self.push(WorkerFailed(generation=generation, cause=cause))

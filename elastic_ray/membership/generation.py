@@ -84,6 +84,7 @@ class JobMembership(Roster):
         self._first_most = first_most
         self._target: dict[str, int] = {}
         self._reason = ""
+        self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._issued = 0
         self.named = named
@@ -108,8 +109,8 @@ class JobMembership(Roster):
                 self._target, self._reason = target, reason
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
-            case Ready(worker=worker, has_state=has_state):
-                self._ready(worker, has_state, now_s)
+            case Ready():
+                self._ready(stimulus, now_s)
             case Lost(worker=worker, cause=cause):
                 self._lost(worker, cause, now_s)
             case Left(worker=worker):
@@ -146,12 +147,14 @@ class JobMembership(Roster):
         record.phase, record.since_s = Phase.STARTING, now_s
         self._out.append(Launch(worker=worker, node=record.node))
 
-    def _ready(self, worker: str, has_state: bool, now_s: float) -> None:
-        record = self.workers.get(worker)
+    def _ready(self, told: Ready, now_s: float) -> None:
+        record = self.workers.get(told.worker)
         if record is None:
             return
         if record.phase is Phase.STARTING:
-            record.phase, record.since_s, record.has_state = Phase.READY, now_s, has_state or record.has_state
+            record.phase, record.since_s, record.loaded = Phase.READY, now_s, told.loaded
+            self._loaded = max(self._loaded, told.loaded)
+            record.has_state = told.has_state or record.has_state
         elif record.phase is Phase.MEMBER:
             record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
@@ -239,6 +242,7 @@ class JobMembership(Roster):
             since_s=now_s,
             from_workers=self.world_size,
             from_state=any(w.has_state for w in members),
+            loaded=max(w.loaded for w in members),
         )
         concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(Phase.MEMBER))}
         self._out.append(Announce(plan=plan, to=tuple(sorted(concerned, key=number))))
@@ -252,7 +256,8 @@ class JobMembership(Roster):
         self._suspicion = None
         flight, planned = self.in_flight, self.planned()
         survivors = sorted([*self.members(), *self.entering()], key=lambda w: not w.has_state)
-        fresh = flight is not None and not flight.from_state  # nothing has been trained yet, or its joiners hold it
+        # Nothing has been trained yet (and some survivor has loaded what the others had), or its joiners hold it.
+        fresh = flight is not None and not flight.from_state and any(w.loaded >= flight.loaded for w in survivors)
         if survivors and (fresh or any(w.has_state for w in survivors)):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
@@ -478,6 +483,11 @@ class JobMembership(Roster):
         if self.current is None:
             wanted = min(self._config.min_workers, max(1, self.target_workers))
             group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
+            if group is not None and not self.holders() and group[0].loaded < self._loaded:
+                self._loaded = 0  # they would begin anew; others in their place may load what is there
+                for record in group:
+                    self._give_up(record, "it could not load the automatic checkpoint that another had loaded")
+                return
         else:
             group = next_group(self, leavers, min_workers=self._config.min_workers)
             if group == self.members():
@@ -491,7 +501,7 @@ class JobMembership(Roster):
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
-        self._first_most = first_most
+        self._first_most, self._loaded = first_most, 0
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
         self._idle()
