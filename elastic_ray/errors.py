@@ -14,6 +14,8 @@ from typing import Any
 import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError
 
+from elastic_ray.access import AccessRefusedError as AccessRefusedError
+
 
 class JobNameTakenError(RuntimeError):
     """An active job has this name already."""

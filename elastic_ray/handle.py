@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
@@ -59,9 +60,9 @@ class JobHandle:
 
         Raises:
             ValueError: if no such job runs.
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
         """
-        if not ray.is_initialized():
-            ray.init()
+        join()
         controller = find_controller(job)
         if controller is None:
             raise ValueError(

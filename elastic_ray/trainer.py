@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.handle import JobHandle, find_controller
@@ -101,6 +102,7 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
             missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
@@ -108,8 +110,7 @@ class ElasticTrainer:
         """
         from elastic_ray.job.controller import start
 
-        if not ray.is_initialized():
-            ray.init()
+        join()
         spec = self.spec()
         check_resources(spec)
         _check_name(spec)
