@@ -116,12 +116,11 @@ def _refuses(address: str, token: str) -> bool | None:
     except ImportError:  # a small installation of Ray
         return None
     request: Any = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
+    stub: Any = gcs_service_pb2_grpc.NodeInfoGcsServiceStub
     metadata = (("authorization", token),) if token else ()
     with contextlib.suppress(OSError), _channel(address) as channel:
         try:
-            gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel).GetClusterId(
-                request, timeout=_ANSWER_S, metadata=metadata
-            )
+            stub(channel).GetClusterId(request, timeout=_ANSWER_S, metadata=metadata)
             return False
         except grpc.RpcError as error:
             return True if error.code() is grpc.StatusCode.UNAUTHENTICATED else None
@@ -136,7 +135,7 @@ def _channel(address: str) -> Any:
         return grpc.insecure_channel(address)
     from ray._common.tls_utils import load_certs_from_env
 
-    chain, key, root = load_certs_from_env()
+    chain, key, root = load_certs_from_env()  # type: ignore[no-untyped-call]
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, chain))
 
 

@@ -138,12 +138,14 @@ class Report:
         metrics: as rank 0 reported them.
         checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: size of the job then.
+        epochs_done: epochs that were complete then, the one in whose body it was reported included if its loops were.
     """
 
     index: int
     metrics: Mapping[str, Any]
     checkpoint: str | None = None
     workers: int = 0
+    epochs_done: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,7 @@ class JobOutcome:
         metrics: rank 0's last reported metrics.
         history: every report of rank 0 in order: ``(metrics, checkpoint path or None)``.
         first_report: ``Report.index`` of the first of these.
+        epochs_done: ``Report.epochs_done`` of each of these.
         checkpoints: path and metrics of the checkpoints still kept, oldest first.
         return_value: what rank 0's train function returned.
     """
@@ -176,5 +179,6 @@ class JobOutcome:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     history: tuple[tuple[Mapping[str, Any], str | None], ...] = ()
     first_report: int = 1
+    epochs_done: tuple[int, ...] = ()
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     return_value: Any = None

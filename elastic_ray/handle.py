@@ -20,6 +20,7 @@ from elastic_ray.storage import RunStorage, make_result
 from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation
+from placement.text import printable
 
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
@@ -118,7 +119,7 @@ class JobHandle:
         result = make_result(ending.outcome, self._storage())
         error = result.error
         if error is None and ending.outcome.phase is JobPhase.FAILED:
-            reason = ending.status.message or "no reason was given"
+            reason = printable(ending.status.message) or "no reason was given"
             error = TrainingFailedError(f"job {self.job!r} failed: {reason}")
         if isinstance(error, TrainFunctionError):
             raise error from error.cause
@@ -256,8 +257,10 @@ class JobHandle:
         index = outcome.first_report if after is None else after + 1
         if not 0 <= index - outcome.first_report < len(outcome.history):
             return None
-        metrics, checkpoint = outcome.history[index - outcome.first_report]
-        return Report(index=index, metrics=metrics, checkpoint=checkpoint)
+        place = index - outcome.first_report
+        metrics, checkpoint = outcome.history[place]
+        epochs_done = outcome.epochs_done[place] if place < len(outcome.epochs_done) else 0
+        return Report(index=index, metrics=metrics, checkpoint=checkpoint, epochs_done=epochs_done)
 
     def leave(self) -> None:
         """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""

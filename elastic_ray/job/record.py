@@ -140,6 +140,7 @@ class JobRecord:
             metrics=self.metrics,
             history=tuple((report.metrics, report.checkpoint) for _, report in sorted(self._reports.items())),
             first_report=min(self._reports, default=1),
+            epochs_done=tuple(int(report.resume_point.get("epoch", 0)) for _, report in sorted(self._reports.items())),
             checkpoints=self._book.kept,
             return_value=return_value,
         )

@@ -188,7 +188,13 @@ class RunningJob:
         if message.held is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
         self.feed.put(
-            Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
+            Report(
+                index=message.index,
+                metrics=message.metrics,
+                checkpoint=message.checkpoint,
+                workers=workers,
+                epochs_done=int(message.resume_point.get("epoch", 0)),
+            )
         )
         await self.feed.turn(message.index)
 
@@ -366,7 +372,8 @@ class RunningJob:
         facts = {"generation": self.group.machine.generation} | facts
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
-        logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
+        level = logging.DEBUG if self._spec.shown else logging.INFO
+        logger.log(level, "job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
         self.record.event(event)
         self._background.in_thread(self.record.write_events)
 

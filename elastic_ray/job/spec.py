@@ -68,6 +68,7 @@ class JobSpec:
         policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
         trial: of a trial of a sweep; None for any other job.
         submission: id of Ray's job submission that it was started from; empty if from none.
+        shown: its driver shows what happens to it, so that the controller's log need not.
     """
 
     job: str
@@ -91,6 +92,7 @@ class JobSpec:
     policy: Any = None
     trial: TrialSpec | None = None
     submission: str = ""
+    shown: bool = False
 
     @property
     def states_kept(self) -> int:
