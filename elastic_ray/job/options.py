@@ -274,14 +274,14 @@ _ELSEWHERE = {
         "elastic_config=elastic_ray.ElasticConfig(collective_timeout_s=..., switch_timeout_s=...)"
     ),
     "backend_config": "the job forms its process groups itself: leave it out",
-    "validation_config": "validate in the train function, with an AdaptiveDataLoader of its own, or in a job of its own",
+    "validation_config": "validate in the train function, with an AdaptiveDataLoader of its own",
     "metadata": (
         "pass what the train function is to know in train_loop_config, and write into the checkpoint's directory what "
         "is to lie beside it"
     ),
     "resume_from_checkpoint": (
-        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last checkpoint by "
-        "itself; to start another job from one, pass its path in train_loop_config and load it in the train function"
+        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
+        "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in the train function"
     ),
     "use_gpu": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8), use_gpu=True)",
     "num_workers": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))",
