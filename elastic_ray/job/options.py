@@ -281,7 +281,8 @@ _ELSEWHERE = {
     ),
     "resume_from_checkpoint": (
         "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
-        "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in the train function"
+        "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in "
+        "the train function"
     ),
     "use_gpu": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8), use_gpu=True)",
     "num_workers": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))",
