@@ -45,8 +45,11 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            error.message = printable(error.message)
-            raise
+            if error.message.isprintable():
+                raise
+            plain = click.ClickException(printable(error.message))
+            plain.exit_code = error.exit_code
+            raise plain from error
         except Exception as error:
             ray = sys.modules.get("ray")
             if ray is not None and isinstance(error, ray.exceptions.RayError | ConnectionError):
