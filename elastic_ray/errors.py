@@ -14,6 +14,9 @@ from typing import Any
 import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError
 
+from elastic_ray.access import AccessRefusedError as AccessRefusedError
+from placement.text import printable, printable_lines
+
 
 class JobNameTakenError(RuntimeError):
     """An active job has this name already."""
@@ -34,8 +37,8 @@ class JobLostError(TrainingFailedError):
 
     def __init__(self, job: str, reason: str, last: str) -> None:
         super().__init__(
-            f"job {job!r} was lost: its controller is gone ({reason.strip().rstrip('.')}). Last known state: "
-            f"{last}. "
+            f"job {job!r} was lost: its controller is gone ({printable(reason).rstrip('.')}). Last known state: "
+            f"{printable(last)}. "
             "Submit the job again under the same name and storage_path to go on from its last checkpoint; "
             "if the driver was stopped or cut off for longer than ElasticConfig.lease_s, raise lease_s."
         )
@@ -58,7 +61,7 @@ class WorkersLostError(TrainingFailedError):
     def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
         super().__init__(
             f"job {job!r} lost all its workers {failures} time(s), but "
-            f"FailureConfig(max_failures={max_failures}) allows {max_failures}: {reason}. Raise "
+            f"FailureConfig(max_failures={max_failures}) allows {max_failures}: {printable(reason)}. Raise "
             "max_failures (-1: no limit) to restart from the last checkpoint."
         )
         self.job, self.failures, self.max_failures, self.reason = job, failures, max_failures, reason
@@ -81,7 +84,8 @@ class TrainFunctionError(TrainingFailedError):
     """
 
     def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:
-        message = f"the train function raised on rank {rank} (node {node}):\n\n{traceback_text.rstrip()}"
+        text = printable_lines(traceback_text.rstrip())
+        message = f"the train function raised on rank {rank} (node {node}):\n\n{text}"
         Exception.__init__(self, message)  # not super(): next could be the __init__ of the user's type
         self.traceback_text, self.rank, self.node, self.cause = traceback_text, rank, node, cause
         self.__cause__ = cause

@@ -141,16 +141,23 @@ class Report:
         metrics: as rank 0 reported them.
         checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: size of the job then.
+        epochs_done: epochs that were complete then, the one in whose body it was reported included if its loops were.
     """
 
     index: int
     metrics: Mapping[str, Any]
     checkpoint: str | None = None
     workers: int = 0
+    epochs_done: int = 0
 
     def to_json(self) -> str:
         """The report as one line of JSON, the format of ``reports.jsonl``; what JSON cannot hold is its ``repr``."""
-        values = {"index": self.index, "checkpoint": self.checkpoint, "workers": self.workers}
+        values = {
+            "index": self.index,
+            "checkpoint": self.checkpoint,
+            "workers": self.workers,
+            "epochs_done": self.epochs_done,
+        }
         try:
             return json.dumps({**values, "metrics": dict(self.metrics)}, default=plain)
         except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
@@ -175,6 +182,7 @@ class Report:
             metrics=values["metrics"],
             checkpoint=None if checkpoint is None else str(checkpoint),
             workers=int(values.get("workers", 0)),
+            epochs_done=int(values.get("epochs_done", 0)),
         )
 
 

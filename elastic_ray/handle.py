@@ -12,6 +12,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
@@ -22,6 +23,7 @@ from placement.actor import NAME as ALLOCATOR
 from placement.actor import NAMESPACE
 from placement.explaining import Explanation
 from placement.storage_calls import call_storage
+from placement.text import printable
 
 _AWAY_POLL_S = 0.1
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out
@@ -66,9 +68,9 @@ class JobHandle:
 
         Raises:
             ValueError: if no such job runs.
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
         """
-        if not ray.is_initialized():
-            ray.init()
+        join()
         controller = find_controller(job)
         if controller is None:
             raise ValueError(
@@ -124,7 +126,7 @@ class JobHandle:
         result = make_result(ending.outcome, self._storage(), timeout_s=self._spec.elastic.storage_timeout_s)
         error = result.error
         if error is None and ending.outcome.phase is JobPhase.FAILED:
-            reason = ending.status.message or "no reason was given"
+            reason = printable(ending.status.message) or "no reason was given"
             error = TrainingFailedError(f"job {self.job!r} failed: {reason}")
         if isinstance(error, TrainFunctionError):
             raise error from error.cause

@@ -76,8 +76,14 @@ class StepReport:
 class Link(Protocol):
     """The way out of a training session. All calls return at once unless they say otherwise."""
 
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
-        """This worker has built its model and waits for its first generation."""
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        """This worker has built its model and waits for its first generation.
+
+        Args:
+            loader: the training loader's limits, if it has one.
+            has_state: it has kept a trained state in memory.
+            loaded: steps of the automatic checkpoint that it has loaded instead; 0 without one.
+        """
 
     def failed(self, generation: int, cause: str) -> None:
         """A collective of ``generation`` failed here; this worker waits for the next generation."""

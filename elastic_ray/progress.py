@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
+from placement.text import printable, short_ids, short_name
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
 PLAIN_INTERVAL_S = 5.0
+_MOST_METRICS = 4
+_MOST_EPOCHS = 100
 
 
 def event_line(job: str, event: JobEvent) -> str:
@@ -27,7 +32,29 @@ def event_line(job: str, event: JobEvent) -> str:
     parts = [what, event.reason.strip().rstrip(".")]
     if event.pause_s > 0:
         parts.append(f"pause {event.pause_s:.2f} s")
-    return f"job {job}: " + ", ".join(part for part in parts if part)
+    return _line(job, parts)
+
+
+def report_line(job: str, report: Report, epochs: int | None) -> str:
+    """What was reported at the end of an epoch: ``job a1: epoch 3/30 done, loss 0.231, accuracy 0.94``."""
+    of = "" if epochs is None else f"/{epochs}"
+    told = [f"{name} {value}" for name, value in list(_numbers(report.metrics).items())[:_MOST_METRICS]]
+    return _line(job, [f"epoch {report.epochs_done}{of} done", *told])
+
+
+def _line(job: str, parts: Iterable[str]) -> str:
+    """What happened to a job, on one line that shows whatever others have named or said as text."""
+    return short_ids(printable(f"job {short_name(job)}: " + ", ".join(part for part in parts if part)))
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """The numbers among metrics, the loss first."""
+    values: dict[str, str] = {}
+    for name in sorted(metrics, key=lambda name: name != "loss"):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if not isinstance(metrics[name], str | bool):
+                values[printable(str(name))] = f"{float(metrics[name]):.4g}"  # also NumPy's
+    return values
 
 
 def status_fields(status: JobStatus) -> dict[str, str]:
@@ -43,9 +70,8 @@ def status_fields(status: JobStatus) -> dict[str, str]:
         of = "" if status.epochs is None else f"/{status.epochs}"
         fields["epoch"] = f"{status.epoch}{of}"
         fields["step"] = f"{status.step}"
-    loss = status.metrics.get("loss")
-    if isinstance(loss, int | float):
-        fields["loss"] = f"{loss:.4g}"
+    for name, text in list(_numbers(status.metrics).items())[:1]:
+        fields.setdefault(name, text)
     if status.cost_usd is not None:
         fields["USD"] = f"{status.cost_usd:.3g}"
     return fields
@@ -53,9 +79,12 @@ def status_fields(status: JobStatus) -> dict[str, str]:
 
 def status_line(status: JobStatus) -> str:
     """A status as one line: ``job a1: running, workers 4, batch 512, samples/s 8.3k, epoch 2/30``."""
-    parts = [status.phase.value, *(f"{name} {text}" for name, text in status_fields(status).items())]
+    fields = status_fields(status)
+    if status.phase.ended:
+        del fields["workers"]
+    parts = [status.phase.value, *(f"{name} {text}" for name, text in fields.items())]
     parts += [text.strip().rstrip(".") for text in (status.message, status.note) if text]
-    return f"job {status.job}: " + ", ".join(parts)
+    return _line(status.job, parts)
 
 
 def _workers(status: JobStatus) -> str:
@@ -93,6 +122,7 @@ class Progress:
         self._interval_s = interval_s
         self._clock = clock
         self._shown: tuple[float, str] | None = None
+        self._epochs_shown = 0
         self._works = True
         self._live = _live(self._stream) if _is_terminal(self._stream) else None
 
@@ -103,8 +133,23 @@ class Progress:
         self.close()
 
     def event(self, job: str, event: JobEvent) -> None:
-        """Show an event, now."""
-        self._write(event_line(job, event))
+        """Show an event, now; the end is shown as the last status."""
+        if event.kind is not EventKind.FINISHED:
+            self._write(event_line(job, event))
+
+    def report(self, job: str, report: Report, epochs: int | None) -> None:
+        """Show the first report after each epoch; of a hundredth of them where there are many.
+
+        Args:
+            job: name.
+            report: each in its turn.
+            epochs: declared number of epochs, if there is one.
+        """
+        every = max(1, math.ceil((epochs or 0) / _MOST_EPOCHS))
+        done = report.epochs_done
+        if done >= self._epochs_shown + every or (done > self._epochs_shown and done == epochs):
+            self._epochs_shown = done
+            self._write(report_line(job, report, epochs))
 
     def status(self, status: JobStatus) -> None:
         """Show a status: at once on a terminal; elsewhere if it is news and the last line is old enough."""
@@ -153,14 +198,14 @@ def _live(stream: TextIO) -> Live:
 
 def _table(status: JobStatus) -> Table:
     """One row: the job, its phase, then what :func:`status_fields` knows."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    cells = {"job": status.job, "phase": status.phase.value, **status_fields(status)}
+    cells = {"job": short_name(status.job), "phase": status.phase.value, **status_fields(status)}
     if said := "; ".join(filter(None, (status.message, status.note))):
         cells["message"] = said
     table = Table(box=None, pad_edge=False)
     for column in cells:
-        table.add_column(column, header_style="dim")
-    table.add_row(*(escape(text) for text in cells.values()))
+        table.add_column(Text(column), header_style="dim")
+    table.add_row(*(Text(printable(text)) for text in cells.values()))
     return table

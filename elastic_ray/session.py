@@ -200,17 +200,22 @@ class Session:
                     f"the job has an automatic checkpoint of another model or optimizer: {error} Go on with the "
                     f"model that {self._kept_from} was saved from, or start anew under another RunConfig(name)"
                 ) from error
-            self.shared.complete = True
+            self.shared.complete, self.shared.loaded = True, bool(self._kept_from)
             self._kept = None
         told = dataclasses.replace(self.loader, models=self.models.told) if self.loader is not None else None
-        self.link.ready(told, has_state=self.shared.complete)
+        loaded = self.progress.steps if self.shared.loaded else 0
+        self.link.ready(told, has_state=self._holds_state(), loaded=loaded)
         self.moment("joining")
-        self._passage.join(lambda: self.shared.complete, timeout_s=self._join_timeout_s)
+        self._passage.join(self._holds_state, timeout_s=self._join_timeout_s)
         self.synced = True
         if self.progress.loops:
             # The user's code between here and the pass that the others are in has had its effect already.
             self.shared.snapshot()
             self._replay = (len(self.progress.loops) - 1, copy.deepcopy(self.progress.sums), self.progress.reports)
+
+    def _holds_state(self) -> bool:
+        """Whether this worker's state would be lost with it."""
+        return self.shared.complete and not self.shared.loaded
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""

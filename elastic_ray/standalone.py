@@ -56,7 +56,7 @@ class StandaloneLink:
         """Take measurements from this session, rank 0's, once its loader is known to adapt its batch."""
         self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
 
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         """Deliver the one generation there will be."""
         if loader is not None and not loader.limits.fixed:
             self._tuner = BatchTuner(loader.limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import os
@@ -16,12 +17,13 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.handle import JobHandle, find_controller
 from elastic_ray.job.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.job.nodes import living_nodes, may_autoscale
-from elastic_ray.job.options import job_name, read_run, read_scaling
+from elastic_ray.job.options import job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.job.resources import impossible
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.train_loop import pack
@@ -34,6 +36,16 @@ from placement.parcel import pack_policy
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_ARGUMENTS = (
+    "train_loop_per_worker",
+    "train_loop_config",
+    "scaling_config",
+    "run_config",
+    "elastic_config",
+    "scheduling_config",
+    "model_fingerprint",
+    "policy",
+)
 _STOP_TIMEOUT_S = 30.0
 
 
@@ -59,6 +71,7 @@ class ElasticTrainer:
         scheduling_config: SchedulingConfig | None = None,
         model_fingerprint: str | None = None,
         policy: Any = None,
+        **unsupported: Any,
     ) -> None:
         """Check everything; nothing is started and Ray is not needed yet.
 
@@ -75,11 +88,13 @@ class ElasticTrainer:
             policy: how the cluster is shared out among all its jobs: a registered name (``"goodput"``, the default,
                 ``"fair_share"``...), ``module:name`` or ``file.py:name``, or a function ``(jobs, cluster, now_s) ->
                 {job: workers or Target}``, class or object of your own. None takes the one that there is.
+            **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
 
         Raises:
-            TypeError: if an argument is of the wrong type, or the function cannot be sent to workers.
+            TypeError: if an argument is of the wrong type or not supported, or the function cannot be sent to workers.
             ValueError: if a value is wrong, or not supported by elastic jobs.
         """
+        refuse_arguments(unsupported, _ARGUMENTS)
         if elastic_config is not None and not isinstance(elastic_config, ElasticConfig):
             raise TypeError(f"elastic_config must be an ElasticConfig, but got {elastic_config!r}")
         if scheduling_config is not None and not isinstance(scheduling_config, SchedulingConfig):
@@ -101,16 +116,18 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
             missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
             cannot be written, or its storage does not answer.
         """
+        return self._submit(self.spec())
+
+    def _submit(self, spec: JobSpec) -> JobHandle:
         from elastic_ray.job.controller import start
 
-        if not ray.is_initialized():
-            ray.init()
-        spec = self.spec()
+        join()
         check_resources(spec)
         _check_name(spec)
         if self._policy is not None:
@@ -135,7 +152,7 @@ class ElasticTrainer:
         Raises:
             TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
         """
-        handle = self.submit()
+        handle = self._submit(dataclasses.replace(self.spec(), shown=True))
         with Progress() as progress:
             try:
                 _watch(handle, progress)
@@ -240,17 +257,21 @@ def _name_taken(job: str) -> str:
 def _watch(handle: JobHandle, progress: Progress) -> None:
     """Show a job until its end."""
     shown = 0
+    after: int | None = None
     ended = False
     while not ended:
         ended = handle.wait(_POLL_S)
         try:
             events, status = handle.events(shown), handle.status()
+            for event in events:
+                progress.event(handle.job, event)
+            shown += len(events)
+            while (report := handle.next_report(after, timeout=0.0)) is not None:
+                after = report.index
+                progress.report(handle.job, report, status.epochs)
         except TimeoutError as error:  # an overloaded node: the job itself may be well
             logger.warning("%s", error)
             continue
-        for event in events:
-            progress.event(handle.job, event)
-        shown += len(events)
         progress.status(status)
 
 

@@ -46,6 +46,7 @@ from placement.notice_watcher import Watchers
 from placement.orphans import Orphans
 from placement.parcel import PolicyParcel, pack_policy
 from placement.snapshot import RawNode, on_head, read_nodes, usable
+from placement.text import log_plainly
 
 NAME = "allocator"
 NAMESPACE = "elastic_ray"
@@ -179,7 +180,7 @@ class Allocator:
     """The actor's class; use ``get_or_create_allocator``."""
 
     def __init__(self, parcel: PolicyParcel, config: AllocatorConfig | None = None) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        log_plainly(logging.INFO)
         self._parcel = parcel
         self._policy = parcel.open()
         self._config = config
@@ -402,7 +403,8 @@ class Allocator:
                 break
             fresh.append(record)
         for record in reversed(fresh):
-            logger.info("%s", record)
+            # Of a job's own size, its events tell, with the same reason; `elastic-ray allocator` lists all decisions.
+            logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
         self._logged = log[-1] if log else None
 
     async def _carry_out(self, instruction: Instruction) -> None:

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from placement.cluster import Cluster, Node
 from placement.jobs import JobView
 from placement.memory import Memory
+from placement.text import printable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +126,9 @@ class DecisionRecord:
 
     def __str__(self) -> str:
         if not self.job:
-            return f"decision {self.trigger}: {self.reason}"
-        return f"job {self.job}: {self.from_workers}->{self.to_workers} workers ({self.trigger}; {self.reason})"
+            return printable(f"decision {self.trigger}: {self.reason}")
+        change = f"{self.from_workers}->{self.to_workers} workers"
+        return printable(f"job {self.job}: {change} ({self.trigger}; {self.reason})")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from placement.labels import satisfying
 from placement.policies.base import describe
 from placement.questions import Plan
 from placement.room import Room
+from placement.text import printable, short_ids
 
 EXTRA = "one-more-worker"
 """Id of the node that is imagined."""
@@ -53,7 +54,7 @@ class Explanation:
             lines.append(f"room for one more worker would go to it: {self.with_room}")
         else:
             lines.append(f"room for one more worker would go to job {self.taker}; of this job: {self.with_room}")
-        return "\n".join(lines)
+        return "\n".join(short_ids(printable(line)) for line in lines)
 
 
 def explain(

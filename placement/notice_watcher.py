@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from placement.cluster import MARKET_LABEL
 from placement.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.snapshot import RawNode
+from placement.text import log_plainly
 
 logger = logging.getLogger("placement.notices")
 
@@ -63,7 +64,7 @@ class NoticeWatcher:
     """The actor's class; see the module's text."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
-        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        log_plainly(logging.INFO)
         self._config = config
         self._node_id = node_id
         self._metadata = Metadata(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -23,6 +24,11 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 os.environ.update(_ENVIRONMENT)
+if os.environ.get("ELASTIC_RAY_TESTS_WITH_TOKEN"):  # whatever is tested, on clusters that want a token
+    _token = Path(RAY_TMPDIR) / "token"
+    _token.write_text(secrets.token_hex(16))
+    _token.chmod(0o600)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_token)})
 os.environ.pop("RAY_ADDRESS", None)  # never somebody else's cluster
 
 # A dead node is found after about 0.9 s instead of 13 s.

@@ -18,6 +18,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from elastic_ray.job.spec import JobSpec
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
+from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool
 from tuning.trials import Promise, Standing, weights
@@ -92,7 +93,7 @@ class Sweep:
     def __init__(self, name: str, promise: Promise | None) -> None:
         from elastic_ray.job.controller import start  # what it imports, fronts are spared by asking here
 
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
         self._start = start
         self._name = name

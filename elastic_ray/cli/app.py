@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from placement.text import printable
+
 _HOMES = {
     "submit": "submit",
     "jobs": "jobs",
@@ -42,11 +44,17 @@ class Commands(click.Group):
         """Run; what Ray has to say is an error of one line, a bug of ours keeps its traceback."""
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            if error.message.isprintable():
+                raise
+            plain = click.ClickException(printable(error.message))
+            plain.exit_code = error.exit_code
+            raise plain from error
         except Exception as error:
             ray = sys.modules.get("ray")
             if ray is not None and isinstance(error, ray.exceptions.RayError | ConnectionError):
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise click.ClickException(f"the cluster did not answer: {first}") from error
+                raise click.ClickException(printable(f"the cluster did not answer: {first}")) from error
             raise
 
 

@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic_ray.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.cli.rows import Known
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.actor import NAME as ALLOCATOR
@@ -38,11 +39,15 @@ _POLL_S = 0.25
 _PREFIX = "job:"
 
 
+class RefusedError(click.ClickException):
+    """The cluster does not let this process in."""
+
+
 def connect() -> None:
     """Join the running cluster as ``ray`` does: RAY_ADDRESS, else the one on this machine.
 
     Raises:
-        ClickException: there is none, or it cannot be joined.
+        ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
     """
     if ray.is_initialized():
         return
@@ -52,8 +57,11 @@ def connect() -> None:
             f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
             "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
         )
-    _probe(_found(address))
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it tells of every token that it finds
+    there = find_address(address)
+    _probe(there)
     try:
+        check_access(there, mode_is_open=address == "auto" and "RAY_AUTH_MODE" not in os.environ)
         ray.init(
             address=address,
             namespace=NAMESPACE,
@@ -61,32 +69,22 @@ def connect() -> None:
             logging_level=logging.ERROR,
             configure_logging=True,
         )
+    except AccessRefusedError as error:
+        raise RefusedError(str(error)) from error
     except ConnectionError as error:
         where = "no Ray cluster runs on this machine" if address == "auto" else f"no Ray cluster answers at {address}"
         raise click.ClickException(f"{where}; {HOW_TO_START}") from error
-    except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python, a token that is missing
+    except (RuntimeError, ValueError, OSError) as error:  # another version of Ray or Python
         raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
-
-
-def _found(address: str) -> str:
-    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself."""
-    if address != "auto":
-        return address
-    try:
-        from ray._private.services import canonicalize_bootstrap_address  # private: `ray` itself finds clusters by it
-
-        return canonicalize_bootstrap_address(address) or address
-    except Exception:
-        return address
 
 
 def _probe(address: str) -> None:
     """Whether anybody listens there: Ray itself would try for a minute."""
-    host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
-    if not host or not port.isdigit():
+    place = split(address.rpartition("://")[2].partition("/")[0])
+    if place is None:
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        socket.create_connection(place, timeout=_REACH_S).close()
     except (OSError, OverflowError) as error:
         raise click.ClickException(f"no Ray cluster answers at {address} ({error}); {HOW_TO_START}") from error
 

@@ -39,8 +39,11 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
     try:
         cluster.connect()
     except click.ClickException as error:
-        state: Check = Check(name="cluster", state="fail" if every_node else "warn", detail=error.message)
-        return [check_storage(storage, 1), state]
+        wrong = every_node or isinstance(error, cluster.RefusedError)
+        return [
+            check_storage(storage, 1),
+            Check(name="cluster", state="fail" if wrong else "warn", detail=error.message),
+        ]
     nodes = [node for node in cluster.ray_nodes() if node["Alive"]]
     findings = [check_storage(storage, len(nodes)), check_cluster(len(nodes)), check_dashboard()]
     if every_node:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elastic_ray.cli.options import job_argument, json_option, read_size
-from elastic_ray.cli.output import show_json, show_table
+from elastic_ray.cli.output import say, show_json, show_table
 from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
 from elastic_ray.events import JobEvent
 from elastic_ray.progress import event_line, status_line
@@ -70,11 +70,11 @@ def status(job: str, last: int, as_json: bool) -> None:
         show_json({"job": row, "workers": members, "events": latest, "explanation": why})
     else:
         if found.known.status is not None:
-            click.echo(status_line(found.known.status))
+            say(status_line(found.known.status))
         for worker in members:
-            click.echo(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
-        click.echo(str(why) if why is not None else "the allocator has not heard of it")
-        click.echo(f"results: {row.storage_path}")
+            say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
+        say(str(why) if why is not None else "the allocator has not heard of it")
+        say(f"results: {row.storage_path}")
         _show_events(name, events[len(events) - min(last, len(events)) :])
     if row.failed:
         raise click.exceptions.Exit(1)
@@ -93,8 +93,8 @@ def _show_script(script: Submission, as_json: bool) -> None:
     if as_json:
         show_json({"submission": script})
     else:
-        click.echo(f"submission {script.submission}: {script.phase}, no job of it runs. {script.message}".rstrip())
-        click.echo(f"command: {script.entrypoint}")
+        say(f"submission {script.submission}: {script.phase}, no job of it runs. {script.message}".rstrip())
+        say(f"command: {script.entrypoint}")
     if script.status == "FAILED":
         raise click.exceptions.Exit(1)
 
@@ -102,7 +102,7 @@ def _show_script(script: Submission, as_json: bool) -> None:
 def _show_events(job: str, events: Sequence[JobEvent]) -> None:
     for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
-        click.echo(f"{when} {event_line(job, event)}")
+        say(f"{when} {event_line(job, event)}")
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def logs(job: str, follow: bool, only_events: bool) -> None:
         cluster.connect()
         found = cluster.find_job(job)
         if not only_events:
-            click.echo(f"job {job} was not started by elastic-ray submit: its events", err=True)
+            say(f"job {job} was not started by elastic-ray submit: its events", err=True)
         _follow_events(found, follow=follow)
     elif follow:
         follow_script(script.submission)
@@ -156,7 +156,7 @@ def follow_script(submission: str) -> None:
     ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))
     ended = ray_jobs.wait(submission)
     if ended.status != "SUCCEEDED":
-        click.echo(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
+        say(f"submission {submission}: {ended.phase}. {ended.message}".rstrip(), err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -174,7 +174,7 @@ def _follow_events(found: Job, *, follow: bool) -> None:
                 break
             time.sleep(_POLL_S)
         if status.phase.value == "failed":
-            click.echo(status_line(status), err=True)
+            say(status_line(status), err=True)
             raise click.exceptions.Exit(1)
 
 
@@ -199,7 +199,7 @@ def stop(job: str, now: bool) -> None:
         if script is None or script.ended:
             raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
         ray_jobs.stop(script.submission)
-        click.echo(f"submission {script.submission}: its script is being ended")
+        say(f"submission {script.submission}: its script is being ended")
         return
     for each in found:
         with contextlib.suppress(cluster.JobGoneError):
@@ -208,7 +208,7 @@ def stop(job: str, now: bool) -> None:
         name, ended = each.known.job, each.wait_for_end(_STOP_S)
         if ended is None:
             raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
-        click.echo(status_line(ended) if ended.phase.ended else f"job {name}: ended")
+        say(status_line(ended) if ended.phase.ended else f"job {name}: ended")
 
 
 @click.command(short_help="Hold a job at a size, or release it.")
@@ -222,7 +222,7 @@ def resize(job: str, workers: int | None) -> None:
     found = cluster.find_job(job)
     if workers is None:
         found.ask("release")
-        click.echo(f"job {found.known.job}: its size is the allocator's again")
+        say(f"job {found.known.job}: its size is the allocator's again")
     else:
         found.ask("resize", workers)
-        click.echo(f"job {found.known.job}: held at {workers} workers until `elastic-ray resize {job} auto`")
+        say(f"job {found.known.job}: held at {workers} workers until `elastic-ray resize {job} auto`")

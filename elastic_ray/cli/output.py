@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from placement.text import printable, printable_json, printable_lines
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -19,9 +21,14 @@ _PHASES = {"running": "green", "finished": "green", "failed": "red", "waiting": 
 _STYLES = {**_PHASES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
 
 
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines, in which nothing that others have named or said can steer the terminal."""
+    click.echo(printable_lines(text), err=err)
+
+
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to their longest cell, two spaces apart; no line is cut, so that other programs can read it."""
-    lines = [tuple(columns), *(tuple(row) for row in rows)]
+    lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -38,14 +45,14 @@ def rich_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
         last = number == len(columns) - 1
         table.add_column(column, header_style="bold", no_wrap=not last, overflow="fold" if last else "ellipsis")
     for row in rows:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=_STYLES.get(cell, "")) for cell in row))
     return table
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
     """Print a table, or what there is to say of an empty one."""
     if not rows:
-        click.echo(empty)
+        say(empty)
     elif not on_terminal():
         click.echo(plain_table(columns, rows))
     else:
@@ -61,7 +68,7 @@ def show_json(value: Any) -> None:
 
 def to_json(value: Any) -> str:
     """JSON of dataclasses, mappings, sequences and numbers; whatever else there is becomes its text."""
-    return json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False)
+    return printable_json(json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import count, on_terminal, plain_table, rich_table, show_json, show_table
+from elastic_ray.cli.output import count, on_terminal, plain_table, rich_table, say, show_json, show_table
 from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
     JOB_COLUMNS,
@@ -24,6 +24,7 @@ from elastic_ray.cli.rows import (
     node_cells,
     node_rows,
 )
+from placement.text import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,11 +78,11 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
             }
         )
         return
-    click.echo(headline(seen))
+    say(headline(seen))
     for line in scaling_lines(scaling) if scaling is not None else ():
-        click.echo(line)
+        say(line)
     if why is not None:
-        click.echo(str(why))
+        say(str(why))
     now_s = time.time()
     show_table(DECISION_COLUMNS, [decision_cells(record, now_s) for record in log], empty="no decisions")
 
@@ -127,6 +128,10 @@ def top(interval: float, looks: int | None) -> None:
             time.sleep(interval)
 
 
+def _heading(seen: CoreSnapshot | None) -> str:
+    return time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR)
+
+
 class _Scroll(contextlib.AbstractContextManager["_Scroll"]):
     """Plain text, one look after the other."""
 
@@ -136,9 +141,9 @@ class _Scroll(contextlib.AbstractContextManager["_Scroll"]):
     def show(self, seen: CoreSnapshot | None, jobs: tuple[JobRow, ...], nodes: tuple[NodeRow, ...]) -> None:
         """One look."""
         now_s = time.time()
-        click.echo(time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR))
-        click.echo(plain_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]))
-        click.echo(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
+        say(_heading(seen))
+        say(plain_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]))
+        say(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
 
 
 class _Screen(_Scroll):
@@ -163,7 +168,7 @@ class _Screen(_Scroll):
 
         now_s = time.time()
         parts: list[Text | Table] = [
-            Text(time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR), style="bold"),
+            Text(printable(_heading(seen)), style="bold"),
             rich_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]),
             Text(),
             rich_table(NODE_COLUMNS, [node_cells(row) for row in nodes]),

@@ -13,8 +13,10 @@ from typing import Any
 
 import click
 import requests
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
+from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import connect
 from elastic_ray.cli.rows import Submission
 
@@ -39,6 +41,9 @@ def client() -> Any:
         logging.getLogger(parent.__module__).setLevel(logging.WARNING)
     try:
         return JobSubmissionClient(address or None)
+    except AuthenticationError as error:
+        where = f"the dashboard at {address}" if address else "this cluster's dashboard"
+        raise click.ClickException(f"{where} refuses the token of this process, or wants one: {HOW_TO_SEND}") from error
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(
             f"this cluster's dashboard does not answer, and scripts are submitted through it: {_line(error)}; start "

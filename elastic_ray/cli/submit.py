@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from elastic_ray.cli.options import json_option, read_workers
-from elastic_ray.cli.output import show_json
+from elastic_ray.cli.output import say, show_json
 from elastic_ray.overrides import Overrides
 
 _FORMAT = "%m%d-%H%M%S"
@@ -73,7 +73,7 @@ def submit(
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
         return
-    click.echo(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
+    say(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
     if wait:
         from elastic_ray.cli.jobs import follow_script
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import ago, show_json, show_table
+from elastic_ray.cli.output import ago, say, show_json, show_table
 
 if TYPE_CHECKING:
     from placement.simulator.outlook import Outlook
@@ -68,7 +68,7 @@ def live(text: str, policy: str | None, as_json: bool) -> None:
     if as_json:
         show_json({"policy": chosen, "nodes": text, "now": now, "then": then})
         return
-    click.echo(f"policy {chosen}; present nodes -> {text}")
+    say(f"policy {chosen}; present nodes -> {text}")
     show_table(COLUMNS, rows(now, then), empty="no jobs")
 
 

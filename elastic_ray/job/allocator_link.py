@@ -90,7 +90,8 @@ class AllocatorLink:
             beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
             answer = await asyncio.wait_for(beat, _TIMEOUT_S)
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
-            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, error)
+            reason = str(error) or type(error).__name__
+            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, reason)
             self._allocator, self._root_is_known = None, False
             return
         self._root_is_known = answer.knows_root

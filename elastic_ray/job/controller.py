@@ -30,6 +30,7 @@ from elastic_ray.membership.bootstrap import Bootstrap, Meeting
 from placement import groups
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head
+from placement.text import log_plainly
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -59,7 +60,7 @@ class JobController:
     """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
 
     def __init__(self, spec: JobSpec) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        log_plainly(logging.WARNING)
         self._handle = ray.get_runtime_context().current_actor
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         self._background = Background()

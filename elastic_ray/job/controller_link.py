@@ -135,8 +135,8 @@ class ControllerLink:
                 raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
             time.sleep(_POLL_S)
 
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool) -> None:
-        self.told_ready = WorkerReady(loader=loader, has_state=has_state, resumed=self.resumed)
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        self.told_ready = WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=self.resumed)
         self.push(self.told_ready)
 
     def failed(self, generation: int, cause: str) -> None:

@@ -200,6 +200,7 @@ class WorkerGroup:
             issued=noted.issued,
             world_size=noted.world_size,
             announced=noted.announced,
+            trained=noted.trained,
             now_s=time.monotonic(),
         )
         plan = self.machine.current
@@ -324,6 +325,7 @@ def _witness(told: Introduction) -> Witness:
         switched=told.switched,
         ready=ready is not None,
         has_state=ready is not None and ready.has_state,
+        loaded=ready.loaded if ready is not None else 0,
         failed=failed.generation if failed is not None else -1,
         cause=failed.cause if failed is not None else "",
         pause_s=told.pause_s,

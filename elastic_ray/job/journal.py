@@ -36,6 +36,7 @@ class Noted:
         submitted_s: when it was submitted [s since the epoch].
         issued: number of its latest generation.
         announced: whether a generation was announced since its last start.
+        trained: whether one has taken effect since then.
         world_size: workers of the generation in effect.
         named: number of its latest worker.
         earlier: number of the last worker of the trial that the controller ran before.
@@ -65,6 +66,7 @@ class Noted:
     submitted_s: float
     issued: int
     announced: bool
+    trained: bool
     world_size: int
     named: int
     earlier: int

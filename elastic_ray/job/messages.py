@@ -120,10 +120,14 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:
-    """It waits for its first generation; ``resumed`` says what automatic checkpoint it goes on from, or could not."""
+    """It waits for its first generation; ``resumed`` says what automatic checkpoint it goes on from, or could not.
+
+    ``loaded``: steps of that checkpoint; 0 without one. ``has_state``: what it holds is nowhere else.
+    """
 
     loader: LoaderInfo | None
     has_state: bool
+    loaded: int = 0
     resumed: str = ""
 
 

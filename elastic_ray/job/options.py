@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
@@ -17,6 +18,7 @@ from placement.labels import check_selector
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
 _ACCELERATOR = "accelerator_type:"
+_GIVEN_UP = "DEPRECATED"  # what Ray Train's classes hold for it
 _WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 
@@ -181,6 +183,11 @@ def read_run(config: RunConfig | None) -> Run:
             "code in the train function"
         )
     _check_failures(failures)
+    for owner, given in (("RunConfig", config), ("CheckpointConfig", checkpoints), ("FailureConfig", failures)):
+        for field in dataclasses.fields(given):
+            if field.default == _GIVEN_UP:
+                value = getattr(given, field.name)
+                _refuse(owner, field.name, value, _GIVEN_UP, "Ray Train has given it up; leave it out")
     keep = checkpoints.num_to_keep
     if keep is not None and not (_is_int(keep) and keep >= 1):
         raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
@@ -251,6 +258,57 @@ def _log_level(config: Any) -> str:
     if not isinstance(logging.getLevelName(level), int):
         raise ValueError(f"LoggingConfig(log_level) must be a level of Python's logging, but got {level!r}")
     return level
+
+
+# --- TorchTrainer's other arguments -------------------------------------------------------------------------
+
+_ELSEWHERE = {
+    "datasets": (
+        "an elastic job shards samples itself, as its size changes: in the train function, wrap a map-style dataset in "
+        "elastic_ray.AdaptiveDataLoader, or read Parquet files with elastic_ray.ArrowDataset (of a Ray Dataset, "
+        "ds.write_parquet(...) makes them)"
+    ),
+    "dataset_config": "it says how Ray Data is split among ranks, and elastic_ray.AdaptiveDataLoader splits by itself",
+    "torch_config": (
+        "the job forms its process groups itself, with NCCL for CUDA tensors and gloo for others; time limits are "
+        "elastic_config=elastic_ray.ElasticConfig(collective_timeout_s=..., switch_timeout_s=...)"
+    ),
+    "backend_config": "the job forms its process groups itself: leave it out",
+    "validation_config": "validate in the train function, with an AdaptiveDataLoader of its own",
+    "metadata": (
+        "pass what the train function is to know in train_loop_config, and write into the checkpoint's directory what "
+        "is to lie beside it"
+    ),
+    "resume_from_checkpoint": (
+        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
+        "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in "
+        "the train function"
+    ),
+    "use_gpu": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8), use_gpu=True)",
+    "num_workers": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))",
+    "name": "it belongs to run_config=ray.train.RunConfig(name=...)",
+    "storage_path": "it belongs to run_config=ray.train.RunConfig(storage_path=...)",
+}
+
+
+def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Say what to do in place of arguments that an elastic job has not; None counts as not given.
+
+    Args:
+        given: by name.
+        known: names of those that there are.
+
+    Raises:
+        TypeError: there is one; names the way out.
+    """
+    for name, value in given.items():
+        if name in _ELSEWHERE:
+            if value is not None:
+                raise TypeError(f"ElasticTrainer({name}=...) is not supported: {_ELSEWHERE[name]}")
+            continue
+        like = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {like[0]}?" if like else f"; it has {', '.join(known)}"
+        raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{hint}")
 
 
 # --- both ---------------------------------------------------------------------------------------------------

@@ -133,7 +133,13 @@ class JobRecord:
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
         """Take rank 0's report; returns the checkpoints that are not kept any more."""
-        report = Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
+        report = Report(
+            index=message.index,
+            metrics=message.metrics,
+            checkpoint=message.checkpoint,
+            workers=workers,
+            epochs_done=int(message.resume_point.get("epoch", 0)),
+        )
         self._put(report)
         if report.checkpoint is None:
             return ()

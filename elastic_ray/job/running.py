@@ -173,12 +173,12 @@ class RunningJob:
                 self.record.waits(worker, "" if message.ending else message.waits)
                 if message.report is not None:
                     self._observe(message.report)
-            case WorkerReady(loader=loader, has_state=has_state, resumed=resumed):
+            case WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=resumed):
                 if resumed and resumed != self._resumed and self.group.machine.current is None:
                     self._resumed = resumed
                     self._event(EventKind.RESUMED, 0, 0, resumed)
                 self._desk.open(loader)
-                self.group.take(Ready(worker=worker, has_state=has_state))
+                self.group.take(Ready(worker=worker, has_state=has_state, loaded=loaded))
             case WorkerFailed(generation=generation, cause=cause):
                 self.group.take(StepFailed(worker=worker, generation=generation, cause=cause))
             case WorkerCouldNotForm(generation=generation, cause=cause):
@@ -204,7 +204,13 @@ class RunningJob:
         if message.held is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
         self.feed.put(
-            Report(index=message.index, metrics=message.metrics, checkpoint=message.checkpoint, workers=workers)
+            Report(
+                index=message.index,
+                metrics=message.metrics,
+                checkpoint=message.checkpoint,
+                workers=workers,
+                epochs_done=int(message.resume_point.get("epoch", 0)),
+            )
         )
         await self.feed.turn(message.index)
 
@@ -391,6 +397,7 @@ class RunningJob:
             submitted_s=self._submitted_s,
             issued=machine.issued,
             announced=machine.announced,
+            trained=machine.trained,
             world_size=machine.world_size,
             named=machine.named,
             earlier=self.group.earlier,
@@ -535,7 +542,8 @@ class RunningJob:
         facts = {"generation": self.group.machine.generation} | facts
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
-        logger.info("job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
+        level = logging.DEBUG if self._spec.shown else logging.INFO
+        logger.log(level, "job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
         self.record.event(event)
         self._journal.add(event)
 

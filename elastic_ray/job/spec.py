@@ -71,6 +71,7 @@ class JobSpec:
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
             that Ray starts again has it again. Never shown.
+        shown: its driver shows what happens to it, so that the controller's log need not.
     """
 
     job: str
@@ -95,6 +96,7 @@ class JobSpec:
     trial: TrialSpec | None = None
     submission: str = ""
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)
+    shown: bool = False
 
     @property
     def states_kept(self) -> int:

@@ -40,6 +40,7 @@ from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
 from placement import groups
 from placement.cluster import GPU_TYPE_LABEL
+from placement.text import log_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Worker:
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        log_plainly(logging.WARNING)
         logging.getLogger("elastic_ray").setLevel(setup.log_level)
         self._setup = setup
         self._membership: Membership | None = None

@@ -49,6 +49,7 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
     """Members of the first generation, or of the first after all members were lost; None where it has to wait.
 
     The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
+    Whoever has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.
 
     Args:
         roster: the workers.
@@ -64,7 +65,7 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
             return None  # who has trained longest is still starting over
         patient = patient and any(w.phase is Phase.STARTING for w in holders)
     else:
-        group = group[: most or None]
+        group = sorted(group, key=lambda w: -w.loaded)[: most or None]
         patient = patient and len(group) != most
         if len(group) < min(wanted, most or wanted):
             return None

@@ -88,10 +88,11 @@ class JobMembership(Roster):
         self._first_most = first_most
         self._target: dict[str, int] = {}
         self._reason = ""
+        self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self.issued = 0
         self.named = named
-        self.announced = False
+        self.announced = self.trained = False
         self._not_before_s = 0.0
         self._retry_s = 0.0
         self._suspicion: _Deadline | None = None
@@ -110,8 +111,8 @@ class JobMembership(Roster):
                 self._aim(stimulus)
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
-            case Ready(worker=worker, has_state=has_state):
-                self._ready(worker, has_state, now_s)
+            case Ready():
+                self._ready(stimulus, now_s)
             case Lost(worker=worker, cause=cause):
                 self._lost(worker, cause, now_s)
             case Left(worker=worker):
@@ -142,6 +143,7 @@ class JobMembership(Roster):
         issued: int,
         world_size: int,
         announced: bool,
+        trained: bool,
         now_s: float,
     ) -> list[Instruction]:
         """Go on after the controller's process was restarted, with the workers that live.
@@ -151,8 +153,9 @@ class JobMembership(Roster):
             target: where the job was heading.
             issued: the latest generation that was noted down; later ones are known from the workers.
             world_size: workers of the generation in effect, as noted down.
-            announced: whether a generation had been announced since the last start, as noted down; then some worker is
-                to hold the state, or all of them were lost.
+            announced: whether a generation had been announced since the last start, as noted down; without any worker
+                now, all of them were lost.
+            trained: whether one had taken effect; without a worker that holds the state, all of them were lost.
             now_s: the time [s].
         """
         self._aim(target)
@@ -161,8 +164,10 @@ class JobMembership(Roster):
         # A generation may have been announced and neither noted down nor entered: its number is not used again.
         self.issued = max(issued, found.issued) + _UNKNOWN
         self.named = max([self.named, *map(number, self.workers)])
-        self.announced = announced or found.current is not None or found.in_flight is not None
-        if self.announced and not self._may_go_on():
+        self.trained = trained or found.current is not None or found.in_flight is not None
+        self.announced = announced or self.trained
+        self._loaded = max((record.loaded for record in self.workers.values()), default=0)
+        if (self.trained or (announced and not witnesses)) and not self._may_go_on():
             self.current = self.in_flight = None
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
@@ -203,12 +208,14 @@ class JobMembership(Roster):
         record.phase, record.since_s = Phase.STARTING, now_s
         self._out.append(Launch(worker=worker, node=record.node))
 
-    def _ready(self, worker: str, has_state: bool, now_s: float) -> None:
-        record = self.workers.get(worker)
+    def _ready(self, told: Ready, now_s: float) -> None:
+        record = self.workers.get(told.worker)
         if record is None:
             return
         if record.phase is Phase.STARTING:
-            record.phase, record.since_s, record.has_state = Phase.READY, now_s, has_state or record.has_state
+            record.phase, record.since_s, record.loaded = Phase.READY, now_s, told.loaded
+            self._loaded = max(self._loaded, told.loaded)
+            record.has_state = told.has_state or record.has_state
         elif record.phase is Phase.MEMBER:
             record.rebuilt = True  # it starts over, and its Rerun was overtaken
 
@@ -296,6 +303,7 @@ class JobMembership(Roster):
             since_s=now_s,
             from_workers=self.world_size,
             from_state=any(w.has_state for w in members),
+            loaded=max(w.loaded for w in members),
         )
         concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(Phase.MEMBER))}
         self._out.append(Announce(plan=plan, to=tuple(sorted(concerned, key=number))))
@@ -309,7 +317,8 @@ class JobMembership(Roster):
         self._suspicion = None
         flight, planned = self.in_flight, self.planned()
         survivors = sorted([*self.members(), *self.entering()], key=lambda w: not w.has_state)
-        fresh = flight is not None and not flight.from_state  # nothing has been trained yet, or its joiners hold it
+        # Nothing has been trained yet (and some survivor has loaded what the others had), or its joiners hold it.
+        fresh = flight is not None and not flight.from_state and any(w.loaded >= flight.loaded for w in survivors)
         if survivors and (fresh or any(w.has_state for w in survivors)):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
@@ -423,6 +432,7 @@ class JobMembership(Roster):
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
         before, self.current, flight.effective_s = self.generation, flight.plan, now_s
+        self.trained = True
         if self._suspicion is not None and self._suspicion.generation < flight.plan.generation:
             self._suspicion = None  # whoever failed in the generation before is cured by this one
         for member in self.in_phase(Phase.MEMBER):
@@ -535,6 +545,11 @@ class JobMembership(Roster):
         if self.current is None:
             wanted = min(self.config.min_workers, max(1, self.target_workers))
             group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
+            if group is not None and not self.holders() and group[0].loaded < self._loaded:
+                self._loaded = 0  # they would begin anew; others in their place may load what is there
+                for record in group:
+                    self._give_up(record, "it could not load the automatic checkpoint that another had loaded")
+                return
         else:
             group = next_group(self, leavers, min_workers=self.config.min_workers)
             if group == self.members():
@@ -548,7 +563,8 @@ class JobMembership(Roster):
 
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
-        self._first_most, self.announced = first_most, False
+        self._first_most, self._loaded = first_most, 0
+        self.announced = self.trained = False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
         self._idle()

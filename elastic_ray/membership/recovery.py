@@ -25,7 +25,8 @@ class Witness:
         plan: the generation that it has taken up, or left as no member of it; None before its first.
         switched: the latest generation in which it has exchanged state; 0 before its first.
         ready: whether it has built its model.
-        has_state: whether it holds a trained state.
+        has_state: whether it holds a trained state that is nowhere else.
+        loaded: steps of the automatic checkpoint that it has loaded, before its first generation; 0 without one.
         failed: generation whose collective failed on it, where it waits for the one after that; -1 elsewhere.
         cause: why that failed.
         pause_s: pause of its last change [s].
@@ -38,6 +39,7 @@ class Witness:
     switched: int = 0
     ready: bool = False
     has_state: bool = False
+    loaded: int = 0
     failed: int = -1
     cause: str = ""
     pause_s: float = 0.0
@@ -130,6 +132,7 @@ def _record(witness: Witness, newest: int, now_s: float) -> Worker:
         phase=phase,
         since_s=now_s,
         has_state=witness.has_state or witness.starts_over or witness.veteran,
+        loaded=witness.loaded,
         failed_in=witness.failed,
         held=max(newest, 1) if witness.starts_over else 0,
     )

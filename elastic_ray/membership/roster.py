@@ -30,6 +30,7 @@ class Worker:
         phase: where it is in its life.
         since_s: when it came into this phase.
         has_state: whether it is known to hold a trained state; true of every member.
+        loaded: steps of the automatic checkpoint that it has loaded; 0 without one.
         failed_in: latest generation that failed on it; it waits for a newer one.
         held: generation in which it ran out of memory, with the state that it keeps.
         rebuilt: its ``Ready`` overtook its ``Rerun``.
@@ -41,6 +42,7 @@ class Worker:
     phase: Phase
     since_s: float
     has_state: bool = False
+    loaded: int = 0
     failed_in: int = -1
     held: int = 0
     rebuilt: bool = False
@@ -62,6 +64,7 @@ class InFlight:
         since_s: when it was announced.
         from_workers: workers of the generation before.
         from_state: whether some member was known to hold a trained state; without one, training begins.
+        loaded: steps of the furthest automatic checkpoint that a member has loaded; training goes on from there.
         pauses: pause [s] of each worker that has entered.
         failed: workers that could not form its group.
         effective_s: when the first worker was known to have entered.
@@ -72,6 +75,7 @@ class InFlight:
     since_s: float
     from_workers: int
     from_state: bool
+    loaded: int = 0
     pauses: dict[str, float] = dataclasses.field(default_factory=dict)
     failed: set[str] = dataclasses.field(default_factory=set)
     effective_s: float | None = None

@@ -34,9 +34,15 @@ class Rerun(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Signal):
-    """It has built everything and waits for a generation; ``has_state`` when it kept a trained state."""
+    """It has built everything and waits for a generation.
+
+    Attributes:
+        has_state: it kept a trained state in memory, which is lost with it.
+        loaded: steps of the automatic checkpoint that it has loaded, as all others can; 0 without one.
+    """
 
     has_state: bool = False
+    loaded: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ class SharedState:
         self.progress = progress
         self.shape: BatchChoice | None = None
         self.complete = False
+        self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
         self._snapshots: list[Any] = []
@@ -131,7 +132,7 @@ class SharedState:
                 elif destination == communicator.rank:
                     self._receive(communicator, source)
                     received = True
-        self.complete = True
+        self.complete, self.loaded = True, False
         return Exchanged(received=received, passes=max(row.passes for row in everyone))
 
     def _receive(self, communicator: Communicator, source: int) -> None:

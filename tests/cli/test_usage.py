@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import io
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
-from elastic_ray.cli.app import _HOMES, cli
+from elastic_ray.cli.app import _HOMES, Commands, cli
+from elastic_ray.cli.output import rich_table, say, show_json, show_table
+from elastic_ray.cli.rows import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.submit import command, fresh_name
 from elastic_ray.overrides import Overrides
 
@@ -88,3 +93,29 @@ def test_a_fresh_name_is_one_that_a_job_may_have() -> None:
     name = fresh_name("тест my_train!", datetime.datetime(2026, 7, 15, 9, 30, 12))
     assert job_name(name) == name and "my-train" in name and "-0715-093012-" in name
     assert job_name(fresh_name("_", datetime.datetime(2026, 7, 15)))
+
+
+@click.command()
+def hostile() -> None:
+    raise click.ClickException("job '\x1b[2J'\nfailed \u202e")
+
+
+def test_errors_with_control_characters_are_one_printable_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Commands, "get_command", lambda *_: hostile)
+    result = CliRunner().invoke(cli, ["jobs"])
+    assert result.exit_code == 1 and result.stderr == "Error: job '\\x1b[2J' failed \\u202e\n"
+
+
+def test_tables_and_json_hold_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = "\x1b[31m\u202e\x9b"
+    row = JobRow(job=bad, phase="script", message=bad, metrics={bad: bad})
+    show_table(JOB_COLUMNS, [job_cells(row, 0.0)], empty="")
+    show_json([row])
+    console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=200)
+    console.print(rich_table(JOB_COLUMNS, [job_cells(row, 0.0)]))
+    say(f"two\n{bad}")
+    text = capsys.readouterr().out
+    table, lines = text.partition("[\n")[::2]
+    for each in (text, console.file.getvalue()):  # type: ignore[attr-defined]
+        assert all(letter.isprintable() or letter == "\n" for letter in each), repr(each)
+    assert "\\x1b[31m\\u202e\\x9b" in table and "\\u001b[31m\\u202e\\u009b" in lines

@@ -31,6 +31,8 @@ def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: 
     handle = start(tmp_path, workers=2, faults=faults, max_failures=1, elastic=OFTEN, pause_s=0.05)
     result = handle.result(timeout=120)
     assert EventKind.RESTART in kinds(handle)
+    starts = [event.to_workers for event in handle.events() if event.kind is EventKind.STARTED]
+    assert starts == [2, 2], "the minimum holds also for a group whose members have loaded what was saved"
     assert 2 <= resumed_at(handle) <= 11
     assert result.metrics is not None and result.metrics["samples"] == 192, "also those of before the loss"
     traced.account(tmp_path / "trace")

@@ -14,6 +14,7 @@ import pytest
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.background import Background
+from elastic_ray.job.journal import Journal
 from elastic_ray.job.messages import WorkerReport
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.running import RunningJob
@@ -135,7 +136,7 @@ def away(tmp_path: Path, timeout_s: float) -> tuple[HangingStorage, RunningJob]:
     (hanging.root / "run").mkdir()
     elastic = ElasticConfig(storage_timeout_s=timeout_s)
     told = spec(storage_path="run", storage_filesystem=hanging.filesystem, elastic=elastic, max_failures=1)
-    return hanging, RunningJob(told, None, Background())
+    return hanging, RunningJob(told, None, Background(), Journal("test"))
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -116,9 +116,10 @@ class Driver:
         """Their resources are there."""
         return [i for worker in workers for i in self.tell(Reserved(worker=worker))]
 
-    def ready(self, *workers: str, has_state: bool = False) -> list[Instruction]:
+    def ready(self, *workers: str, has_state: bool = False, loaded: int = 0) -> list[Instruction]:
         """They have built everything."""
-        return [i for worker in workers for i in self.tell(Ready(worker=worker, has_state=has_state))]
+        told = [Ready(worker=worker, has_state=has_state, loaded=loaded) for worker in workers]
+        return [i for stimulus in told for i in self.tell(stimulus)]
 
     def switched(self, generation: int, *workers: str, pause_s: float = 0.1) -> list[Instruction]:
         """They train in that generation."""

@@ -34,6 +34,7 @@ class State:
         parent: the state before the last edge; None at the start.
         world: workers that shared the last step.
         final: training is complete.
+        lineage: generation of the last edge; 0 where it was loaded.
     """
 
     ticks: int = 0
@@ -42,6 +43,7 @@ class State:
     parent: State | None = None
     world: int = 0
     final: bool = False
+    lineage: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class Groups:
             then(edge)
 
     def _step(self, group: Group, given: list[tuple[State, int]]) -> Edge:
-        job, world = self._job, len(group.names)
+        job, world, lineage = self._job, len(group.names), group.plan.generation
         (state, *others), leads = [s for s, _ in given], [lead for _, lead in given]
         assert all(other is state for other in others), "all ranks of a step hold the same bits"
         if state.ticks < job.safe_ticks:  # whoever starts over in place may be all that is left, and behind
@@ -180,10 +182,10 @@ class Groups:
         assert lead == (leads[0] if len(set(leads)) == 1 else 0)
         count = step_size(position=state.position, total=job.samples, batch_size=job.batch, world_size=world)
         if count:
-            after = State(state.ticks + 1, state.epoch, state.position + count, state, world)
+            after = State(state.ticks + 1, state.epoch, state.position + count, state, world, lineage=lineage)
         else:  # the vote at the end of a pass
             final = job.last_epoch is not None and state.epoch >= job.last_epoch
-            after = State(state.ticks + 1, state.epoch + 1, 0, state, world, final)
+            after = State(state.ticks + 1, state.epoch + 1, 0, state, world, final, lineage)
         return Edge(after, lead)
 
     def committed(self, plan: Plan, state: State) -> None:
@@ -202,7 +204,8 @@ class Groups:
         progress = [
             Progress(
                 step=w.state.ticks + (w.lineage * _LINEAGE if job.rules.lineage else 0),
-                has_state=w.complete,
+                lineage=w.state.lineage,
+                has_state=w.complete or w.loaded,
             )
             for w in workers
         ]

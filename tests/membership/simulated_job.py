@@ -28,6 +28,7 @@ from elastic_ray.membership.signals import (
     Launch,
     Lost,
     Note,
+    Ready,
     Release,
     Reserve,
     Reserved,
@@ -60,10 +61,14 @@ class Rules:
     Attributes:
         lineage: the state that went through the later generation is further, whatever its number of steps.
         regroup_into_planned: a worker whose step failed also takes up a planned change that nobody agreed on.
+        automatic: rank 0 saves by itself every so many steps, and all that start together load it; 0 for never.
+        unreadable: one worker of each start cannot load what was saved.
     """
 
     lineage: bool = False
     regroup_into_planned: bool = False
+    automatic: int = 0
+    unreadable: bool = False
 
 
 class SimJob:
@@ -98,6 +103,7 @@ class SimJob:
         self.random = random.Random(seed)
         self.rules = rules
         self.now_s = 0.0
+        self.min_workers, self.most = min_workers, 0
         self.machine = JobMembership(dataclasses.replace(CONFIG, min_workers=min_workers))
         self.ledger = Ledger()
         self.capacity, self.dead_nodes = dict(nodes), set[str]()
@@ -106,6 +112,8 @@ class SimJob:
         self.workers: dict[str, SimWorker] = {}
         self.groups = Groups(self)
         self.checkpoint = State()
+        self.loaded = 0  # steps of the furthest checkpoint that a worker told of since the start
+        self._unreadable = rules.unreadable
         self.safe_ticks = 0
         self.trained = False
         self.restarts = 0
@@ -145,6 +153,8 @@ class SimJob:
         """Something reaches the controller, which acts as ``JobController._take`` does."""
         if isinstance(stimulus, Lost):
             self.ledger.dead.add(stimulus.worker)
+        if isinstance(stimulus, Ready) and stimulus.worker in self.machine.workers and not self.away:
+            self.loaded = max(self.loaded, stimulus.loaded)
         if self.done or self.away:
             return
         for instruction in self.machine.handle(stimulus, self.now_s):
@@ -177,7 +187,7 @@ class SimJob:
             return
         self.returns += 1
         witnesses = [w.witness() for w in self.workers.values() if w.name in self._granted and w.testifies]
-        self.machine = JobMembership(before.config, named=before.named)
+        self.machine = JobMembership(before.config, first_most=self.most, named=before.named)
         noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
         reached = Target(nodes=self._target, reason="test")
         instructions = self.machine.take_over(
@@ -186,6 +196,7 @@ class SimJob:
             issued=noted,
             world_size=before.world_size,
             announced=before.announced,
+            trained=before.trained,
             now_s=self.now_s,
         )
         announced = [i.plan for i in instructions if isinstance(i, Announce)]
@@ -208,7 +219,7 @@ class SimJob:
                 self._asked.append(worker)
                 self.soon(0.3, self._grant)
             case Launch(worker=worker, node=node):
-                self.workers[worker] = SimWorker(self, worker, node, self.checkpoint)
+                self.workers[worker] = SimWorker(self, worker, node, *self._start())
                 if node in self.dead_nodes:
                     self.kill(worker)
             case Release(worker=worker, kill=kill):
@@ -254,6 +265,10 @@ class SimJob:
     def _check_plan(self, plan: Plan) -> None:
         flight = self.machine.in_flight
         assert flight is not None
+        if self.machine.current is None and not flight.from_state:
+            assert flight.loaded >= self.loaded, "training begins anew although there is a checkpoint"
+            fewest = min(self.min_workers, self.machine.target_workers, self.most or self.min_workers)
+            assert flight.forced or plan.world_size >= fewest, "it begins with fewer than it needs"
         if flight.forced or self.machine.current is None or flight.plan is not plan:
             return
         assert any(self.workers[m.worker].complete for m in plan.members), "nobody brings the state along"
@@ -262,14 +277,31 @@ class SimJob:
         holders = self.holding() & {w.worker for w in self.machine.workers.values() if w.phase is not Phase.LEAVING}
         assert not holders, f"a checkpoint is read although {holders} hold the state"
         self.restarts += 1
-        self.safe_ticks, self.trained = self.checkpoint.ticks, False
-        for instruction in self.machine.reset():
+        self.safe_ticks, self.trained, self.loaded = self.checkpoint.ticks, False, 0
+        self._unreadable = self.rules.unreadable
+        left = self.samples - self.checkpoint.position  # as ``JobRecord.workers_at_most``
+        self.most = max(1, left // 2) if self.checkpoint.position else 0
+        for instruction in self.machine.reset(first_most=self.most):
             self._perform(instruction)
 
     def maybe_checkpoint(self, state: State) -> None:
         """Rank 0 has committed a step: now and then it reports a checkpoint, here at the beginning of epochs."""
-        if state.position == 0 and not state.final:
+        every = self.rules.automatic
+        if every and state.ticks % every == 0 and not state.final:
+            self.checkpoint = dataclasses.replace(state, lineage=0)
+        elif not every and state.position == 0 and not state.final:
             self.checkpoint = state
+
+    def _start(self) -> tuple[State, bool]:
+        """What a worker that is launched now begins with, and whether that is an automatic checkpoint."""
+        if not self.rules.automatic:
+            return self.checkpoint, False
+        if self.machine.current is not None or not self.checkpoint.ticks:
+            return State(), False
+        if self._unreadable and self.random.random() < 0.5:
+            self._unreadable = False
+            return State(), False
+        return self.checkpoint, True
 
     # -- the world ---------------------------------------------------------------------------------------------
 

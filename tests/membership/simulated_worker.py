@@ -34,11 +34,13 @@ class SimWorker:
         life: number of the present run of the train function (it starts over when out of memory).
         doing: "building", "joining", "regrouping", "exchanging", "stepping", or "gone".
         complete: holds a trained state.
+        loaded: holds an automatic checkpoint, and has been in no group since.
         lineage: generation that the state last went through an exchange in.
     """
 
-    def __init__(self, job: SimJob, name: str, node: str, state: State) -> None:
+    def __init__(self, job: SimJob, name: str, node: str, state: State, loaded: bool) -> None:
         self._job = job
+        self.loaded = loaded
         self.name, self.node, self.state = name, node, state
         self.token = self.life = 0
         self.alive = True
@@ -88,6 +90,7 @@ class SimWorker:
             switched=self.switched,
             ready=self.doing != "building",
             has_state=self.complete,
+            loaded=self.state.ticks if self.loaded else 0,
             failed=self.generation if self.doing == "regrouping" else -1,
             cause="told late",
             pause_s=0.1,
@@ -105,7 +108,8 @@ class SimWorker:
         def built() -> None:
             if self.responsive and self.life == life:
                 self.doing = "joining"
-                self._job.send(Ready(worker=self.name, has_state=self.complete))
+                steps = self.state.ticks if self.loaded else 0
+                self._job.send(Ready(worker=self.name, has_state=self.complete, loaded=steps))
                 self._look()
 
         self._job.soon(1.5, built, at_least_s=0.1)
@@ -214,7 +218,7 @@ class SimWorker:
             if not self.responsive or self.token != token:
                 return
             if self._job.groups.receive(plan, self):
-                self.complete, self.lineage, self.starts_over = True, plan.generation, False
+                self.complete, self.loaded, self.lineage, self.starts_over = True, False, plan.generation, False
                 self.switched = plan.generation
                 self._job.send(Switched(worker=self.name, generation=plan.generation, pause_s=0.1))
                 self._step()

@@ -17,7 +17,7 @@ from elastic_ray.membership.signals import (
     Reserve,
     Withdraw,
 )
-from tests.membership.driver import CONFIG, Driver, kinds, members_of, only, plan_in, running
+from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
 # -- the first start -----------------------------------------------------------------------------------------------
 
@@ -57,6 +57,49 @@ def test_the_first_generation_has_no_more_workers_than_there_are_samples_left() 
     driver.ready("w3", "w4")
     driver.switched(1, "w1", "w2")
     assert members_of(driver.ledger.plans[-1]) == ["w1", "w2", "w3", "w4"]
+
+
+def test_a_job_that_goes_on_from_an_automatic_checkpoint_starts_as_a_new_one_does() -> None:
+    gang = Driver(dataclasses.replace(CONFIG, min_workers=3))
+    gang.target(n1=4)
+    gang.reserved("w1", "w2", "w3", "w4")
+    gang.ready("w1", "w2", loaded=40)
+    assert not only(Announce, gang.tick(after_s=CONFIG.patience_s * 3)), "its minimum is 3 workers"
+    assert members_of(plan_in(gang.ready("w3", loaded=40))) == ["w1", "w2", "w3"]
+    patient = Driver()
+    patient.target(n1=2)
+    patient.reserved("w1", "w2")
+    assert not only(Announce, patient.ready("w1", loaded=40)), "w2 is starting: worth a moment"
+    assert members_of(plan_in(patient.ready("w2", loaded=40))) == ["w1", "w2"]
+
+
+def test_who_has_loaded_an_automatic_checkpoint_can_be_spared() -> None:
+    """Its state is in storage: neither its loss nor a smaller target ends the job's start."""
+    driver = Driver(dataclasses.replace(CONFIG, min_workers=2))
+    driver.target(n1=3)
+    driver.reserved("w1", "w2", "w3")
+    driver.ready("w1", loaded=40)
+    assert not ended(driver.lost("w1"))
+    driver.ready("w2", loaded=40)
+    assert {r.worker for r in only(Release, driver.target(n2=2))} == {"w2", "w3"}
+    driver.tick(after_s=CONFIG.backoff_s)
+    driver.reserved("w4", "w5")
+    driver.ready("w4", loaded=40)
+    assert members_of(plan_in(driver.ready("w5", loaded=40))) == ["w4", "w5"]
+
+
+def test_whoever_could_not_load_what_others_had_does_not_begin_anew() -> None:
+    alone = Driver()
+    alone.target(n1=2)
+    alone.reserved("w1", "w2")
+    alone.ready("w1", loaded=40)
+    assert members_of(plan_in(alone.ready("w2"))) == ["w1", "w2"], "it takes over what w1 has"
+    out = alone.lost("w1") + alone.tick(after_s=CONFIG.backoff_s)
+    assert not only(Announce, out) and [(r.worker, r.kill) for r in only(Release, out)] == [("w1", True), ("w2", True)]
+    assert [r.worker for r in only(Reserve, out + alone.tick())] == ["w3", "w4"]
+    alone.reserved("w3", "w4")
+    alone.ready("w3")
+    assert members_of(plan_in(alone.ready("w4"))) == ["w3", "w4"], "nobody can load it any more: they begin"
 
 
 def test_who_joins_after_a_loss_is_said_to_replace_it() -> None:

@@ -319,6 +319,16 @@ def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1", "w2"]
 
 
+def test_whoever_loads_what_was_saved_meanwhile_does_not_begin_beside_the_state_that_starts_over() -> None:
+    driver = running(1)
+    driver.tell(Rerun(worker="w1"))
+    driver.target(n1=2)
+    driver.reserved("w2")
+    driver.ready("w2", loaded=40)
+    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 3))
+    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1"]
+
+
 def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     driver = running(1)
     driver.target(n1=2)

@@ -94,6 +94,14 @@ def test_a_group_is_caught_as_a_group() -> None:
     assert len(error.exceptions) == 2
 
 
+def test_texts_of_others_do_not_steer_the_terminal() -> None:
+    error = raised(ValueError("\x1b[2J\u202e"))
+    assert "\\x1b[2J\\u202e" in str(error) and "\x1b" not in str(error) and str(error).count("\n") > 2
+    assert str(error.cause) == "\x1b[2J\u202e", "the exception itself is the user's"
+    for other in (JobLostError("a", "\x1b\n", "\r"), WorkersLostError("a", 3, 2, "\x1b[31m\n")):
+        assert str(other).isprintable()
+
+
 @pytest.mark.parametrize("cause", [Coded(7, hint="x"), Locked()])
 def test_a_cause_that_cannot_travel_leaves_its_traceback(cause: Exception) -> None:
     error = round_trip(raised(cause))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import LoggingConfig
+from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.job.options import read_run, read_scaling
-from elastic_ray.trainer import ElasticTrainer
+from elastic_ray.trainer import _ARGUMENTS, ElasticTrainer
 
 
 def changed(config: Any, **fields: Any) -> Any:
@@ -252,3 +254,41 @@ def test_a_policy_or_a_fingerprint_that_is_none_is_refused_at_once(
 ) -> None:
     with pytest.raises(error, match=words):
         ElasticTrainer(lambda: None, **arguments)
+
+
+TORCH_TRAINERS = set(inspect.signature(TorchTrainer.__init__).parameters) | {"backend_config"}
+
+
+def test_every_argument_of_torch_trainer_is_taken_or_answered() -> None:
+    own = set(inspect.signature(ElasticTrainer.__init__).parameters)
+    assert set(_ARGUMENTS) == own - {"self", "unsupported"}
+    others = TORCH_TRAINERS - own
+    assert {"datasets", "torch_config", "metadata", "resume_from_checkpoint", "dataset_config"} <= others
+    for name in sorted(others):
+        with pytest.raises(TypeError, match=rf"ElasticTrainer\({name}=\.\.\.\) is not supported: \w+"):
+            ElasticTrainer(print, **{name: object()})
+        ElasticTrainer(print, **{name: None})
+
+
+def test_a_misspelt_argument_is_answered_with_the_right_one() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scaling_confg'; did you mean scaling_config"):
+        ElasticTrainer(print, scaling_confg=None)
+    with pytest.raises(TypeError, match="argument 'x'; it has train_loop_per_worker, "):
+        ElasticTrainer(print, x=None)
+
+
+@pytest.mark.parametrize("name", ["sync_config", "verbose", "stop", "progress_reporter", "log_to_file"])
+def test_what_ray_train_has_given_up_is_not_ignored(name: str) -> None:
+    with pytest.raises((ValueError, DeprecationWarning), match=name):
+        read_run(RunConfig(**{name: 1}))
+    with pytest.raises(ValueError, match=name):
+        read_run(changed(RunConfig(), **{name: 1}))
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "../up", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\n", "a b", "\u202ea", "x" * 129, "[red]"]
+)
+def test_a_name_that_is_no_directory_or_steers_a_terminal_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="must start with a letter or digit") as caught:
+        read_run(RunConfig(name=name))
+    assert str(caught.value).isprintable()

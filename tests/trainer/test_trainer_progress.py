@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
 from elastic_ray.progress import Progress, event_line, status_line
 
 
@@ -56,6 +57,14 @@ def test_events_as_lines(given: JobEvent, line: str) -> None:
             "job a1: waiting, workers 0 -> 1, waits for 1 GPU",
         ),
         (
+            status(phase=JobPhase.FINISHED, workers=0, message="done", metrics={"name": "x", "accuracy": 0.93751}),
+            "job a1: finished, epoch 2, step 0, accuracy 0.9375, done",
+        ),
+        (
+            status(job="elastic-2026-11-22_09-12-25-4731", note=f"{'3f' * 28} went"),
+            "job elastic-202..-12-25-4731: running, workers 4, epoch 2, step 0, 3f3f3f3f went",
+        ),
+        (
             status(metrics={"loss": "n/a"}, throughput=0.5),
             "job a1: running, workers 4, samples/s 0.5, epoch 2, step 0",
         ),
@@ -67,6 +76,41 @@ def test_events_as_lines(given: JobEvent, line: str) -> None:
 )
 def test_statuses_as_lines(given: JobStatus, line: str) -> None:
     assert status_line(given) == line
+
+
+def test_the_end_of_an_epoch_is_a_line_with_what_was_reported() -> None:
+    stream = io.StringIO()
+    metrics = {"accuracy": np.float32(0.5), "kind": "test", "loss": 0.25, "bad": float("nan"), "best": True}
+    with Progress(stream) as progress:
+        for index, done in enumerate((0, 1, 1, 2, 4)):
+            progress.report("a1", Report(index=index + 1, metrics=metrics, epochs_done=done), 4)
+        progress.event("a1", event(EventKind.FINISHED, 4, 0))  # the last status says it
+    told = "done, loss 0.25, accuracy 0.5, bad nan"
+    assert stream.getvalue() == f"job a1: epoch 1/4 {told}\njob a1: epoch 2/4 {told}\njob a1: epoch 4/4 {told}\n"
+
+
+def test_of_many_epochs_a_hundredth_is_shown_and_the_last() -> None:
+    stream = io.StringIO()
+    with Progress(stream) as progress:
+        for done in range(1, 1006):
+            progress.report("a1", Report(index=done, metrics={}, epochs_done=done), 1005)
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["job a1: epoch 11/1005 done", "job a1: epoch 22/1005 done"]
+    assert lines[-1] == "job a1: epoch 1005/1005 done" and len(lines) == 92
+
+
+def test_nothing_that_others_have_said_steers_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    bad = "\x1b[2J\r\n[red]\u202e\u200b"
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(stream) as progress:
+            progress.status(status(job=bad, message=bad, metrics={bad: 1.0}))
+            progress.event(bad, event(reason=bad))
+            progress.report(bad, Report(index=1, metrics={bad: 2.0}, epochs_done=1), None)
+        text = stream.getvalue()
+        assert "\x1b[2J" not in text and not set("\u202e\u200b") & set(text), repr(text)
+        assert stream.isatty() or (text.count("\n") == 3 and "\r" not in text), repr(text)
+        assert "\\x1b[2J [red]\\u202e\\u200b" in text, repr(text)
 
 
 def test_plain_lines_come_at_intervals_and_events_at_once() -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import ray
 from ray.train.v2.api.config import ScalingConfig
 
+from elastic_ray.access import join
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.storage import resolve
 from elastic_ray.trainer import check_resources
@@ -176,8 +177,7 @@ class Experiment:
         """Start the experiment and return; ``stop()`` it in the end. Arguments and errors are those of :meth:`run`."""
         if self._server is not None:
             raise RuntimeError(f"experiment {self.id} has been started already; make another one")
-        if not ray.is_initialized():
-            ray.init()
+        join()
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address
         self._answered_s = self._busy_s = time.monotonic()

@@ -1,0 +1,155 @@
+"""SHELL: whether a Ray cluster lets this process in, asked before Ray itself does.
+
+Ray would try for a minute, print pages from C++ or end the process, where one question over gRPC is answered at once.
+Ray takes a token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError
+
+_ANSWER_S = 3.0
+_MODE = "RAY_AUTH_MODE"
+_SOURCES = "RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
+_HEAD = "`ray get-auth-token` on the cluster's head prints it"
+HOW_TO_SEND = f"set {_MODE}=token, and put the token in {_SOURCES}; {_HEAD}"
+
+
+class AccessRefusedError(ConnectionError):
+    """The Ray cluster does not let this process in: its token is missing or wrong, or the cluster knows none."""
+
+
+def join() -> None:
+    """``ray.init()``, unless this process has joined a cluster already.
+
+    Raises:
+        AccessRefusedError: the cluster that it would join does not let this process in.
+    """
+    if not ray.is_initialized():
+        check_access(find_address(os.environ.get("RAY_ADDRESS") or "auto"), mode_is_open=_mode_is_open())
+        ray.init()
+
+
+def find_address(address: str) -> str:
+    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself."""
+    if address != "auto":
+        return address
+    try:
+        from ray._private.services import canonicalize_bootstrap_address  # private: `ray` itself finds clusters by it
+
+        return canonicalize_bootstrap_address(address) or address
+    except Exception:
+        return address
+
+
+def split(address: str) -> tuple[str, int] | None:
+    """Host and port of a cluster's control store; None for what is no such address (``auto``, ``ray://...``)."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        return None
+    return host.strip("[]"), int(port)
+
+
+def check_access(address: str, *, mode_is_open: bool = False) -> None:
+    """Ask a cluster whether it lets this process in. Where nobody answers, Ray is left to say so.
+
+    Args:
+        address: HOST:PORT; of others nothing is known beforehand.
+        mode_is_open: RAY_AUTH_MODE is not set, and the cluster was found on this machine: Ray would send a token if
+            there is one. One that wants none is joined without.
+
+    Raises:
+        AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
+    """
+    token = _token(mode_is_open)
+    if split(address) is None:
+        return
+    refused = _refuses(address, token)
+    if refused is None:
+        return
+    if refused:
+        raise AccessRefusedError(_refused(address, token))
+    if not token or _refuses(address, "") is not False:
+        return
+    if mode_is_open:
+        os.environ[_MODE] = "disabled"  # what Ray reads next: with a token it would refuse its own workers' answers
+        return
+    raise AccessRefusedError(
+        f"the Ray cluster at {address} was started without a token, but this process has {_MODE}=token, and would "
+        f"refuse the answers of the cluster's workers: set {_MODE}=disabled here, or start the cluster with a token"
+    )
+
+
+def _mode_is_open() -> bool:
+    return _MODE not in os.environ and (os.environ.get("RAY_ADDRESS") or "auto") == "auto"
+
+
+def _token(mode_is_open: bool) -> str:
+    """The token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    wanted = is_token_auth_enabled()
+    if not wanted and not mode_is_open:
+        return ""
+    loader = AuthenticationTokenLoader.instance()
+    try:
+        if loader.has_token(ignore_auth_mode=True):
+            return f"Bearer {loader.get_raw_token(ignore_auth_mode=True)}"
+    except AuthenticationError as error:
+        raise AccessRefusedError(f"{_first(error)}; the token is to be in {_SOURCES}; {_HEAD}") from None
+    if wanted:
+        raise AccessRefusedError(f"{_MODE}=token, but there is no token: put it in {_SOURCES}; {_HEAD}")
+    return ""
+
+
+def _refuses(address: str, token: str) -> bool | None:
+    """Whether a cluster refuses whoever sends this token; None where it does not answer."""
+    try:
+        import grpc
+        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    except ImportError:  # a small installation of Ray
+        return None
+    request: Any = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
+    stub: Any = gcs_service_pb2_grpc.NodeInfoGcsServiceStub
+    metadata = (("authorization", token),) if token else ()
+    with contextlib.suppress(OSError), _channel(address) as channel:
+        try:
+            stub(channel).GetClusterId(request, timeout=_ANSWER_S, metadata=metadata)
+            return False
+        except grpc.RpcError as error:
+            return True if error.code() is grpc.StatusCode.UNAUTHENTICATED else None
+    return None
+
+
+def _channel(address: str) -> Any:
+    """To the control store, without Ray's own interceptors: they would send the token of this process."""
+    import grpc
+
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address)
+    from ray._common.tls_utils import load_certs_from_env
+
+    chain, key, root = load_certs_from_env()  # type: ignore[no-untyped-call]
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(root, key, chain))
+
+
+def _refused(address: str, token: str) -> str:
+    if token:
+        return (
+            f"the Ray cluster at {address} refuses the token of this process, which is another cluster's or has "
+            f"changed: put the right one in {_SOURCES}; {_HEAD}"
+        )
+    mode = os.environ.get(_MODE)
+    now = f"{_MODE} is not set" if mode is None else f"{_MODE}={mode}"
+    return f"the Ray cluster at {address} wants a token, and this process sends none ({now}): {HOW_TO_SEND}"
+
+
+def _first(error: BaseException) -> str:
+    """The message without Ray's advice behind it."""
+    return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

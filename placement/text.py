@@ -1,0 +1,79 @@
+"""Text of others (names, metrics, exceptions, reasons) on its way to a terminal or a log (pure).
+
+What a terminal would obey instead of showing is shown as Python writes it: escape sequences as ``\\x1b``, marks that
+turn or hide text (U+202E, U+200B...) as ``\\u202e``.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+
+_OURS = ("elastic_ray", "placement", "tuning")
+_LONG_ID = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{24,56}\b")
+_ID_LENGTH = 8
+_NAME_LENGTH = 24
+
+
+def printable(text: str) -> str:
+    """One line: any white space becomes a space, and what cannot be printed is escaped."""
+    return _escaped(" ".join(text.split()))
+
+
+def printable_lines(text: str) -> str:
+    """The same of each line, with its indentation."""
+    return "\n".join(_escaped(line) for line in text.split("\n"))
+
+
+def printable_json(text: str) -> str:
+    """JSON text, in which such characters can only stand in strings: escaped as JSON does it."""
+    return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in text)
+
+
+def short_ids(text: str) -> str:
+    """A sentence with Ray's long hex ids cut to their first characters."""
+    return _LONG_ID.sub(lambda found: found[0][:_ID_LENGTH], text)
+
+
+def short_name(name: str) -> str:
+    """A long name without its middle, for lines that must leave room for what they say."""
+    if len(name) <= _NAME_LENGTH:
+        return name
+    head = (_NAME_LENGTH - 2) // 2
+    return f"{name[:head]}..{name[len(name) - (_NAME_LENGTH - 2 - head) :]}"
+
+
+class PrintableFormatter(logging.Formatter):
+    """Our own records on one line, a traceback behind them with its lines; others' records are left as they are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As ``logging`` does, with what cannot be printed escaped."""
+        if record.name.partition(".")[0] not in _OURS:
+            return super().format(record)
+        plain = logging.makeLogRecord({**record.__dict__, "msg": printable(record.getMessage()), "args": None})
+        return printable_lines(super().format(plain))
+
+
+def log_plainly(level: int) -> None:
+    """Let this process' log be lines of printable text on standard error, if nobody has set it up otherwise."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+def _escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each == "\t" else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    if unicodedata.category(character) == "Zs":  # a space of another width
+        return " "
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _json_escape(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
