@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -336,8 +335,9 @@ def main() -> None:
     try:
         for part in parts:
             print(f"{part}: {size}", flush=True)
-            with cluster(nodes=1, slots=max(size.jobs, size.wide, 4)), tempfile.TemporaryDirectory() as folder:
-                rows = RUN[part](size, str(Path(folder)))
+            folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+            with folder, cluster(nodes=1, slots=max(size.jobs, size.wide, 4)):
+                rows = RUN[part](size, folder.name)
             finish(f"scale: {part}", rows=rows, bars=bars_of(rows))
         failed = False
     finally:

@@ -44,6 +44,7 @@ RESTARTABLE = "max_restarts" in inspect.getsource(controller.start)  # or a job 
 KINDS = [kind for kind in FaultKind if RESTARTABLE or kind is not FaultKind.KILL_CONTROLLER]
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 OF_RAY = ("ray::IDLE", "ray::SPILL", "ray::RESTORE", "ray::DELETE", *_AGENTS)
+CENTRAL = ("ray::JobController", "ray::Sweep")
 STAYS = (*OF_RAY, "ray::Allocator")  # as long as Ray does
 PATIENCE_S = 180.0  # for what still runs when the faults are over
 ELASTIC = {"checkpoint_interval_s": 1.0, "heartbeat_timeout_s": 5.0}
@@ -245,7 +246,7 @@ class Load:
                 trace.mkdir(parents=True)
             space = {"trace": tune.grid_search([str(trace) for trace in traces]), "epochs": 8, "pause_s": 0.05}
             grid = tune.Tuner(
-                tuning.elastic(trainer),
+                tuning.elastic(trainer, keep_s=5.0),
                 param_space=space,
                 tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=2),
                 run_config=tune.RunConfig(storage_path=str(self._folder / f"sweep{number}"), verbose=0),
@@ -291,8 +292,10 @@ def test_every_job_ends_whole_and_nothing_is_left(
     world.add_nodes(2)
     load.finish(time.monotonic() + PATIENCE_S)
     check(load)
-    ray_cluster.remove_added_nodes()
-    wait_for_none_left(scratch)
+    wait_until_gone(lambda process, title: title.startswith(CENTRAL) or process.status() == psutil.STATUS_STOPPED)
+    ray_cluster.remove_added_nodes()  # and warm processes with them
+    wait_until_gone(lambda process, title: not title.startswith(STAYS))
+    assert not list(scratch.iterdir()), "temporary files are left"
     assert listening() <= ports, "ports are left open"
     assert psutil.Process().num_fds() <= files + 40, "files or sockets are left open"
 
@@ -310,13 +313,12 @@ def check(load: Load) -> None:
     assert len(load.ended) >= JOBS and load.trials
 
 
-def wait_for_none_left(scratch: Path) -> None:
-    """Processes of jobs and sweeps, and what any of them has put down."""
-    deadline = time.monotonic() + 45.0  # a sweep's processes are kept for a while
-    while left := [f"{p.pid} {title.strip()}" for p, title in processes() if not title.startswith(STAYS)]:
+def wait_until_gone(ours: Callable[[psutil.Process, str], bool]) -> None:
+    """Processes that nobody needs any more, once those of a sweep have waited for another trial."""
+    deadline = time.monotonic() + 30.0
+    while left := [f"{process.pid} {title.strip()}" for process, title in processes() if ours(process, title)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
-    assert not list(scratch.iterdir()), "temporary files are left"
 
 
 @pytest.mark.parametrize("seed", range(5))
