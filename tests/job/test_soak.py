@@ -22,6 +22,7 @@ import elastic_ray as er
 import tuning
 from elastic_ray.events import JobPhase
 from elastic_ray.job import controller
+from elastic_ray.job.record import JobRecord
 from tests.job import traced
 from tests.job.shaky_storage import shaky
 from tests.job.soak_faults import Fault, FaultKind, schedule, shown
@@ -40,8 +41,12 @@ SLOTS = 2  # of a node
 LEAST_NODES, MOST_NODES = 1, 4
 JOBS = 3  # at a time, beside the sweep
 TRIALS = 4  # of a sweep, two at a time; when it is over the next one begins
-RESTARTABLE = "max_restarts" in inspect.getsource(controller.start)  # or a job ends with its controller
-KINDS = [kind for kind in FaultKind if RESTARTABLE or kind is not FaultKind.KILL_CONTROLLER]
+# What a job does not survive yet: its controller's death, and storage that fails when the controller looks first.
+_FATAL = {
+    FaultKind.KILL_CONTROLLER: "max_restarts" not in inspect.getsource(controller.start),
+    FaultKind.FAIL_STORAGE: "storage" in inspect.signature(JobRecord.__init__).parameters,
+}
+KINDS = [kind for kind in FaultKind if not _FATAL.get(kind, False)]
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 OF_RAY = ("ray::IDLE", "ray::SPILL", "ray::RESTORE", "ray::DELETE", *_AGENTS)
 CENTRAL = ("ray::JobController", "ray::Sweep")
