@@ -90,11 +90,10 @@ def get_context() -> ElasticContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded, scalar tensors as numbers.
 
     Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
     stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
-    A tensor of one element is recorded as its number.
 
     Raises:
         TypeError: ``metrics`` is no mapping.
