@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,8 +199,8 @@ class Load:
         self.ended: dict[Path, er.JobHandle] = {}
         self.trials: list[Path] = []
         self._over = False
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._sweeps = self._pool.submit(self._sweep)
+        self._sweeps: concurrent.futures.Future[None] = concurrent.futures.Future()
+        threading.Thread(target=self._run_sweeps, daemon=True).start()  # after a failure nobody waits for it
 
     def look(self) -> None:
         """Begin new jobs for those that have ended."""
@@ -220,7 +221,6 @@ class Load:
             time.sleep(0.2)
             self.look()
         self._sweeps.result()
-        self._pool.shutdown()
 
     def _submit(self) -> None:
         folder = self._folder / f"job{len(self._running) + len(self.ended)}"
@@ -235,6 +235,14 @@ class Load:
             ),
             elastic_config=er.ElasticConfig(**ELASTIC),
         ).submit()
+
+    def _run_sweeps(self) -> None:
+        try:
+            self._sweep()
+        except BaseException as error:
+            self._sweeps.set_exception(error)
+        else:
+            self._sweeps.set_result(None)
 
     def _sweep(self) -> None:
         trainer = er.ElasticTrainer(
