@@ -106,12 +106,13 @@ class Watch:
                     self._samples.setdefault((name, process.pid), []).append(sample)
 
     def by_name(self) -> dict[str, list[list[Sample]]]:
-        """Series of the processes that were there for long enough to have thirds, by actor class."""
-        long: dict[str, list[list[Sample]]] = {}
+        """Series of the processes that were there for most of the time, by actor class."""
+        lasting: dict[str, list[list[Sample]]] = {}
+        most = max((len(samples) for samples in self._samples.values()), default=0)
         for (name, _), samples in self._samples.items():
-            if len(samples) >= 9:
-                long.setdefault(name, []).append(samples)
-        return long
+            if len(samples) >= max(6, 0.7 * most):
+                lasting.setdefault(name, []).append(samples)
+        return lasting
 
 
 def central() -> Iterator[tuple[psutil.Process, str]]:
