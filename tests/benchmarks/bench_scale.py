@@ -8,7 +8,7 @@ other actor is there that is no worker. Four parts, in turns or some of them (`-
 - wide: one job of 16 workers;
 - reports: one job that calls `report` 100,000 times.
 
-Each is watched once it is under way: private memory (USS) and CPU time of each process, every second. Bar: flat, which
+Each is watched once it is under way: private memory (USS) and CPU time of each process, twice a second. Bar: flat, which
 is the median of the last third no more than 3 MB above that of the first (of the middle third for what grows to its
 working size first: cycles and reports begin with an empty history), and no more CPU than 1.5 times as much.
 """
@@ -60,7 +60,7 @@ class Size:
     limit_s: float = 900.0
 
 
-QUICK = Size(jobs=4, cycles=12, wide=4, reports=3000, watch_s=15.0, limit_s=60.0)
+QUICK = Size(jobs=4, cycles=12, wide=4, reports=20_000, watch_s=15.0, limit_s=60.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class Sample:
 
 
 class Watch:
-    """Looks at the central processes once a second, in a thread.
+    """Looks at the central processes twice a second, in a thread.
 
     Args:
         at: how far the part is.
@@ -98,7 +98,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(1.0):
+        while not self._over.wait(0.5):
             for process, name in central():
                 with contextlib.suppress(psutil.Error):
                     cpu, uss_mb = process.cpu_times(), process.memory_full_info().uss / 1e6
