@@ -8,8 +8,8 @@ other actor is there that is no worker. Four parts, in turns or some of them (`-
 - wide: one job of 16 workers;
 - reports: one job that calls `report` 100,000 times.
 
-Each is watched once it is under way: private memory (USS) and CPU time of each process, twice a second. Bar: flat, which
-is the median of the last third no more than 3 MB above that of the first (of the middle third for what grows to its
+Each is watched once it is under way: private memory (USS) and CPU time of each process, twice a second. Bar: flat,
+which is the median of the last third no more than 3 MB above that of the first (of the middle third for what grows to its
 working size first: cycles and reports begin with an empty history), and no more CPU than 1.5 times as much.
 """
 
