@@ -9,8 +9,8 @@ other actor is there that is no worker. Four parts, in turns or some of them (`-
 - reports: one job that calls `report` 100,000 times.
 
 Each is watched once it is under way: private memory (USS) and CPU time of each process, twice a second. Bar: flat,
-which is the median of the last third no more than 3 MB above that of the first (of the middle third for what grows to its
-working size first: cycles and reports begin with an empty history), and no more CPU than 1.5 times as much.
+which is the median of the last third no more than 3 MB above that of the first (of the middle third for what grows to
+its working size first: cycles and reports begin with an empty history), and no more CPU than 1.5 times as much.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from scenarios import cluster
 from tests.local_cluster import clean_up
 
 PARTS = ("jobs", "cycles", "wide", "reports")
-WORKERS = ("ray::Worker", "ray::NoticeWatcher")
-OF_RAY = ("ray::IDLE", "ray::SPILL", "ray::RESTORE", "ray::DELETE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
+WORKERS = ("Worker", "NoticeWatcher")  # classes of processes, as their titles say
+OF_RAY = ("IDLE", "SPILL", "RESTORE", "DELETE", "DashboardAgent", "RuntimeEnvAgent")
 GROWTH_MB = 3.0
 CPU_RATIO = 1.5
 IDLE_CORES = 0.01  # less CPU than this is none
@@ -121,8 +121,9 @@ def central() -> Iterator[tuple[psutil.Process, str]]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             title = " ".join(process.cmdline())
-            if title.startswith("ray::") and not title.startswith((*WORKERS, *OF_RAY)):
-                yield process, title[len("ray::") :].partition(".")[0].partition(":")[0].strip()
+            kind = title.rpartition(":")[2].partition(".")[0].strip()  # ray::Class.method, or ray::name:Class.method
+            if title.startswith("ray::") and not kind.startswith((*WORKERS, *OF_RAY)):
+                yield process, kind
 
 
 def rows_of(part: str, watch: Watch, unit: str, per: float, *, settled: bool) -> list[dict[str, Any]]:

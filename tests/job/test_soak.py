@@ -48,10 +48,10 @@ _FATAL = {
     FaultKind.FAIL_STORAGE: "storage" in inspect.signature(JobRecord.__init__).parameters,
 }
 KINDS = [kind for kind in FaultKind if not _FATAL.get(kind, False)]
-_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
-OF_RAY = ("ray::IDLE", "ray::SPILL", "ray::RESTORE", "ray::DELETE", *_AGENTS)
-CENTRAL = ("ray::JobController", "ray::Sweep")
-STAYS = (*OF_RAY, "ray::Allocator")  # as long as Ray does
+# Classes of processes, as their titles say
+_OF_RAY = ("IDLE", "SPILL", "RESTORE", "DELETE", "DashboardAgent", "RuntimeEnvAgent")
+STAYS = (*_OF_RAY, "Allocator")  # as long as Ray does
+CENTRAL = ("JobController", "Sweep")
 PATIENCE_S = 180.0  # for what still runs when the faults are over
 ELASTIC = {"checkpoint_interval_s": 1.0, "heartbeat_timeout_s": 5.0}
 FAILURES = ray.train.FailureConfig(max_failures=-1)
@@ -103,25 +103,25 @@ class World:
     # -- processes ---------------------------------------------------------------------------------------------
 
     def _kill_worker(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::Worker", signal.SIGKILL)
+        return self._signal(fault, "Worker", signal.SIGKILL)
 
     def _stop_worker(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::Worker", signal.SIGSTOP)
+        return self._signal(fault, "Worker", signal.SIGSTOP)
 
     def _kill_controller(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::JobController", signal.SIGKILL)
+        return self._signal(fault, "JobController", signal.SIGKILL)
 
     def _stop_controller(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::JobController", signal.SIGSTOP)
+        return self._signal(fault, "JobController", signal.SIGSTOP)
 
     def _kill_allocator(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::Allocator", signal.SIGKILL)
+        return self._signal(fault, "Allocator", signal.SIGKILL)
 
     def _stop_allocator(self, fault: Fault) -> str:
-        return self._signal(fault, "ray::Allocator", signal.SIGSTOP)
+        return self._signal(fault, "Allocator", signal.SIGSTOP)
 
-    def _signal(self, fault: Fault, title: str, which: signal.Signals) -> str:
-        found = sorted((p for p, name in processes() if name.startswith(title)), key=lambda p: p.create_time())
+    def _signal(self, fault: Fault, kind: str, which: signal.Signals) -> str:
+        found = sorted((p for p, name in processes() if name.startswith(kind)), key=lambda p: p.create_time())
         if not found:
             return "nobody is there"
         process = found[fault.of(len(found))]
@@ -176,12 +176,12 @@ def wake(process: psutil.Process) -> None:
 
 
 def processes() -> Iterator[tuple[psutil.Process, str]]:
-    """Ray's processes below this one, with their titles."""
+    """Ray's processes below this one, with the class of their actor."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             title = " ".join(process.cmdline())
-            if title.startswith("ray::"):
-                yield process, title
+            if title.startswith("ray::"):  # ray::Class.method or, of an actor that has a name, ray::name:Class.method
+                yield process, title.rpartition(":")[2].partition(".")[0].strip()
 
 
 def listening() -> int:
@@ -305,9 +305,9 @@ def test_every_job_ends_whole_and_nothing_is_left(
     world.add_nodes(2)
     load.finish(time.monotonic() + PATIENCE_S)
     check(load)
-    wait_until_gone(lambda process, title: title.startswith(CENTRAL) or process.status() == psutil.STATUS_STOPPED)
+    wait_until_gone(lambda process, kind: kind in CENTRAL or process.status() == psutil.STATUS_STOPPED)
     ray_cluster.remove_added_nodes()  # and warm processes with them
-    wait_until_gone(lambda process, title: not title.startswith(STAYS))
+    wait_until_gone(lambda _, kind: not kind.startswith(STAYS))
     assert not list(scratch.iterdir()), "temporary files are left"
     assert listening() <= ports, "ports are left open"
     assert psutil.Process().num_fds() <= files + 40, "files or sockets are left open"
@@ -329,7 +329,7 @@ def check(load: Load) -> None:
 def wait_until_gone(ours: Callable[[psutil.Process, str], bool]) -> None:
     """Processes that nobody needs any more, once those of a sweep have waited for another trial."""
     deadline = time.monotonic() + 30.0
-    while left := [f"{process.pid} {title.strip()}" for process, title in processes() if ours(process, title)]:
+    while left := [f"{process.pid} {kind}" for process, kind in processes() if ours(process, kind)]:
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.2)
 
