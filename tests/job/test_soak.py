@@ -170,6 +170,12 @@ class World:
         return "now"
 
 
+def is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    return False
+
+
 def wake(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signal.SIGCONT)
@@ -305,7 +311,7 @@ def test_every_job_ends_whole_and_nothing_is_left(
     world.add_nodes(2)
     load.finish(time.monotonic() + PATIENCE_S)
     check(load)
-    wait_until_gone(lambda process, kind: kind in CENTRAL or process.status() == psutil.STATUS_STOPPED)
+    wait_until_gone(lambda process, kind: kind in CENTRAL or is_stopped(process))
     ray_cluster.remove_added_nodes()  # and warm processes with them
     wait_until_gone(lambda _, kind: not kind.startswith(STAYS))
     assert not list(scratch.iterdir()), "temporary files are left"
