@@ -90,7 +90,7 @@ def get_context() -> ElasticContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded, scalar tensors as numbers.
 
     Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
     stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
@@ -108,7 +108,14 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
         return  # the job has had this report before this worker came (back)
     session.progress.reports += 1
     if session.rank == 0:
-        session.link.report(dict(metrics), checkpoint, session.resume_point(), session.progress.reports)
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
+
+
+def _plain(value: Any) -> Any:
+    """A number for a tensor of one element: whoever reads it, such as the controller, would have to import torch."""
+    is_tensor = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numel")
+    return value.item() if is_tensor and value.numel() == 1 else value
 
 
 def get_checkpoint() -> Checkpoint | None:

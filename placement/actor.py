@@ -37,7 +37,6 @@ from placement.events import (
     Tick,
 )
 from placement.explaining import Explanation
-from placement.fitting import load_solver
 from placement.jobs import JobView
 from placement.keeping import Keeper
 from placement.knowledge import Knowledge, Prior
@@ -201,6 +200,7 @@ class Allocator:
         self._calls: set[asyncio.Task[None]] = set()
         self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
         self._sending: set[tuple[str, type[Instruction]]] = set()
+        load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 

@@ -6,12 +6,12 @@ on more resources is taken to scale perfectly onto them, so that the allocator t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from placement.least_squares import least_squares
 from placement.throughput import LARGEST, Floats, ThroughputModel, power_sum, real
 
 # Positions in the vector of parameters, in the order of ThroughputModel.
@@ -29,12 +29,6 @@ _PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
 _PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
 _PRIORS[5, _GAMMA] = 1e-3
 _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
-
-
-def load_solver() -> None:
-    """Import what the first fit would, to be called in a thread: half a second of CPU, far longer on a busy machine."""
-    for name in ("numpy.ma", "scipy.optimize"):
-        importlib.import_module(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +178,7 @@ class _Problem:
 
     def solve(self, start: Floats) -> tuple[float, Floats]:
         """(cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
-        from scipy.optimize import least_squares  # takes longer to import than a worker, which never fits, to start
-
-        solved = least_squares(
-            self.errors,
-            start,
-            self.slopes,
-            self.bounds,
-            method="dogbox",  # "trf" stays off the bounds, where the optimum of a few observations often lies
-            ftol=1e-4,
-            xtol=1e-5,
-            gtol=1e-8,
-            max_nfev=30,
-        )
-        return float(solved.cost), solved.x
+        return least_squares(self.errors, self.slopes, start, self.bounds)
 
     def model(self, free: Floats) -> ThroughputModel:
         whole = self.ties @ free + self.offset

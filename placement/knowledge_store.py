@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import posixpath
 import time
@@ -51,6 +52,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.json
 import pyarrow.parquet as pq
 
 from placement.fitting import Observation
@@ -176,7 +178,7 @@ class KnowledgeStore:
     def _read(self, path: str) -> Memory | None:
         try:
             with self._files.open_input_file(path) as file:
-                table = pq.read_table(file)
+                table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
             if (table.schema.metadata or {}).get(b"elastic_ray") != _FORMAT[b"elastic_ray"]:
                 raise ValueError(f"its metadata does not say elastic_ray={_FORMAT[b'elastic_ray'].decode()!r}")
             return _memory(table)
@@ -190,7 +192,15 @@ class KnowledgeStore:
 
 def _table(memory: Memory) -> pa.Table:
     rows = [_step_row(step) for step in memory.steps] + [_noise_row(noise) for noise in memory.noises]
-    return pa.Table.from_pylist(rows, schema=_SCHEMA)
+    if not rows:
+        return _SCHEMA.empty_table()
+    # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
+    table = pyarrow.json.read_json(
+        pa.BufferReader("\n".join(json.dumps(row) for row in rows).encode()),
+        read_options=pyarrow.json.ReadOptions(use_threads=False),
+        parse_options=pyarrow.json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="error"),
+    )
+    return table.cast(_SCHEMA)
 
 
 def _step_row(step: KnownStep) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.autoscaler.sdk import request_resources
 
 from placement.cluster import Resources
 
@@ -60,6 +59,8 @@ class NodeRequests:
         if coordinator is not None:
             ray.get(_through(coordinator, wanted), timeout=_ANSWER_S)
         else:  # also the first time and with nothing: the list of an allocator before this one outlives it
+            from ray.autoscaler.sdk import request_resources  # 4 MB that most allocators, and all controllers, need not
+
             resources = [resources for resources, _ in wanted]
             request_resources(bundles=resources, bundle_label_selectors=[labels for _, labels in wanted])
         if wanted != self._told:

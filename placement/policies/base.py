@@ -56,7 +56,8 @@ class Policy(Protocol):
     matter it is asked several times for one decision, each time about some of the jobs on a part of the cluster.
 
     A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
-    user asked for, and a simulation then runs them so.
+    user asked for, and a simulation then runs them so. It may have ``load_solver()``, which the allocator calls in a
+    thread when it starts: for imports that its event loop must not wait for.
     """
 
     @property

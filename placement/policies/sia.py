@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -64,6 +65,11 @@ class SiaPolicy:
     def name(self) -> str:
         """See ``Policy``."""
         return "sia"
+
+    def load_solver(self) -> None:
+        """Import what the first decision would: half a second of CPU, far longer on a busy machine."""
+        for name in ("scipy.optimize", "scipy.sparse"):
+            importlib.import_module(name)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""

@@ -41,6 +41,7 @@ class Controller:
         self.impossible = ""
         self.serial = 0
         self.speaks = True
+        self.ended = False
         self.submitted_s = time.time()
         self.beating = asyncio.get_event_loop().create_task(self.beat_on())
 
@@ -70,6 +71,8 @@ class Controller:
             pass  # the allocator is being restarted; the next heartbeat finds it
 
     async def allocate(self, nodes: dict[str, int], reason: str) -> None:
+        if self.ended:
+            return  # the end of another job was decided upon meanwhile
         self.told.append((time.time(), nodes, reason))
         self.wanted = dict(nodes)
         for node in {node for node, _ in self.groups.values()} | set(nodes):
@@ -99,6 +102,7 @@ class Controller:
         self.speaks = speaks
 
     async def stop(self) -> None:
+        self.ended = True
         self.beating.cancel()
         for _, group in self.groups.values():
             release(group)
@@ -168,15 +172,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
     raise AssertionError(f"not within {timeout_s} s: {what}; {snapshot()}")
 
 
-def test_it_is_ready_to_fit_models_before_the_first_one_comes() -> None:
-    """Importing the solver would hold its event loop, and with it all jobs: on a busy machine for ten seconds."""
+def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_needs_none() -> None:
+    """Importing it would hold the event loop, and with it all jobs; with SciPy and pandas it has twice the memory."""
+    modules = ("scipy", "pandas", "torch")
 
-    def is_loaded() -> bool:
+    def loaded() -> list[str]:
         allocator: Any = get_or_create_allocator()
-        look = allocator.__ray_call__.remote(lambda self: "scipy.optimize" in sys.modules)
-        return bool(ray.get(look, timeout=30))
+        look = allocator.__ray_call__.remote(lambda self: [name for name in modules if name in sys.modules])
+        return list(ray.get(look, timeout=30))
 
-    wait_until(is_loaded, "the solver is there")
+    assert loaded() == []
+    get_or_create_allocator("sia")
+    wait_until(lambda: loaded() == ["scipy"], "the solver is there")
+    get_or_create_allocator("goodput")
+    assert loaded() == []
 
 
 def test_jobs_arrive_share_and_end(jobs: Jobs) -> None:
