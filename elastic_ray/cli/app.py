@@ -48,7 +48,7 @@ class Commands(click.Group):
             if error.message.isprintable():
                 raise
             plain = click.ClickException(printable(error.message))
-            plain.exit_code = error.exit_code
+            plain.exit_code = error.exit_code  # type: ignore[misc]  # click declares it for classes
             raise plain from error
         except Exception as error:
             ray = sys.modules.get("ray")
