@@ -15,7 +15,7 @@ import torch
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.link import LoaderInfo, StepReport
-from elastic_ray.membership.plan import Member, Message, Plan, SetBatch
+from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.store import StoreAddress
 from elastic_ray.membership.worker_side import Membership
@@ -151,9 +151,17 @@ def standalone_session() -> Session:
         )
 
     membership = Membership(str(rank), form, lambda generation, cause: logger.error("%s", cause))
-    nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
+    local_size = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))) if under_torchrun else 1
+    nodes = max(1, world_size // local_size)
+    expected = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_size,
+        local_world_size=min(local_size, world_size),
+        node_rank=rank // local_size,
+    )
     link = StandaloneLink(nodes, world_size, membership.post)
-    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
+    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
     if rank == 0:
         link.measure(session)
     return session

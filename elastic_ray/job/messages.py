@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Place
 from elastic_ray.membership.store import StoreAddress
 from elastic_ray.state_files import StateFile
 
@@ -46,6 +47,7 @@ class Assignment:
         states: automatic checkpoints further than that, newest first, the first good one of which is taken.
         token: what messages to this run carry.
         gpu_ids: GPUs of its reservation; empty without CUDA.
+        expected: where it will stand in the group that it is to join.
     """
 
     worker: str
@@ -61,6 +63,7 @@ class Assignment:
     states: tuple[StateFile, ...] = ()
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
+    expected: Place = Place()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
