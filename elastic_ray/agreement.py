@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -10,14 +10,15 @@ import torch
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.announcer import ROOM
 from elastic_ray.run_progress import agreed_lead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption.
 CONTROL_SIZE = 6
-# A vote goes on with a digest of the names of sums, then the sums. Ballots have a multiple of this length, so that
-# ranks that disagree on the names still meet in one reduction and can say so.
-_NAMES_END = CONTROL_SIZE + 2
-_BALLOT = 32
+# A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
+# there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
+_NAMES_END = CONTROL_SIZE + 4
+_SUMS_ROOM = ROOM - _NAMES_END
 
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
@@ -72,32 +73,39 @@ class Agreement:
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 
-    def vote(self, communicator: Communicator, added: Sums) -> list[tuple[tuple[int, int], str, float]]:
+    def vote(
+        self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
+    ) -> list[tuple[tuple[int, int], str, float]]:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
         Args:
             communicator: of the present group.
             added: what this rank has added, by accumulator and name.
+            agree: announces the vote; adds up numbers that ride along.
 
         Returns:
             Accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the collective failed.
+            RanksDisagreeError: the ranks are not at the same place.
             RuntimeError: the ranks have added to different names.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
+        sums = [added[key][name] for key, name in names]
         world_size = communicator.world_size
-        values = self.values(communicator.rank) + names_ballot(names) + [added[key][name] for key, name in names]
+        ballot = [*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]
         if world_size > 1:
-            ballot = torch.zeros(-(-len(values) // _BALLOT) * _BALLOT, dtype=torch.float64)
-            ballot[: len(values)] = torch.tensor(values, dtype=torch.float64)
-            communicator.wait(communicator.all_reduce(ballot))
-            values = ballot.tolist()[: len(values)]
-        self.conclude(values[:CONTROL_SIZE], world_size)
-        if not names_agree(values[CONTROL_SIZE:_NAMES_END], world_size):
+            ballot = list(agree(ballot))
+        self.conclude(ballot[:CONTROL_SIZE], world_size)
+        if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
             raise RuntimeError(
                 "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
                 f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
             )
-        return [(key, name, value) for (key, name), value in zip(names, values[_NAMES_END:], strict=True)]
+        if world_size > 1 and len(sums) > _SUMS_ROOM:
+            rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
+            communicator.wait(communicator.all_reduce(rest))
+            sums[_SUMS_ROOM:] = rest.tolist()
+        sums[:_SUMS_ROOM] = ballot[_NAMES_END : _NAMES_END + min(len(sums), _SUMS_ROOM)]
+        return [(key, name, value) for (key, name), value in zip(names, sums, strict=True)]

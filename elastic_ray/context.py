@@ -40,32 +40,35 @@ def set_session(session: Session | None) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElasticContext:
-    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for."""
+    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for.
+
+    Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
+    expected to join. Of the workers that start a job, or start it again, exactly one sees rank 0, and on each node one
+    sees local rank 0; workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is
+    thus right before the first epoch as well; but no other worker waits for it there.
+    """
 
     _session: Session
 
     def get_world_size(self) -> int:
         """Number of workers of the present generation."""
-        return self._session.world_size
+        return self._session.place.world_size
 
     def get_world_rank(self) -> int:
         """Rank of this worker, from 0."""
-        return self._session.rank
+        return self._session.place.rank
 
     def get_local_rank(self) -> int:
         """Rank of this worker among those on its node."""
-        return self._session.plan.local_rank_of(self._session.worker) if self._session.synced else 0
+        return self._session.place.local_rank
 
     def get_local_world_size(self) -> int:
         """Workers of the present generation on this worker's node."""
-        if not self._session.synced:
-            return 1
-        plan, rank = self._session.plan, self._session.rank
-        return sum(1 for member in plan.members if member.node == plan.members[rank].node)
+        return self._session.place.local_world_size
 
     def get_node_rank(self) -> int:
         """Index of this worker's node in the job."""
-        return self._session.plan.node_rank_of(self._session.worker) if self._session.synced else 0
+        return self._session.place.node_rank
 
     def get_generation(self) -> int:
         """Number of the present generation: how often the group has changed, 0 before the first."""
@@ -107,7 +110,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.replaying:
         return  # the job has had this report before this worker came (back)
     session.progress.reports += 1
-    if session.rank == 0:
+    if session.place.rank == 0:
         plain = {name: _plain(value) for name, value in metrics.items()}
         session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
 

@@ -167,11 +167,11 @@ def agreed_lead(sum_of_leads: float, sum_of_squares: float, world_size: int) -> 
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """A digest d of the sums that a rank adds to, and d squared; both exact in float64, also added up."""
-    digest = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF
-    return [float(digest), float(digest * digest)]
+    """A digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
+    digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
+    return [float(digest), float(digest * digest), float(count), float(count * count)]
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether all ranks have the same digest, from the sums of their ballots (see :func:`agreed_lead`)."""
-    return world_size * round(sums[1]) == round(sums[0]) ** 2
+    """Whether all ranks have the same digest and number, from the sums of their ballots (see :func:`agreed_lead`)."""
+    return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from elastic_ray.agreement import Agreement
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.faults import FaultInjector
+from elastic_ray.intents import Announced, Intent, digest
 from elastic_ray.link import Link, LoaderInfo, ModelInfo, StepReport
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.plan import Place, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.announcer import Announcer
+from elastic_ray.parallel.identity import Replicas
 from elastic_ray.parallel.shared import SharedState
 from elastic_ray.passage import Passage, WorkerDismissed
 from elastic_ray.run_progress import LoopProgress, RunProgress
@@ -25,6 +28,20 @@ from elastic_ray.step import Step
 from elastic_ray.step_clock import StepClock
 from elastic_ray.step_sums import StepSums
 from elastic_ray.wrapped import Noise, WrappedModels
+
+# Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
+_PARTING_WAIT_S = 0.5
+
+
+class Buffers(Protocol):
+    """What makes a model's buffers equal on all ranks, in collectives whose sizes follow from their layout."""
+
+    @property
+    def layout(self) -> object:
+        """What must be the same on all ranks."""
+
+    def __call__(self, communicator: Communicator) -> None:
+        """Synchronise."""
 
 
 class Session:
@@ -41,6 +58,8 @@ class Session:
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
         regroup_timeout_s: longest wait for a generation to go on with.
         faults: scripted faults, None outside tests.
+        job: its name.
+        expected: where this worker will stand in the group that it is to join, as far as that is known.
     """
 
     def __init__(
@@ -57,6 +76,7 @@ class Session:
         regroup_timeout_s: float = 60.0,
         faults: FaultInjector | None = None,
         job: str = "local",
+        expected: Place | None = None,
     ) -> None:
         self.worker = worker
         self.job = job
@@ -79,7 +99,10 @@ class Session:
         self.warm_ups: list[Callable[[], None]] = []
         self.between_steps: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
-        self.buffers: list[Callable[[Communicator], None]] = []
+        self.buffers: list[Buffers] = []
+        self.replicas = Replicas()
+        self.before_the_end: list[Callable[[], None]] = []
+        self._announcer: Announcer | None = None
         self._abandoned = 0
         self._put_off: Callable[[int], bool] | None = None
         self._left = 0
@@ -91,6 +114,7 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
         self._faults = faults
+        self._expected = expected or Place()
         self._outer: list[Step] = []
         self._ordinal = 0
         self._slot_seen = 0
@@ -128,6 +152,14 @@ class Session:
         """Number of ranks of the present generation; 1 before the first."""
         communicator = self.membership.communicator
         return communicator.world_size if communicator is not None else 1
+
+    @property
+    def place(self) -> Place:
+        """Where this worker stands in the present generation; before the first, where it is expected to."""
+        plan = self.membership.current
+        if plan is None or self.membership.communicator is None:
+            return self._expected
+        return plan.place_of(self.worker)
 
     @property
     def communicator(self) -> Communicator:
@@ -314,7 +346,7 @@ class Session:
             if self._failure is not None:
                 raise CommunicationFailedError(self._failure)
             if nested or not self._reduced or self.sums.expected(self.progress.epoch):
-                self._vote()
+                self._vote(Announced(Intent.EDGE, self.depth + 1))
         except CommunicationFailedError as error:
             self._recover(step, str(error))
             return self.progress.ticks > ticks
@@ -339,7 +371,7 @@ class Session:
         passes = self.progress.passes
         while self.progress.passes == passes:
             try:
-                self._vote()
+                self._vote(Announced(Intent.END_OF_PASS, self.depth, self._layout_of_buffers()))
                 self.progress.passes += 1
                 self._sync_buffers(self.communicator)
             except CommunicationFailedError as error:
@@ -452,9 +484,49 @@ class Session:
         if self._failure is None:
             self._failure = cause
 
-    def _vote(self) -> None:
+    @property
+    def announcer(self) -> Announcer:
+        """What the ranks of the present generation tell each other before collectives."""
+        if self._announcer is None or self._announcer.communicator is not self.communicator:
+            self._announcer = Announcer(self.communicator)
+        return self._announcer
+
+    def announce(self, what: Announced, payload: Sequence[float] = ()) -> None:
+        """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: what was announced before was not done.
+        """
+        at_end = what.intent is Intent.END_OF_PASS and self.depth == 0
+        fingerprint = 0
+        if at_end or what.intent is Intent.GRADIENTS:
+            fingerprint = self.replicas.fingerprint_if_due(self.progress.steps, at_end=at_end)
+        self.announcer.start(what, self.progress.ticks, fingerprint=fingerprint, payload=payload)
+
+    def agreed(self) -> list[float]:
+        """Wait until all ranks have announced the same; returns the sums of what rode along.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they have not; raised on every rank.
+            ReplicasDifferError: they hold different parameters; raised on every rank.
+        """
+        sums = self.announcer.agree()
+        self.replicas.compare(self.communicator, self.announcer.fingerprints)
+        return sums
+
+    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+        """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
+        self.announce(what, payload)
+        sums = self.agreed()
+        self.announcer.done()
+        return sums
+
+    def _vote(self, what: Announced) -> None:
         added = self.sums.take(self.depth + 1)
-        for key, name, value in self.agreement.vote(self.communicator, added):
+        ballot = self.agreement.vote(self.communicator, added, lambda payload: self.agree_on(what, payload))
+        for key, name, value in ballot:
             sums = self.progress.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
@@ -483,6 +555,9 @@ class Session:
         """Exchange state in a freshly formed group until all ranks are bit-identical."""
         self.moment("receiving")
         exchanged = self.shared.exchange(communicator)
+        self.replicas.begin()
+        if communicator.world_size > 1:
+            self.agree_on(Announced(Intent.BUFFERS, 0, self._layout_of_buffers()))
         self._sync_buffers(communicator)
         pause_s = self.clock.resume()
         self.agreement.begin()
@@ -490,6 +565,9 @@ class Session:
         self._set_shape(plan.batch or self.shape)
         self.link.switched(plan.generation, pause_s)
         return exchanged.passes
+
+    def _layout_of_buffers(self) -> int:
+        return digest([sync.layout for sync in self.buffers])
 
     def _sync_buffers(self, communicator: Communicator) -> None:
         for sync in self.buffers:
@@ -556,9 +634,14 @@ class Session:
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
+            RanksDisagreeError: another rank goes on training. It finds out as well, if that takes longer.
         """
         if not self.synced:
             raise RuntimeError(
                 "train_loop_per_worker must iterate an elastic_ray.AdaptiveDataLoader inside "
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
+        for check in self.before_the_end:
+            check()
+        if self.world_size > 1 and not self.failed and not self.membership.voided:
+            self.announcer.part(Announced(Intent.FINISH), self.progress.ticks, _PARTING_WAIT_S)

@@ -17,7 +17,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.env_store import address_towards, env_store
 from elastic_ray.link import LoaderInfo, StepReport
-from elastic_ray.membership.plan import Member, Message, Plan, SetBatch
+from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.session import Session
@@ -130,7 +130,8 @@ def _node_of(rank: int) -> str:
 def standalone_session() -> Session:
     """A session for this process: under ``torchrun`` one of its group, else alone."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+    alone = "MASTER_ADDR" not in os.environ or "RANK" not in os.environ
+    if alone:
         rank, world_size = 0, 1
     cuda = torch.cuda.is_available()
     if cuda:
@@ -163,9 +164,17 @@ def standalone_session() -> Session:
         )
 
     membership = Membership(str(rank), form, give_up)
-    nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
+    local_size = 1 if alone else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+    nodes = max(1, world_size // local_size)
+    expected = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_size,
+        local_world_size=min(local_size, world_size),
+        node_rank=rank // local_size,
+    )
     link = StandaloneLink(nodes, world_size, membership.post)
-    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
+    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
     if rank == 0:
         link.measure(session)
     return session

@@ -18,6 +18,7 @@ from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.places import Places
 from elastic_ray.membership.plan import Cancel, Message
 from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.roster import number
@@ -118,6 +119,7 @@ class WorkerGroup:
         self.returned: set[str] = set()
         self.goal = Target(nodes={}, reason="")
         self._furthest = (0, 0)
+        self._places = Places()
         self._before = named
         self._given_up: set[str] = set()
 
@@ -313,6 +315,12 @@ class WorkerGroup:
             held=trial.held if trial is not None and path == trial.start_from else None,
             resume_point=point,
             states=self._record.states if forming else (),
+            expected=self._places.of(
+                launch.worker,
+                {each.worker: each.node for each in self.machine.workers.values()},
+                self.machine.current,
+                self.machine.target_workers,
+            ),
         )
 
 

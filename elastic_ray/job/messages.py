@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.plan import Place, Plan
 from elastic_ray.state_files import StateFile
 
 
@@ -52,6 +52,7 @@ class Assignment:
         token: what messages to this run carry.
         gpu_ids: GPUs of its reservation; empty without CUDA.
         group: hex id of the placement group that is its reservation.
+        expected: where it will stand in the group that it is to join.
     """
 
     worker: str
@@ -68,6 +69,7 @@ class Assignment:
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
     group: str = ""
+    expected: Place = Place()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ class Worker:
             if kept is None:
                 from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
 
-                wrapped = TrainFunctionError.from_exception(error, rank=session.rank, node=self._host)
+                wrapped = TrainFunctionError.from_exception(error, rank=session.place.rank, node=self._host)
                 joining = _is_out_of_memory(error) and not session.synced
                 return _result("no room" if joining else "error", error=wrapped, cause=_first_line(error))
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
@@ -281,6 +281,7 @@ class Worker:
             regroup_timeout_s=elastic.switch_timeout_s * 3,
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
             job=assignment.job,
+            expected=assignment.expected,
         )
         if assignment.checkpoint is not None:
             from ray.train import Checkpoint

@@ -16,6 +16,25 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a worker stands in its group; without arguments that of one that is alone.
+
+    Attributes:
+        rank: its rank.
+        world_size: workers of the group.
+        local_rank: its rank among those on its node.
+        local_world_size: workers on its node.
+        node_rank: index of its node.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A generation, as the controller announces it. Numbers only ever grow.
 
@@ -58,6 +77,19 @@ class Plan:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
         nodes = list(dict.fromkeys(member.node for member in self.members))
         return nodes.index(self.members[rank].node)
+
+    def place_of(self, worker: str) -> Place:
+        """Where a member stands."""
+        rank = self.rank_of(worker)
+        if rank is None:
+            raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
+        return Place(
+            rank=rank,
+            world_size=self.world_size,
+            local_rank=self.local_rank_of(worker),
+            local_world_size=sum(1 for member in self.members if member.node == self.members[rank].node),
+            node_rank=self.node_rank_of(worker),
+        )
 
     @property
     def nodes(self) -> int:

@@ -27,6 +27,7 @@ _BRIEFLY = timedelta(milliseconds=100)
 _CUDA_POLL_S = 2e-4
 _PROOF_TAG = 8
 _PROOF_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
+_PARTING_POLL_S = 2e-3
 
 
 class CommunicationFailedError(Exception):
@@ -70,6 +71,7 @@ class Communicator:
         self.timeout_s = timeout_s
         self.last_used_s = 0.0
         self.broken = False
+        self.left_behind: Any = None
         self._voided = threading.Event()
         self._wake = threading.Event()
         self._gloo: Any = None
@@ -132,9 +134,32 @@ class Communicator:
         """Whether the generation was called off."""
         return self._voided.is_set()
 
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`."""
-        return self._guard(lambda: self._backend(tensor).allreduce([tensor]))
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
+        """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
+
+        Args:
+            tensor: of the same size on each rank.
+            op: another ``ReduceOp`` than the sum.
+            timeout_s: longest wait for a peer, the group's own by default.
+        """
+        if op is None and timeout_s is None:
+            return self._guard(lambda: self._backend(tensor).allreduce([tensor]))
+        options = dist.AllreduceOptions()
+        if op is not None:
+            options.reduceOp = op
+        if timeout_s is not None:
+            options.timeout = timedelta(seconds=timeout_s)
+        return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
+
+    def leave_behind(self, work: Any, wait_s: float) -> bool:
+        """Whether a started operation ends within ``wait_s``; else the group is kept for it, unused, until it does."""
+        deadline = time.monotonic() + wait_s
+        while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
+            time.sleep(_PARTING_POLL_S)
+        if work.is_completed():
+            return True
+        self.left_behind = work
+        return False
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
@@ -259,9 +284,13 @@ class Graveyard:
     def bury(self, communicator: Communicator) -> None:
         """Take a communicator out of use. A healthy one is dropped at once, a broken one when it is safe."""
         now_s = time.monotonic()
-        if communicator.broken or communicator.voided:
+        if communicator.broken or communicator.voided or communicator.left_behind is not None:
             self._buried.append((now_s + communicator.timeout_s + _GRAVEYARD_GRACE_S, communicator))
-        self._buried = [(until_s, c) for until_s, c in self._buried if until_s > now_s]
+        self._buried = [
+            (until_s, c)
+            for until_s, c in self._buried
+            if until_s > now_s or not (c.left_behind is None or c.left_behind.is_completed())
+        ]
 
     def __len__(self) -> int:
         return len(self._buried)

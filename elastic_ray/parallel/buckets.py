@@ -121,7 +121,7 @@ def build_buckets(groups: Sequence[Sequence[torch.nn.Parameter]], tail: int) -> 
         groups: parameters of each parameter group, in the model's order.
         tail: number of control values.
     """
-    order = [(index, p) for index, group in enumerate(groups) for p in group if p.requires_grad]
+    order = [(index, p) for index, group in enumerate(groups) for p in group]
     cuts: list[tuple[int, list[torch.nn.Parameter]]] = []
     for kind in dict.fromkeys((index, p.dtype, p.device) for index, p in order):
         params = [p for index, p in reversed(order) if (index, p.dtype, p.device) == kind]

@@ -13,6 +13,11 @@ class BufferSync:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
+    @property
+    def layout(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What must be the same on all ranks."""
+        return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
+
     @torch.no_grad()
     def __call__(self, communicator: Communicator) -> None:
         """Synchronise; a collective, called by all ranks at the same point.

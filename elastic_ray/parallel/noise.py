@@ -212,6 +212,16 @@ class NoiseTracker:
         for preconditioner in self._preconditioners.values():
             preconditioner.invalidate()
 
+    def rebuilt(self, groups: int) -> None:
+        """Buckets were laid out anew, for another number of parameter groups perhaps: their estimates start afresh."""
+        self._preconditioners = {}
+        if groups != self._groups:
+            self._groups = groups
+            self._smoothed, self._last_step = SmoothedNoise(), -1
+            self._shared, self._sent = (None,) * groups, None
+        self._pairs = SuccessiveGradients(groups=groups)
+        self.invalidate()
+
     # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:

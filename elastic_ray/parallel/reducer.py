@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from elastic_ray.agreement import CONTROL_SIZE
+from elastic_ray.intents import Announced, Intent, digest
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.parallel.buckets import Bucket, build_buckets
 from elastic_ray.parallel.noise import NoiseTracker
+from elastic_ray.parallel.trainable import Trainable
 from elastic_ray.session import Session
 from elastic_ray.step import Step
 
@@ -30,35 +32,29 @@ class GradientReducer:
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
 
     Args:
-        groups: parameters of each of the optimizer's parameter groups.
+        trainable: the model's trainable parameters.
         session: the run.
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
+        number: of the model, in the order in which the loop wraps them.
     """
 
     def __init__(
         self,
-        groups: Sequence[Sequence[torch.nn.Parameter]],
+        trainable: Trainable,
         session: Session,
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
+        number: int,
     ) -> None:
+        self._number = number
         self._session = session
         self._noise = noise
         self._grad_scale = grad_scale
-        params = sum(1 for group in groups for p in group if p.requires_grad)
-        # Control values, squared norms of local gradients, rank 0's noise scale, and which parameters were used.
-        self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
-        self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
-        self._nothing_to_share = [0.0] * (2 * len(groups))
-        self._all_used = [1.0] * params
-        self._buckets, self._tail = build_buckets(groups, self._shared.stop + params)
-        last = self._buckets[-1]
-        self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
+        self._trainable = trainable
+        self._hooks: list[Any] = []
+        self._build()
         self._works: list[Any] = []
-        self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
-        self._carried_norms = self._no_norms  # of the micro-steps before
-        self._local_norms = list(self._no_norms)
         self._step: Step | None = None
         self._micro = 0
         self._open = True  # until the optimizer steps
@@ -70,10 +66,49 @@ class GradientReducer:
         self._reduces = self._accumulates = self._measures = self._measured_step = False
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
+
+    def _build(self) -> None:
+        """Lay out buckets for the parameters that are trainable now."""
+        groups = self._trainable.groups
+        params = sum(map(len, groups))
+        # Control values, squared norms of local gradients, rank 0's noise scale, and which parameters were used.
+        self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
+        self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
+        self._nothing_to_share = [0.0] * (2 * len(groups))
+        self._all_used = [1.0] * params
+        self._buckets, self._tail = build_buckets(groups, self._shared.stop + params)
+        last = self._buckets[-1]
+        self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
+        self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
+        self._carried_norms = self._no_norms  # of the micro-steps before
+        self._local_norms = list(self._no_norms)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for bucket in self._buckets:
             on_gradient = functools.partial(self._on_gradient, bucket)
             for param in bucket.params:
-                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                trained = param.requires_grad
+                param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
+                self._hooks.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
+                param.requires_grad_(trained)
+        layout = [(b.index, b.group, str(b.flat.dtype), [tuple(p.shape) for p in b.params]) for b in self._buckets]
+        self._announced = Announced(Intent.GRADIENTS, self._number, digest((layout, self._tail.numel())))
+
+    def follow(self) -> None:
+        """The model is called: take in what was unfrozen, unless a pass of this step has used the present buckets."""
+        if self._running or not self._trainable.changed():
+            return
+        if self._session.step is not None and self._session.step is self._step:
+            return  # from the next step on; until then nobody trains it
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Other parameters are trainable than before."""
+        if self._trainable.changed():
+            self._trainable.take_in()
+        self._build()
+        self._noise.rebuilt(len(self._trainable.groups))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -114,7 +149,8 @@ class GradientReducer:
         if step is None:
             self._step = None
             self._weight = 1.0 / session.world_size
-            self._reduces = session.world_size > 1
+            self._reduces = session.world_size > 1 and not session.replaying
+            self._announce()
             return
         if step is not self._step:
             self._begin_step(step)
@@ -129,6 +165,16 @@ class GradientReducer:
         self._reduces = last and session.world_size > 1 and not session.failed
         self._accumulates = step.micro_steps > 1
         self._measures = self._measured_step and self._open and not session.failed
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
+        if not self._reduces:
+            return
+        try:
+            self._session.announce(self._announced)
+        except CommunicationFailedError as error:
+            self._give_up(str(error))
 
     def _begin_step(self, step: Step) -> None:
         self._step = step
@@ -169,7 +215,11 @@ class GradientReducer:
 
     def _launch_ready(self) -> None:
         """Start reductions in the fixed order, as far as buckets are full."""
+        if self._session.failed:
+            return
         try:
+            if self._launched == 0 and self._buckets[0].pending == 0:
+                self._session.agreed()
             while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
                 bucket = self._buckets[self._launched]
                 self._fill(bucket)
@@ -180,6 +230,8 @@ class GradientReducer:
                 self._works.append(self._session.communicator.all_reduce(bucket.flat))
                 if last and not self._tail_rides:
                     self._works.append(self._session.communicator.all_reduce(self._tail))
+                if last:
+                    self._session.announcer.done()
                 if self._launched == 1:
                     self._session.moment("allreduce")
         except CommunicationFailedError as error:
@@ -207,6 +259,7 @@ class GradientReducer:
 
     def _finish(self) -> None:
         self._running = False
+        self._trainable.drop_strangers()
         step = self._step
         for bucket in self._buckets:
             bucket.end_pass()
@@ -251,6 +304,8 @@ class GradientReducer:
         last = self._buckets[-1]
         self._tail = last.flat[last.body.numel() :] if self._tail_rides else self._tail.clone()
         self._works = []
+        if self._step is None:
+            raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 
     @torch.no_grad()
     def _write_back(self, used: Callable[[], list[bool]]) -> None:

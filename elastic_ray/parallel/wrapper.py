@@ -16,7 +16,8 @@ from elastic_ray.parallel.buffers import BufferSync
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.signature import describe_model
-from elastic_ray.parallel.state import DictState, ModuleState, OptimizerState
+from elastic_ray.parallel.state import DictState, ModuleState
+from elastic_ray.parallel.trainable import Trainable, TrainedState
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
 
@@ -63,17 +64,19 @@ class AdaptiveDataParallel(torch.nn.Module):
         _check_types(module, optimizer)
         self.module = module
         session = current_session()
-        groups = _groups(module, optimizer)
+        trainable = Trainable(module, optimizer)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._session: Session = session
         self._optimizer = optimizer
         self._scaler = grad_scaler
         self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
-        self._tracker = NoiseTracker(optimizer, len(groups))
-        self._reducer = GradientReducer(groups, session, self._tracker, self._grad_scale)
+        self._tracker = NoiseTracker(optimizer, len(trainable.groups))
         told = describe_model(module, optimizer, amp=grad_scaler is not None)
         self._index = session.new_model(told, self._tracker_noise)
+        session.replicas.add(module)
+        self._trainable = trainable
+        self._reducer = GradientReducer(trainable, session, self._tracker, self._grad_scale, self._index)
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
         session.on_shape_change.append(self._tracker.invalidate)
@@ -85,6 +88,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._session.moment("forward")
+        self._reducer.follow()
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -121,7 +125,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _register(self, lr_scheduler: Any) -> None:
         shared, index, optimizer = self._session.shared, self._index, self._optimizer
         shared.register(f"model/{index}", ModuleState(self.module))
-        shared.register(f"optimizer/{index}", OptimizerState(optimizer))
+        shared.register(f"optimizer/{index}", TrainedState(optimizer, self._trainable, self._reducer.rebuild))
         shared.register(f"noise/{index}", self._tracker)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
@@ -160,6 +164,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
         session = self._session
         self._reducer.close()
+        self._trainable.drop_strangers()
         if not session.may_apply():
             return None
         self._tracker.applied()
@@ -206,25 +211,6 @@ def _check_types(module: Any, optimizer: Any) -> None:
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
             "AdaptiveDataParallel(model, optimizer) needs both"
         )
-
-
-def _groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
-    """The optimizer's groups in the model's parameter order, so that every rank lays buckets out alike."""
-    order = {id(p): i for i, p in enumerate(module.parameters()) if p.requires_grad}
-    groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    strangers = sum(1 for group in groups for p in group if id(p) not in order)
-    if strangers:
-        raise ValueError(
-            f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere; "
-            "several models need one AdaptiveDataParallel and one optimizer each"
-        )
-    left_out = len(order) - sum(len(group) for group in groups)
-    if left_out:
-        raise ValueError(
-            f"optimizer must hold all of module's trainable parameters, but {left_out} are missing; "
-            "set requires_grad_(False) on those that are frozen"
-        )
-    return [sorted(group, key=lambda p: order[id(p)]) for group in groups]
 
 
 def _patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:

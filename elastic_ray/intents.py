@@ -1,0 +1,112 @@
+"""What each rank is about to do, as a number that it tells the others before every collective (pure).
+
+Ranks that do different things must not meet in one collective: sizes that differ end a process, sizes that agree add up
+what does not belong together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+from collections.abc import Iterable, Sequence
+
+_INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact in float64
+
+
+class RanksDisagreeError(RuntimeError):
+    """The ranks of a job make different calls in the same step, so that their collectives cannot be matched."""
+
+
+class ReplicasDifferError(RuntimeError):
+    """The ranks of a job hold different parameters, though each has applied the same steps."""
+
+
+class Intent(enum.IntEnum):
+    """What comes next on a rank."""
+
+    GRADIENTS = 1
+    EDGE = 2
+    END_OF_PASS = 3
+    BUFFERS = 4
+    FINISH = 5
+    COLLECTIVE = 6
+
+
+class Operation(enum.IntEnum):
+    """A collective that user code asks for."""
+
+    ALL_REDUCE = 1
+    ALL_GATHER = 2
+    BROADCAST = 3
+    BARRIER = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Announced:
+    """What a rank announces.
+
+    Attributes:
+        intent: its kind.
+        index: number of the model, depth of the loader pass, or the operation, by kind.
+        detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
+    """
+
+    intent: Intent
+    index: int = 0
+    detail: int = 0
+
+    @property
+    def code(self) -> int:
+        """As a number below 2^52, never 0."""
+        index = self.index % (1 << _INDEX_BITS)
+        return (((self.detail << _INDEX_BITS) | index) << 4) | self.intent
+
+    @classmethod
+    def from_code(cls, code: int) -> Announced:
+        """The inverse of :attr:`code`."""
+        return cls(Intent(code & 15), (code >> 4) & ((1 << _INDEX_BITS) - 1), code >> (4 + _INDEX_BITS))
+
+    def __str__(self) -> str:
+        match self.intent:
+            case Intent.GRADIENTS:
+                return f"reduces the gradients of model {self.index} (layout {self.detail:010x}) in a backward pass"
+            case Intent.EDGE:
+                nested = f" of a loader nested {self.index - 1} deep" if self.index > 1 else ""
+                return f"has come to the end of a step{nested}"
+            case Intent.END_OF_PASS:
+                return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"
+            case Intent.BUFFERS:
+                return f"brings the buffers of its models along (layout {self.detail:010x})"
+            case Intent.FINISH:
+                return "has returned from the train function"
+            case Intent.COLLECTIVE:
+                name = Operation(self.index).name.lower() if self.index in list(Operation) else str(self.index)
+                return f"calls torch.distributed.{name} (sizes {self.detail:010x})"
+
+
+def digest(what: object) -> int:
+    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DETAIL_BITS // 8).digest(), "big")
+
+
+def disagreement(codes: Sequence[int], ticks: Sequence[int]) -> str:
+    """What the ranks are about to do, as the text of an error; by rank, with the committed edges of each."""
+    doing: dict[str, list[int]] = {}
+    several = len(set(ticks)) > 1
+    for rank, (code, tick) in enumerate(zip(codes, ticks, strict=True)):
+        what = str(Announced.from_code(code)) if code else "has announced nothing"
+        doing.setdefault(f"{what} after {tick} edges" if several else what, []).append(rank)
+    told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
+    return (
+        f"the ranks do different things in step {min(ticks)} (steps of all loaders counted), so that their "
+        f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
+        "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
+        "Accumulator's sums, not from a rank's own samples, rank or clock"
+    )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = [str(rank) for rank in ranks]
+    shown = ", ".join(numbers[:8]) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"

@@ -1,0 +1,124 @@
+"""Which parameters of a model are synchronised: those that have been trainable since it was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ray.parallel.state import OptimizerState
+
+
+class Trainable:
+    """A model's trainable parameters, by parameter group of its optimizer.
+
+    A parameter that is unfrozen after the model was wrapped is taken in; one that is frozen stays, without gradients of
+    its own, so that code which toggles ``requires_grad`` in every step costs nothing.
+
+    Args:
+        module: the model.
+        optimizer: steps its parameters.
+
+    Raises:
+        ValueError: the optimizer holds other parameters than the module's.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._known: set[int] = set()
+        self._left_out: list[torch.nn.Parameter] = []
+        self._sizes: list[int] = []
+        self.groups: list[list[torch.nn.Parameter]] = []
+        self._lay_out(wrapped=False)
+
+    def changed(self) -> bool:
+        """Whether there are parameters to be taken in."""
+        return any(p.requires_grad for p in self._left_out) or len(self._optimizer.param_groups) != len(self._sizes)
+
+    def take_in(self) -> None:
+        """Follow what user code has unfrozen, or added to the optimizer.
+
+        Raises:
+            ValueError: a parameter was unfrozen that the optimizer does not step; the message names it.
+        """
+        self._lay_out(wrapped=True)
+
+    def drop_strangers(self) -> None:
+        """Forget gradients of parameters that are not synchronised yet: each rank has its own."""
+        for p in self._left_out:
+            if p.requires_grad:
+                p.grad = None
+
+    def _lay_out(self, *, wrapped: bool) -> None:
+        order = {id(p): i for i, p in enumerate(self._module.parameters())}
+        trained = self._known | {id(p) for p in self._module.parameters() if p.requires_grad}
+        groups = [
+            [p for p in group["params"] if id(p) in trained or p.requires_grad]
+            for group in self._optimizer.param_groups
+        ]
+        strangers = sum(1 for group in groups for p in group if id(p) not in order)
+        if strangers:
+            raise ValueError(
+                f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere; "
+                "several models need one AdaptiveDataParallel and one optimizer each"
+            )
+        held = {id(p) for group in groups for p in group}
+        missing = [name for name, p in self._module.named_parameters() if id(p) in trained - held]
+        if missing and wrapped:
+            raise ValueError(
+                f"{', '.join(missing[:5])} became trainable after AdaptiveDataParallel had wrapped the model, but its "
+                "optimizer does not step them: add them with optimizer.add_param_group() in the same place, or give "
+                "all parameters to the optimizer first and freeze them afterwards"
+            )
+        if missing:
+            raise ValueError(
+                f"optimizer must hold all of module's trainable parameters, but {len(missing)} are missing; "
+                "set requires_grad_(False) on those that are frozen"
+            )
+        self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]
+        self._known = held
+        self._left_out = [p for p in self._module.parameters() if id(p) not in held]
+        self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+
+    # -- travelling --------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """By name: what requires a gradient, what is synchronised, and the optimizer's groups."""
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        return {
+            "requires_grad": [name for name, p in self._module.named_parameters() if p.requires_grad],
+            "synchronised": [names[each] for each in names if each in self._known],
+            "groups": [[names.get(id(p), "") for p in group["params"]] for group in self._optimizer.param_groups],
+        }
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Take over what another rank's user code has unfrozen, frozen, and added, before this one came."""
+        mine = dict(self._module.named_parameters())
+        wanted = set(tree["requires_grad"])
+        for name, p in mine.items():
+            p.requires_grad_(name in wanted)
+        for names in tree["groups"][len(self._optimizer.param_groups) :]:
+            self._optimizer.add_param_group({"params": [mine[name] for name in names if name in mine]})
+        self._known |= {id(mine[name]) for name in tree["synchronised"] if name in mine}
+        self._lay_out(wrapped=True)
+
+
+class TrainedState(OptimizerState):
+    """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trainable: Trainable, rebuild: Callable[[], None]) -> None:
+        super().__init__(optimizer)
+        self._trainable = trainable
+        self._rebuild = rebuild
+
+    def capture(self) -> Any:
+        return {**super().capture(), "trainable": self._trainable.capture()}
+
+    def restore(self, tree: Any) -> None:
+        theirs = tree.get("trainable")  # not in a checkpoint of an earlier version
+        if theirs is not None and theirs != self._trainable.capture():
+            self._trainable.restore(theirs)
+            self._rebuild()
+        super().restore(tree)

@@ -1,0 +1,248 @@
+"""Ranks that make different calls are told which rank does what, at once; no process dies of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.context import current_session
+from elastic_ray.intents import Announced, Intent, Operation, RanksDisagreeError, digest, disagreement
+from tests.loop.ranks import RankFailedError, Ranks
+
+
+def numbers(count: int) -> TensorDataset:
+    """0..count-1."""
+    return TensorDataset(torch.arange(float(count))[:, None])
+
+
+def net(seed: int = 1) -> nn.Module:
+    """A small model with a buffer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+class Setting:
+    """Two models, a loader and one for evaluation."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        self.rank = er.get_context().get_world_rank()
+        self.models, self.optimizers = [], []
+        for seed in (1, 2):
+            model = net(seed)
+            model[0].weight.requires_grad_(not frozen)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            self.models.append(er.AdaptiveDataParallel(model, optimizer))
+            self.optimizers.append(optimizer)
+        self.loader = er.AdaptiveDataLoader(numbers(48), batch_size=12)
+        self.evaluation = er.AdaptiveDataLoader(numbers(24), batch_size=12, shuffle=False)
+
+    def train(self, x: torch.Tensor, which: int = 0) -> None:
+        self.optimizers[which].zero_grad()
+        self.models[which](x).square().mean().backward()
+        self.optimizers[which].step()
+
+
+def skips(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank leaves a backward pass out."""
+    if not (it.rank == 1 and number == 2):
+        it.train(x)
+    return True
+
+
+def breaks(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank leaves the loop."""
+    it.train(x)
+    return not (it.rank == 1 and number == 1)
+
+
+def another_model(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank trains the other model."""
+    it.train(x, 1 if it.rank == 1 and number == 1 else 0)
+    return True
+
+
+def one_more(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank has a second backward pass."""
+    it.train(x)
+    if it.rank == 1 and number == 2:
+        it.train(x)
+    return True
+
+
+def evaluates(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank evaluates within a step."""
+    it.train(x)
+    if it.rank == 1 and number == 2:
+        for _batch in it.evaluation:
+            pass
+    return True
+
+
+def catches(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank catches an error in the middle of backward, and goes on."""
+
+    def fail(grad: torch.Tensor) -> None:
+        raise KeyError("in the middle")
+
+    if it.rank == 1 and number == 1:
+        it.models[0].module[0].weight.register_hook(fail)
+    try:
+        it.train(x)
+    except KeyError:
+        return True
+    return True
+
+
+def returns(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank is done; see `early`."""
+    it.train(x)
+    return True
+
+
+def unfreezes(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank trains more parameters than the others."""
+    if it.rank == 1 and number == 1:
+        it.models[0].module[0].weight.requires_grad_(True)
+    it.train(x)
+    return True
+
+
+def more_buffers(it: Setting, number: int, x: torch.Tensor) -> bool:
+    """One rank's model has another buffer."""
+    it.train(x)
+    if it.rank == 1 and number == 1:
+        it.models[0].module.register_buffer("another", torch.zeros(1000))
+    return True
+
+
+def run(case: Callable[..., bool], swallow: bool = False, told: Path | None = None) -> tuple[str, float]:
+    """What a rank is told, and after how long [s]."""
+    it = Setting(frozen=case is unfreezes)
+    begin_s = time.monotonic()
+    try:
+        for epoch in er.remaining_epochs_until(3):
+            for number, (x,) in enumerate(it.loader):
+                if case is returns and it.rank == 1 and epoch == 1 and number == 2:
+                    break
+                if not case(it, number, x):
+                    break
+            if case is returns and it.rank == 1 and epoch == 1:
+                break
+        if case is returns and it.rank == 1:
+            current_session()._abandoned = 0  # as when the train function returns from within the loop
+        current_session().finish()
+    except RanksDisagreeError as error:
+        if told is not None:
+            told.write_text(str(error))
+            os._exit(1)
+        if swallow:
+            it.train(torch.zeros(6, 1))
+        return str(error), time.monotonic() - begin_s
+    return "", time.monotonic() - begin_s
+
+
+CASES = {
+    skips: ("rank 0 reduces the gradients of model 0", "rank 1 has come to the end of a step"),
+    breaks: ("rank 0 reduces the gradients", "rank 1 ends its pass over a loader, or left it"),
+    another_model: ("rank 0 reduces the gradients of model 0", "rank 1 reduces the gradients of model 1"),
+    one_more: ("rank 0 reduces the gradients", "rank 1 reduces the gradients", "after"),
+    evaluates: ("rank 0 reduces the gradients", "rank 1 has come to the end of a step of a loader nested 1 deep"),
+    unfreezes: ("rank 0 reduces the gradients of model 0 (layout", "rank 1 reduces the gradients of model 0 (layout"),
+    more_buffers: ("rank 0 ends its pass", "rank 1 ends its pass"),
+    returns: ("rank 0 reduces the gradients", "rank 1 has returned from the train function"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES), ids=lambda case: case.__name__)
+def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Callable[..., bool]) -> None:
+    for told, took_s in ranks.run(run, case, world=2):
+        for words in CASES[case]:
+            assert words in told
+        assert took_s < 10
+
+
+def test_with_three_ranks_those_that_agree_are_named_together(ranks: Ranks) -> None:
+    for told, _ in ranks.run(run, skips, world=3):
+        assert "ranks 0, 2 reduce" in told.replace("reduces", "reduce")
+
+
+def test_an_error_caught_in_the_middle_of_backward_is_told_at_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with pytest.raises(RankFailedError):  # the others wait for the rest of its gradients, until its process ends
+        ranks.run(run, catches, False, told, world=2)
+    assert told.read_text().startswith("rank 1 reduces the gradients of model 0")
+    assert "which was not completed, and now has come to the end of a step" in told.read_text()
+
+
+def test_ranks_cannot_go_on_after_a_disagreement(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match="the ranks do different things"):
+        ranks.run(run, skips, True, world=2)
+
+
+def many_sums(names: int) -> dict[str, float]:
+    """More sums than ride along with a vote."""
+    loader = er.AdaptiveDataLoader(numbers(8), batch_size=4, shuffle=False)
+    totals = er.Accumulator()
+    rank = er.get_context().get_world_rank()
+    for _epoch in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            for name in range(names if rank == 0 else abs(names)):
+                totals[f"{name:03}"] += x.sum().item() * name
+    return dict(totals)
+
+
+@pytest.mark.parametrize("names", [1, 22, 23, 100])
+def test_any_number_of_sums_is_added_up(ranks: Ranks, names: int) -> None:
+    for totals in ranks.run(many_sums, names, world=2):
+        assert totals == {f"{name:03}": 28.0 * name for name in range(names)}
+
+
+def test_another_number_of_sums_is_told(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match="must add to the same names"):
+        ranks.run(many_sums, -40, world=2)
+
+
+def late(pause_s: float) -> tuple[float, int]:
+    """Rank 0 takes its time after the last epoch, as one that exports a model does."""
+    it = Setting()
+    for _epoch in er.remaining_epochs_until(1):
+        for (x,) in it.loader:
+            it.train(x)
+    if it.rank == 0:
+        time.sleep(pause_s)
+    session = current_session()
+    begin_s = time.monotonic()
+    session.finish()
+    took_s = time.monotonic() - begin_s
+    group = session.communicator
+    session.membership.close(broken=False)  # as a worker does; the group must outlive it
+    return took_s, int(group.left_behind is not None)
+
+
+def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:
+    (first_s, first), (second_s, second) = ranks.run(late, 1.5, world=2)
+    assert (first, second) == (0, 1)
+    assert first_s < 1.0 and second_s < 1.0
+
+
+@pytest.mark.parametrize("intent", list(Intent))
+def test_what_is_announced_survives_its_number(intent: Intent) -> None:
+    announced = Announced(intent, 1, digest(("x", 3)))
+    assert Announced.from_code(announced.code) == announced
+    assert 0 < float(announced.code) == announced.code < 2**52
+    assert str(announced)
+
+
+def test_a_rank_s_steps_are_told_where_they_differ() -> None:
+    code = Announced(Intent.COLLECTIVE, Operation.BARRIER).code
+    assert "rank 0 calls torch.distributed.barrier (sizes 0000000000) after 4 edges" in disagreement([code] * 2, [4, 5])
+    many = disagreement([code] * 11 + [Announced(Intent.FINISH).code], [3] * 12)
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more calls" in many and "rank 11 has returned" in many

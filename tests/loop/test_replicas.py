@@ -1,0 +1,213 @@
+"""Replicas stay identical, or the ranks are told what differs; parameters that are unfrozen are synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.context import current_session, set_session
+from elastic_ray.parallel.identity import Replicas
+from tests.loop.ranks import RankFailedError, Ranks
+
+
+def rows(count: int = 48) -> TensorDataset:
+    """Noisy rows."""
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(count, 4, generator=generator), torch.randn(count, 1, generator=generator))
+
+
+def net() -> Any:
+    """Three layers, float64 so that sums in another order differ little."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+# -- identity ------------------------------------------------------------------------------------------------
+
+
+def another_rate(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One rank's learning rate differs from the fourth step on."""
+    if rank == 1 and step == 3:
+        optimizer.param_groups[0]["lr"] = 0.02
+
+
+def noise(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One rank changes one parameter by the smallest amount there is."""
+    if rank == 1 and step == 5:
+        with torch.no_grad():
+            weight = model[2].weight
+            weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(9.0, dtype=weight.dtype))
+
+
+def diverging(how: Callable[..., None] | None, epochs: int) -> int:
+    """Train; ``how`` may change something at each step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(rows(), batch_size=4)
+    context = er.get_context()
+    for _epoch in er.remaining_epochs_until(epochs):
+        for x, y in loader:
+            if how is not None:
+                how(context.get_world_rank(), context.get_global_step(), model, optimizer)
+            optimizer.zero_grad()
+            (wrapped(x.double()) - y).square().mean().backward()
+            optimizer.step()
+    return context.get_global_step()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (another_rate, r"rank 1 of 2 no longer holds the same parameters as the others after 10 steps: 0\.weight, "),
+        (noise, r"after 10 steps: 2\.weight\. Everything"),
+    ],
+)
+def test_replicas_that_differ_are_an_error_that_names_what_differs(ranks: Ranks, how: Any, words: str) -> None:
+    with pytest.raises(RankFailedError, match=words):
+        ranks.run(diverging, how, 1, world=2)
+
+
+def late(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As `noise`, after the early checks."""
+    if rank == 2 and step == 14:
+        with torch.no_grad():
+            model[4].bias.add_(1e-3)
+
+
+def test_the_end_of_an_epoch_is_a_check_too(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 2 of 3 no longer holds .* after 24 steps: "):
+        ranks.run(diverging, late, 3, world=3)
+
+
+def test_replicas_that_agree_are_left_alone(ranks: Ranks) -> None:
+    assert ranks.run(diverging, None, 10, world=2) == [120, 120]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 64])
+def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
+    whole = torch.randn(2 * size + 1, dtype=torch.float32).to(dtype)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(whole[1 : 1 + size])  # not aligned
+    layer.other = nn.Parameter(torch.zeros(3, dtype=dtype).expand(2, 3))
+    replicas = Replicas()
+    replicas.add(layer)
+    before = replicas.fingerprint_if_due(0)
+    assert replicas.fingerprint_if_due(0, at_end=True) == 0, "nothing has changed since"
+    assert before == replicas.fingerprint_if_due(10) > 0
+    if size:
+        with torch.no_grad():
+            whole[size] = -whole[size]
+        assert before != replicas.fingerprint_if_due(100)
+
+
+# -- wrapping twice ------------------------------------------------------------------------------------------
+
+
+def test_what_shares_parameters_is_wrapped_once(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
+        ranks.run(twice, "same")
+    with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
+        ranks.run(twice, "tied")
+
+
+def twice(which: str) -> None:
+    """Wrap a model, and then it or one that is tied to it."""
+    model = net()
+    er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = model if which == "same" else nn.Sequential(model[0], nn.Linear(6, 2).double())
+    er.AdaptiveDataParallel(other, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+# -- freezing and unfreezing -----------------------------------------------------------------------------------
+
+
+def frozen_by(scenario: str, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What user code does at the beginning of a step."""
+    if scenario == "unfreeze" and step == 5:
+        model[0].requires_grad_(True)
+    elif scenario == "swap" and step == 5:
+        model[0].requires_grad_(True)
+        for layer in (model[2], model[4]):
+            layer.requires_grad_(False)
+    elif scenario == "add" and step == 5:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
+    elif scenario == "freeze" and step == 5:
+        model[2].requires_grad_(False)
+    elif scenario == "toggle":
+        model[2].requires_grad_(step % 2 == 0)
+    elif scenario == "back and forth":
+        model[0].requires_grad_(step % 4 > 1)
+
+
+def thawing(scenario: str, micro: int | None, wrap: bool = True) -> list[torch.Tensor]:
+    """Parameters after 12 steps in which some were frozen or unfrozen."""
+    model = net()
+    if scenario not in ("freeze", "toggle"):
+        model[0].requires_grad_(False)
+    held = [p for p in model.parameters() if p.requires_grad or scenario != "add"]
+    optimizer = torch.optim.Adam(held, lr=0.05)
+    trained = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none") if wrap else model
+    loader = er.AdaptiveDataLoader(rows(), batch_size=8, seed=3)
+    if micro is not None:
+        loader.autoscale_batch_size(8, local_bsz_bounds=(1, micro), gradient_accumulation=True)
+    session, steps = current_session(), 0
+    for _epoch in er.remaining_epochs_until(2):
+        for x, y in loader:
+            if session.outermost_step.micro == 0:
+                frozen_by(scenario, steps, model, optimizer)
+                steps += 1
+            optimizer.zero_grad()
+            (trained(x.double()) - y).square().mean().backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("micro", [None, 2])
+@pytest.mark.parametrize("scenario", ["unfreeze", "swap", "add", "freeze", "toggle", "back and forth"])
+def test_parameters_are_trained_as_one_process_would(ranks: Ranks, scenario: str, micro: int | None) -> None:
+    alone = ranks.run(thawing, scenario, None, False)
+    both = ranks.run(thawing, scenario, micro, world=2)
+    for first, second, wanted in zip(*both, alone, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, wanted, rtol=1e-9, atol=1e-11)
+
+
+def test_an_unfrozen_parameter_needs_an_optimizer() -> None:
+    set_session(None)
+    model = net()
+    model[0].requires_grad_(False)
+    wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"0\.weight became trainable after.*add_param_group.*freeze them afterwards"):
+        wrapped(torch.zeros(2, 4).double())
+
+
+def test_what_was_unfrozen_reaches_a_joiner() -> None:
+    """Its own code has not come by the place where the others have."""
+    captured = []
+    for unfreezes in (True, False):
+        set_session(None)
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        er.AdaptiveDataParallel(model, optimizer)
+        if unfreezes:
+            model[0].requires_grad_(True)
+            model[4].bias.requires_grad_(False)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
+        captured.append((current_session().shared._states["optimizer/0"], model, optimizer))
+    set_session(None)
+    (holder, _, _), (joiner, model, optimizer) = captured
+    joiner.restore(holder.capture())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["4.bias"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert joiner.capture() == holder.capture()
