@@ -22,6 +22,8 @@ class EventKind(str, enum.Enum):
     BATCH = "batch"
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
+    NOT_FINITE = "not_finite"
+    WARNING = "warning"
     FINISHED = "finished"
 
 
@@ -109,7 +111,7 @@ class JobStatus:
         message: what the job waits for, or why it ended; empty when it simply runs.
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
-            that find no node.
+            that find no node; gradients that are not finite, and what a worker warns of.
     """
 
     job: str

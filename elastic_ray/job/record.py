@@ -19,6 +19,7 @@ class JobRecord:
 
     Attributes:
         note: what the allocator has to tell the job's user.
+        told: what its workers had to, last.
         cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
         surplus: checkpoints of an earlier run of this name that are not to be kept.
     """
@@ -38,6 +39,7 @@ class JobRecord:
         self.phase = JobPhase.WAITING
         self.message = "waiting for resources"
         self.note = ""
+        self.told = ""
         self.cost_usd: float | None = None
         self.events: list[JobEvent] = []
         self.metrics: Mapping[str, Any] = {}

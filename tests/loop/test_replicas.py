@@ -112,9 +112,9 @@ def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
 
 
 def test_what_shares_parameters_is_wrapped_once(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="module must be wrapped once.*0.weight belongs to model 0"):
+    with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
         ranks.run(twice, "same")
-    with pytest.raises(ValueError, match="module must be wrapped once.*0.weight belongs to model 0"):
+    with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
         ranks.run(twice, "tied")
 
 
