@@ -25,6 +25,8 @@ class EventKind(str, enum.Enum):
     CHECKPOINT = "checkpoint"
     RECOVERED = "recovered"
     STORAGE = "storage"
+    NOT_FINITE = "not_finite"
+    WARNING = "warning"
     FINISHED = "finished"
 
 
@@ -112,7 +114,8 @@ class JobStatus:
         message: what the job waits for, or why it ended; empty when it simply runs.
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
-            that find no node; storage that does not answer, and what for.
+            that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
+            worker warns of.
     """
 
     job: str

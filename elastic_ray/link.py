@@ -97,5 +97,8 @@ class Link(Protocol):
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
         """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
 
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        """What the job's user should know: the kind of event, a sentence, and numbers."""
+
     def claim_fault(self, index: int) -> bool:
         """Whether this process may carry out fault number ``index`` of the script."""

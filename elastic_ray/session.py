@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.agreement import Agreement
@@ -22,6 +22,7 @@ from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.announcer import Announcer
 from elastic_ray.parallel.identity import Replicas
 from elastic_ray.parallel.shared import SharedState
+from elastic_ray.parallel.watch import OptimizerWatch
 from elastic_ray.passage import Passage, WorkerDismissed
 from elastic_ray.run_progress import LoopProgress, RunProgress
 from elastic_ray.step import Step
@@ -101,6 +102,7 @@ class Session:
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Buffers] = []
         self.replicas = Replicas()
+        self.watched = OptimizerWatch(self)
         self.before_the_end: list[Callable[[], None]] = []
         self._announcer: Announcer | None = None
         self._abandoned = 0
@@ -202,6 +204,11 @@ class Session:
         """Whether the step in progress is lost and will be drawn again."""
         return self._failure is not None
 
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
+        """Tell the job's user something, from rank 0; all ranks come by here."""
+        if self.place.rank == 0:
+            self.link.tell(kind, text, dict(detail or {}))
+
     def moment(self, name: str) -> None:
         """A named moment of the run, for scripted faults."""
         if self._faults is not None:
@@ -251,7 +258,7 @@ class Session:
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
         """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""
-        if not self.synced or self.applying:
+        if not self.synced or self.applying:  # a state that was changed half-way is none
             return None
         self.shared.roll_back()
         return self.shared.capture(), self.progress
@@ -333,6 +340,8 @@ class Session:
             WorkerDismissed: this worker leaves here, or the job was stopped.
         """
         self.settle()
+        if self.applying:
+            self.may_apply()  # raises
         if loop is not None and self.step is not None and self.step.loop is not loop:
             raise RuntimeError(
                 "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
@@ -452,9 +461,14 @@ class Session:
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
         """
+        if self.applying:
+            raise RuntimeError(
+                "optimizer.step() failed half-way, and the error was caught: parameters and optimizer state of this "
+                "worker are of no step. Let errors inside optimizer.step() leave the train function"
+            )
         step = self.outermost_step
         if step is None:
-            return True
+            return not self.replaying  # else the state that the others hold would be stepped once more
         if self._failure is not None or not step.is_last_micro:
             return False
         self._slot_seen += 1

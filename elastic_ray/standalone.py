@@ -118,6 +118,10 @@ class StandaloneLink:
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.get("epoch"), shown)
 
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        """Log it."""
+        logger.warning("%s", text)
+
     def claim_fault(self, index: int) -> bool:
         """Scripted faults need a trainer."""
         return False
@@ -175,6 +179,7 @@ def standalone_session() -> Session:
     )
     link = StandaloneLink(nodes, world_size, membership.post)
     session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
+    session.watched.start()
     if rank == 0:
         link.measure(session)
     return session

@@ -23,6 +23,7 @@ from elastic_ray.job.messages import (
     WorkerReport,
     WorkerSetup,
     WorkerSwitched,
+    WorkerTold,
 )
 from elastic_ray.job.reported import ReportedCheckpoints
 from elastic_ray.link import LoaderInfo, StepReport
@@ -95,11 +96,11 @@ class ControllerLink:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
         return self._controller.push.remote(self._worker, message)
 
-    def out_of_memory(self, atomic_bsz: int, cause: str) -> None:
-        """This worker starts over with less."""
-        self.starts_over, self.told_switched = True, 0
+    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
+        """This worker starts over with less, and with its state if that is ``whole``."""
+        self.starts_over, self.told_switched = whole, 0
         self.told_ready = self.told_failed = None
-        self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause))
+        self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause, whole=whole))
 
     def insist_on(self, message: WorkerMessage) -> Any:
         """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived."""
@@ -167,6 +168,10 @@ class ControllerLink:
         self.insist_on(message)
         if path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        logger.warning("%s", text)
+        self.insist_on(WorkerTold(kind=kind, text=text, detail=detail))
 
     def claim_fault(self, index: int) -> bool:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))

@@ -69,7 +69,7 @@ class Assignment:
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
     group: str = ""
-    expected: Place = Place()
+    expected: Place = dataclasses.field(default_factory=Place)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +159,23 @@ class WorkerSwitched:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutOfMemory:
-    """It ran out of memory with this many samples at once, and starts over."""
+    """It ran out of memory with this many samples at once, and starts over.
+
+    ``whole``: with the state that it keeps. Else it was inside ``optimizer.step()``, and its state is of no step.
+    """
 
     atomic_bsz: int
     cause: str
+    whole: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTold:
+    """Something that the job's user should know, as an event: its kind, a sentence, and numbers."""
+
+    kind: str
+    text: str
+    detail: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,5 +254,12 @@ class Introduction:
 
 
 WorkerMessage = (
-    WorkerReady | WorkerFailed | WorkerCouldNotForm | WorkerSwitched | WorkerOutOfMemory | WorkerReport | Beat
+    WorkerReady
+    | WorkerFailed
+    | WorkerCouldNotForm
+    | WorkerSwitched
+    | WorkerOutOfMemory
+    | WorkerReport
+    | WorkerTold
+    | Beat
 )

@@ -21,6 +21,7 @@ class JobRecord:
 
     Attributes:
         note: what the allocator has to tell the job's user.
+        told: what its workers had to, last.
         cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
         unwritten_events: lines of ``events.jsonl``.
         unwritten_reports: lines of ``reports.jsonl``.
@@ -38,6 +39,7 @@ class JobRecord:
         self.phase = JobPhase.WAITING
         self.message = "waiting for resources"
         self.note = ""
+        self.told = ""
         self.cost_usd: float | None = None
         self.events: list[JobEvent] = []
         self.unwritten_events = Backlog()

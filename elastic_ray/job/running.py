@@ -31,6 +31,7 @@ from elastic_ray.job.messages import (
     WorkerReady,
     WorkerReport,
     WorkerSwitched,
+    WorkerTold,
 )
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.record import JobRecord
@@ -95,6 +96,7 @@ class RunningJob:
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
+        self._torn = False
         self._resumed = ""
         self._stopping_since: float | None = None
         self._revivals: tuple[float, ...] = ()
@@ -185,8 +187,12 @@ class RunningJob:
                 self.group.take(PrepareFailed(worker=worker, generation=generation, cause=cause))
             case WorkerSwitched(generation=generation, pause_s=pause_s):
                 self.group.take(Switched(worker=worker, generation=generation, pause_s=pause_s))
-            case WorkerOutOfMemory(atomic_bsz=atomic_bsz):
-                self._out_of_memory(worker, atomic_bsz)
+            case WorkerOutOfMemory(atomic_bsz=atomic_bsz, whole=whole):
+                self._out_of_memory(worker, atomic_bsz, whole=whole)
+            case WorkerTold(kind=kind, text=text, detail=detail):
+                self.record.told = text
+                workers = self.group.machine.world_size
+                self._event(EventKind(kind), workers, workers, text, detail=detail)
             case WorkerReport():
                 await self._report(message)
 
@@ -236,7 +242,7 @@ class RunningJob:
         self._claimed.add(index)
         return fresh
 
-    def _out_of_memory(self, worker: str, atomic_bsz: int) -> None:
+    def _out_of_memory(self, worker: str, atomic_bsz: int, *, whole: bool) -> None:
         try:
             reason = self._desk.out_of_memory(atomic_bsz)
         except BatchDoesNotFitError as error:
@@ -244,7 +250,10 @@ class RunningJob:
             return
         workers = self.group.machine.world_size
         self._event(EventKind.OUT_OF_MEMORY, workers, workers, reason)
-        self.group.take(Rerun(worker=worker))
+        if not whole:
+            self._torn = True
+        self.group.take(Rerun(worker=worker, has_state=whole))
+        self._torn = False
 
     # -- for the group of workers ------------------------------------------------------------------------------
 
@@ -291,6 +300,9 @@ class RunningJob:
     def all_lost(self, reason: str) -> None:
         """Nobody is left."""
         if self._looking:
+            return
+        if self._torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
+            self._look_and_start_again(reason)
             return
         if not self._losses.all_lost():
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for

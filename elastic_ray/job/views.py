@@ -125,7 +125,7 @@ def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMe
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else "; ".join(filter(None, (record.note, record.waiting))),
+        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told))),
     )
 
 

@@ -153,7 +153,7 @@ class Worker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         self._membership, self._token = None, assignment.token
         link = self._link = ControllerLink(assignment, self._setup)
-        progress = RunProgress.from_resume_point(dict(assignment.resume_point)) if assignment.resume_point else None
+        progress = _start_of(assignment)
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
             for _ in range(_RERUNS):
@@ -183,12 +183,13 @@ class Worker:
 
     def _run_once(
         self, assignment: Assignment, session: Session, link: ControllerLink
-    ) -> RunResult | tuple[dict[str, Any], RunProgress]:
+    ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
         """One run; what a rerun needs when the run went out of memory."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
+        session.watched.start()
         saver = self._new_saver(assignment, session, link)
         broken = False
         try:
@@ -205,8 +206,10 @@ class Worker:
             return _result("lost", cause=str(error))
         except BaseException as error:
             broken = True
-            kept = session.keep_state() if _is_out_of_memory(error) and session.atomic_bsz else None
-            if kept is None:
+            starts_over = _is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
+            whole = not session.applying
+            kept = session.keep_state() if starts_over else None
+            if kept is None and not starts_over:
                 from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
 
                 wrapped = TrainFunctionError.from_exception(error, rank=session.place.rank, node=self._host)
@@ -215,10 +218,11 @@ class Worker:
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
-            link.out_of_memory(atomic_bsz, _first_line(error))
-            return kept
+            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole)
+            return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_session(None)
+            session.watched.stop()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
@@ -288,6 +292,11 @@ class Worker:
 
             session.checkpoint = Checkpoint(assignment.checkpoint, link.storage.filesystem)
         return session
+
+
+def _start_of(assignment: Assignment) -> RunProgress | None:
+    point = assignment.resume_point
+    return RunProgress.from_resume_point(dict(point)) if point else None
 
 
 def _result(kind: str, **values: Any) -> RunResult:

@@ -119,8 +119,8 @@ class JobMembership(Roster):
                 self._left(worker, now_s)
             case Finished(worker=worker):
                 self._finished(worker)
-            case Rerun(worker=worker):
-                self._rerun(worker, now_s)
+            case Rerun(worker=worker, has_state=has_state):
+                self._rerun(worker, has_state, now_s)
             case StepFailed(worker=worker, generation=generation, cause=cause):
                 self._step_failed(worker, generation, cause, now_s)
             case PrepareFailed(worker=worker, generation=generation, cause=cause):
@@ -238,13 +238,13 @@ class JobMembership(Roster):
         if not self.in_phase(Phase.MEMBER) and not self.entering():
             self._end(Complete())
 
-    def _rerun(self, worker: str, now_s: float) -> None:
+    def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
         record = self.workers.get(worker)
         if record is None or record.phase not in (Phase.MEMBER, Phase.READY, Phase.STARTING):
             return
-        before, record.has_state = record.phase, True
+        before, record.has_state = record.phase, has_state
         record.phase, record.since_s = Phase.READY if record.rebuilt else Phase.STARTING, now_s
-        record.rebuilt, record.held = False, self.generation
+        record.rebuilt, record.held = False, self.generation if has_state else 0
         # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
         for generation in range(max(1, self.generation), self.issued + 1):
             self._out.append(Withdraw(generation=generation, to=(worker,)))

@@ -28,8 +28,11 @@ class Finished(Signal):
     """Its train function has returned: training is complete for this rank."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rerun(Signal):
-    """It ran out of memory, kept its state and builds anew in the same process."""
+    """It ran out of memory and builds anew in the same process; ``has_state`` when it kept a whole state."""
+
+    has_state: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,17 @@ from elastic_ray.agreement import CONTROL_SIZE
 from elastic_ray.intents import Announced, Intent, digest
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.parallel.buckets import Bucket, build_buckets
+from elastic_ray.parallel.finite import own_is_finite, whole_is_finite
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.trainable import Trainable
 from elastic_ray.session import Session
 from elastic_ray.step import Step
+
+_OUTSIDE = (
+    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
+    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
+    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
+)
 
 
 class GradientReducer:
@@ -37,6 +44,7 @@ class GradientReducer:
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
+        check_finite: whether to find out on which ranks gradients are NaN or infinite.
     """
 
     def __init__(
@@ -46,8 +54,13 @@ class GradientReducer:
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
         number: int,
+        *,
+        check_finite: bool,
     ) -> None:
         self._number = number
+        self._check_finite = check_finite
+        self._told = False
+        self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
         self._session = session
         self._noise = noise
         self._grad_scale = grad_scale
@@ -148,8 +161,12 @@ class GradientReducer:
         self._reduces = self._accumulates = self._measures = False
         if step is None:
             self._step = None
+            self.not_finite = None
             self._weight = 1.0 / session.world_size
             self._reduces = session.world_size > 1 and not session.replaying
+            if self._reduces and not self._told:
+                self._told = True
+                session.tell("warning", _OUTSIDE)
             self._announce()
             return
         if step is not self._step:
@@ -178,6 +195,7 @@ class GradientReducer:
 
     def _begin_step(self, step: Step) -> None:
         self._step = step
+        self.not_finite = None
         self._open, self._carries = True, False
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
@@ -286,6 +304,9 @@ class GradientReducer:
         try:
             for work in self._works:
                 session.communicator.wait(work)
+            if self._check_finite and not whole_is_finite(self._buckets):
+                rows = session.communicator.gather_ints([int(not own_is_finite(self._buckets))])
+                self.not_finite = [rank for rank, (bad,) in enumerate(rows) if bad]
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return

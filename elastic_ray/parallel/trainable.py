@@ -31,6 +31,7 @@ class Trainable:
         self._left_out: list[torch.nn.Parameter] = []
         self._sizes: list[int] = []
         self.groups: list[list[torch.nn.Parameter]] = []
+        self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
 
     def changed(self) -> bool:
@@ -77,6 +78,7 @@ class Trainable:
                 f"optimizer must hold all of module's trainable parameters, but {len(missing)} are missing; "
                 "set requires_grad_(False) on those that are frozen"
             )
+        self.params = [p for group in groups for p in group]
         self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]
         self._known = held
         self._left_out = [p for p in self._module.parameters() if id(p) not in held]

@@ -12,7 +12,9 @@ import torch
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.context import current_session
+from elastic_ray.nonfinite import check_choice
 from elastic_ray.parallel.buffers import BufferSync
+from elastic_ray.parallel.finite import FiniteWatch
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.signature import describe_model
@@ -46,10 +48,16 @@ class AdaptiveDataParallel(torch.nn.Module):
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root. The rates that user code and
             schedulers set are those at the initial batch size.
+        nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
+            rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
+            leaves such updates out on all ranks, ``"raise"`` ends the training. Unless it is ``"ignore"``, a train
+            function that returns with parameters that are not finite fails. What AMP's scaler leaves out is no fault.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the optimizer holds other parameters than the module's, or none.
+        ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
+            that was wrapped before.
+        RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
     def __init__(
@@ -59,11 +67,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
         scaling_rule: ScalingRule | str | None = None,
+        nonfinite: str = "warn",
     ) -> None:
         super().__init__()
         _check_types(module, optimizer)
+        check_choice(nonfinite)
         self.module = module
         session = current_session()
+        self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
+        if self._sync_batch_norm:
+            _check_process_group(session.place.world_size)
         trainable = Trainable(module, optimizer)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._session: Session = session
@@ -76,7 +89,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._index = session.new_model(told, self._tracker_noise)
         session.replicas.add(module)
         self._trainable = trainable
-        self._reducer = GradientReducer(trainable, session, self._tracker, self._grad_scale, self._index)
+        self._finite = FiniteWatch(session, module, self._index, nonfinite)
+        session.before_the_end.append(self._finite.check_parameters)
+        session.watched.add(optimizer)
+        self._reducer = GradientReducer(
+            trainable, session, self._tracker, self._grad_scale, self._index, check_finite=self._finite.looks
+        )
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
         session.on_shape_change.append(self._tracker.invalidate)
@@ -89,6 +107,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         """The module's forward."""
         self._session.moment("forward")
         self._reducer.follow()
+        if self._sync_batch_norm:
+            _check_process_group(self._session.world_size)
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -167,15 +187,23 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._trainable.drop_strangers()
         if not session.may_apply():
             return None
-        self._tracker.applied()
+        if self._finite.are_finite(self._trainable.params, self._reducer.not_finite):
+            self._tracker.applied()
+        else:
+            self._tracker.invalidate()  # what it has measured is of no use
+            if self._finite.skips:
+                session.applied()
+                return None
         step = session.outermost_step
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
+        session.applying = True  # stays so if it fails half-way
         if scale == 1.0 and not self._warms:
             result = apply(**kwargs)
         else:
             with self._scaled_rates(scale):
                 result = apply(**kwargs)
+        session.applying = False
         session.applied()
         return result
 
@@ -210,6 +238,17 @@ def _check_types(module: Any, optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
             "AdaptiveDataParallel(model, optimizer) needs both"
+        )
+
+
+def _check_process_group(world_size: int) -> None:
+    """A SyncBatchNorm without a process group would train on each rank's samples alone, and say nothing."""
+    if world_size > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise RuntimeError(
+            "SyncBatchNorm needs torch.distributed's process group, which a group of workers that may change does not "
+            f"have ({world_size} workers now). Use BatchNorm, whose statistics are averaged over the workers at the "
+            "end of every pass, or GroupNorm or LayerNorm, which do not depend on the batch; sums over all workers "
+            "come from elastic_ray.Accumulator"
         )
 
 

@@ -74,6 +74,20 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tear", [[1], [0, 1]])
+def test_out_of_memory_inside_an_optimizer_step_leaves_no_half_of_it_behind(
+    ray_cluster: Any, tmp_path: Path, tear: list[int]
+) -> None:
+    """One rank takes over the state of the other, which has applied the step; where none has, the job starts again."""
+    adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
+    handle, account = run(tmp_path, workers=2, tear_at=5, tear=tear, adapt=adapt, epochs=6)
+    assert sorted(path.name for path in (tmp_path / "trace").glob("torn-*")) == [f"torn-{rank}" for rank in tear]
+    assert EventKind.OUT_OF_MEMORY in kinds(handle)
+    assert (EventKind.RESTART in kinds(handle)) == (len(tear) == 2)
+    assert len(account.final) == 1 and len(account.epochs) == 6
+
+
+@pytest.mark.slow
 def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
     """One worker trains; the one that is to join it runs out of memory before it has a model, its successor not."""
     starve = tmp_path / "starve"

@@ -20,7 +20,8 @@ def train(config: dict[str, Any]) -> str:
 
     ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
     checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
-    build its model runs out of memory).
+    build its model runs out of memory), tear_at (step), tear (ranks that then run out of memory half-way through
+    optimizer.step(), once each).
     """
     import torch
 
@@ -37,7 +38,7 @@ def train(config: dict[str, Any]) -> str:
     model: Any = torch.nn.Sequential(
         torch.nn.Linear(12, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = (_torn_adam(config) if "tear_at" in config else torch.optim.Adam)(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
     model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
     dataset = torch.utils.data.TensorDataset(inputs, targets, torch.arange(samples))
@@ -94,6 +95,28 @@ def _checkpoint(config: dict[str, Any], model: Any, optimizer: Any, scheduler: A
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save(state, os.path.join(folder, "state.pt"))
     return Checkpoint.from_directory(folder)
+
+
+def _torn_adam(config: dict[str, Any]) -> Any:
+    """An optimizer that runs out of memory when it has changed half of the parameters."""
+    import torch
+
+    import elastic_ray as er
+
+    class TornAdam(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            context = er.get_context()
+            rank, torn = context.get_world_rank(), Path(config["trace"]) / f"torn-{context.get_world_rank()}"
+            if context.get_global_step() == config["tear_at"] and rank in config["tear"] and not torn.exists():
+                torn.touch()
+                params = self.param_groups[0]["params"]
+                with torch.no_grad():
+                    for p in params[: len(params) // 2]:
+                        p.add_(1.0)
+                raise MemoryError("scripted, half-way through optimizer.step()")
+            return super().step(closure)
+
+    return TornAdam
 
 
 def _first_in(folder: Path) -> bool:

@@ -341,6 +341,28 @@ def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     assert members_of(plan_in(driver.switched(plan.generation, "w1"))) == ["w1", "w2"]
 
 
+def test_whoever_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
+    driver = running(2)
+    out = driver.tell(Rerun(worker="w1", has_state=False))
+    assert members_of(plan_in(out)) == ["w2"]
+    driver.switched(2, "w2")
+    assert members_of(plan_in(driver.ready("w1"))) == ["w2", "w1"]
+
+
+def test_when_nobody_kept_a_whole_state_the_job_restarts() -> None:
+    driver = running(2)
+    driver.tell(Rerun(worker="w1", has_state=False))
+    assert only(AllLost, driver.tell(Rerun(worker="w2", has_state=False)))
+
+
+def test_one_that_kept_a_whole_state_is_enough() -> None:
+    driver = running(2)
+    driver.tell(Rerun(worker="w1", has_state=False))
+    assert not ended(driver.tell(Rerun(worker="w2")))
+    driver.ready("w1")
+    assert members_of(plan_in(driver.ready("w2", has_state=True))) == ["w2"]
+
+
 @pytest.mark.parametrize("end", ["died", "late", "died ready"])
 def test_when_the_last_that_holds_the_state_goes_the_job_restarts(end: str) -> None:
     driver = running(1)

@@ -1,0 +1,184 @@
+"""Gradients that are NaN or infinite on one rank are seen on all, told once, and handled as the user chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.context import current_session
+from elastic_ray.nonfinite import describe_gradients
+from tests.loop.ranks import RankFailedError, Ranks
+
+BAD_AT = (3, 4, 7)
+
+
+def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None, adam: bool = True) -> dict[str, Any]:
+    """Twelve steps; in some of them one rank's loss is not finite."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01) if adam else torch.optim.SGD(model.parameters(), 0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite=nonfinite)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8)
+    if micro is not None:
+        loader.autoscale_batch_size(8, local_bsz_bounds=(1, micro), gradient_accumulation=True)
+    session = current_session()
+    told: list[tuple[str, str, Any]] = []
+    session.link.tell = lambda kind, text, detail: told.append((kind, text, dict(detail)))  # type: ignore[method-assign]
+    error = ""
+    try:
+        for _epoch in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                loss = wrapped(x).square().mean()
+                step = session.outermost_step
+                if session.progress.steps in BAD_AT and session.rank == bad_rank and step.micro == 0:
+                    loss = loss * value
+                loss.backward()
+                optimizer.step()
+        session.finish()
+    except FloatingPointError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    state = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return {"told": told, "error": error, "state": state, "noise": wrapped.noise_scale, "steps": session.progress.steps}
+
+
+@pytest.mark.parametrize(("world", "micro"), [(None, None), (None, 2), (2, None), (2, 1), (3, None)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_updates_that_are_not_finite_can_be_left_out(
+    ranks: Ranks, world: int | None, micro: int | None, value: float
+) -> None:
+    bad_rank = 0 if world is None else 1
+    results = ranks.run(train, "skip", bad_rank, value, micro, world=world)
+    for result in [results] if world is None else results:
+        assert result["error"] == ""
+        assert result["state"].isfinite().all() and result["steps"] == 12
+        assert result["noise"] is None or result["noise"].var == result["noise"].var
+    first = results if world is None else results[0]
+    where = "" if world is None else " on rank 1"
+    assert [text for _, text, _ in first["told"]] == [
+        f"gradients of model 0 were NaN or infinite{where} in step {step}; the update was left out" for step in (3, 7)
+    ]
+    assert {kind for kind, _, _ in first["told"]} == {"not_finite"}
+    assert first["told"][0][2] == {"step": 3, "ranks": [] if world is None else [1], "model": 0}
+    for other in [] if world is None else results[1:]:
+        assert other["told"] == [] and torch.equal(other["state"], first["state"])
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_by_default_they_are_told_and_such_a_job_is_no_success(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(train, "warn", 0, float("nan"), world=world)
+    first = results if world is None else results[0]
+    assert len(first["told"]) == 1 and first["told"][0][1].endswith("in step 3; they were applied")
+    for result in [results] if world is None else results:
+        assert result["error"].startswith("NonFiniteParametersError: training has ended with parameters of model 0")
+        assert "0.weight" in result["error"]
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_they_can_end_the_training_at_once(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(train, "raise", 0, float("inf"), world=world)
+    for result in [results] if world is None else results:
+        assert result["steps"] == 3 and result["state"].isfinite().all()
+        assert result["error"].startswith("NonFiniteGradientsError: gradients of model 0 were NaN or infinite")
+
+
+def test_nobody_needs_to_look(ranks: Ranks) -> None:
+    for result in ranks.run(train, "ignore", 0, float("nan"), world=2):
+        assert (result["told"], result["error"]) == ([], "") and result["state"].isnan().any()
+
+
+def scaled(_: int) -> dict[str, Any]:
+    """A loss scale that is far too high at first, as always with AMP."""
+    torch.manual_seed(1)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(64, 2)), batch_size=8)
+    session = current_session()
+    told: list[str] = []
+    session.link.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    for _epoch in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            scaler.scale(wrapped(x * 100).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    session.finish()
+    return {"told": told, "scale": scaler.get_scale()}
+
+
+def test_what_amp_leaves_out_is_no_fault(ranks: Ranks) -> None:
+    for result in ranks.run(scaled, 0, world=2):
+        assert result["told"] == [] and result["scale"] < 2.0**127
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="nonfinite must be one of warn, skip, raise, ignore, but got 'stop'"):
+        er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), 0.1), nonfinite="stop")
+
+
+def test_ranks_are_named_where_they_are_known() -> None:
+    assert describe_gradients(1, 9, [0, 2], "raise") == (
+        "gradients of model 1 were NaN or infinite on ranks 0, 2 in step 9; training ends"
+    )
+
+
+# -- training that nobody synchronises -------------------------------------------------------------------------
+
+
+def unwrapped(which: str) -> list[str]:
+    """Train something that is not wrapped, or on samples that no adaptive loader gives."""
+    torch.manual_seed(1)
+    told: list[str] = []
+    session = current_session()
+    session.link.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer, stranger = (torch.optim.SGD(each.parameters(), 0.01) for each in (model, other))
+    wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model
+    dataset = TensorDataset(torch.randn(24, 2))
+    loader = er.AdaptiveDataLoader(dataset, batch_size=8)
+    for _epoch in er.remaining_epochs_until(2):
+        for (x,) in loader if which != "plain" else torch.utils.data.DataLoader(dataset, batch_size=8):
+            optimizer.zero_grad()
+            wrapped(x).sum().backward()
+            optimizer.step()
+            if which == "beside":
+                stranger.zero_grad()
+                other(x).sum().backward()
+                stranger.step()
+    return told
+
+
+def test_a_model_that_nobody_has_wrapped_is_an_error(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match=r"SGD steps parameters that AdaptiveDataParallel does not know"):
+        ranks.run(unwrapped, "none", world=2)
+    assert ranks.run(unwrapped, "none") == []  # alone it is
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [("beside", "SGD steps parameters that"), ("plain", "trained outside of a loop over an AdaptiveDataLoader")],
+)
+def test_training_that_is_not_shared_is_warned_of_once(ranks: Ranks, which: str, words: str) -> None:
+    first, second = ranks.run(unwrapped, which, world=2)
+    assert len(first) == 1 and words in first[0]
+    assert second == []
+
+
+def synchronised_norm(_: int) -> None:
+    """A model with SyncBatchNorm."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_sync_batch_norm_without_a_process_group_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match=r"SyncBatchNorm needs torch\.distributed's process group.*GroupNorm"):
+        ranks.run(synchronised_norm, 0, world=2)
+    ranks.run(synchronised_norm, 0)
