@@ -38,9 +38,11 @@ class StandaloneLink:
         nodes: number of nodes of the group.
         replicas: world size.
         post: delivers a message to this process's membership.
+        run: runs of this process that came before.
     """
 
-    def __init__(self, nodes: int, replicas: int, post: Callable[[Message], None]) -> None:
+    def __init__(self, nodes: int, replicas: int, post: Callable[[Message], None], *, run: int = 0) -> None:
+        self.run = run
         self._nodes = nodes
         self._replicas = replicas
         self._post = post
@@ -124,8 +126,19 @@ def _node_of(rank: int) -> str:
     return f"node-{rank // max(1, int(os.environ.get('LOCAL_WORLD_SIZE', '1')))}"
 
 
-def standalone_session() -> Session:
-    """A session for this process: under ``torchrun`` one of its group, else alone."""
+def session_after(earlier: Session) -> Session:
+    """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
+    assert isinstance(earlier.link, StandaloneLink), "a trainer's session serves one run"
+    earlier.membership.close(broken=False)
+    return standalone_session(run=earlier.link.run + 1)
+
+
+def standalone_session(*, run: int = 0) -> Session:
+    """A session for this process: under ``torchrun`` one of its group, else alone.
+
+    Args:
+        run: how many runs came before; all ranks count alike, so each run finds its own keys in the store.
+    """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     under_torchrun = "MASTER_ADDR" in os.environ and "RANK" in os.environ
     if not under_torchrun:
@@ -141,7 +154,7 @@ def standalone_session() -> Session:
             address = StoreAddress(host=os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]))
         return Communicator(
             address,
-            f"elastic_ray/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}",
+            f"elastic_ray/{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{run}",
             rank=rank,
             world_size=plan.world_size,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
@@ -152,7 +165,7 @@ def standalone_session() -> Session:
 
     membership = Membership(str(rank), form, lambda generation, cause: logger.error("%s", cause))
     nodes = max(1, world_size // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))))
-    link = StandaloneLink(nodes, world_size, membership.post)
+    link = StandaloneLink(nodes, world_size, membership.post, run=run)
     session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0)
     if rank == 0:
         link.measure(session)

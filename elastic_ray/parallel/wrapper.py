@@ -11,10 +11,17 @@ import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
-from elastic_ray.context import current_session
+from elastic_ray.context import session_of_new_model
 from elastic_ray.parallel.buffers import BufferSync
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
+from elastic_ray.parallel.refusals import (
+    STEP_AFTER_BACKWARD,
+    refuse_options,
+    refuse_several,
+    refuse_sparse,
+    refuse_steps_in_backward,
+)
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.parallel.state import DictState, ModuleState, OptimizerState
 from elastic_ray.session import Session
@@ -47,8 +54,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             schedulers set are those at the initial batch size.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: the optimizer holds other parameters than the module's, or none.
+        TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
+        ValueError: the optimizer holds other parameters than the module's, or none; gradients are sparse, or stepped
+            within ``backward()``.
     """
 
     def __init__(
@@ -58,11 +66,15 @@ class AdaptiveDataParallel(torch.nn.Module):
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
         scaling_rule: ScalingRule | str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
+        refuse_options(options)
         _check_types(module, optimizer)
+        refuse_sparse(module)
+        refuse_steps_in_backward(module)
         self.module = module
-        session = current_session()
+        session = session_of_new_model()
         groups = _groups(module, optimizer)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._session: Session = session
@@ -159,6 +171,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 "replicate: call backward() yourself and step() without a closure"
             )
         session = self._session
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._reducer.close()
         if not session.may_apply():
             return None
@@ -201,6 +215,7 @@ def _check_types(module: Any, optimizer: Any) -> None:
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if isinstance(module, AdaptiveDataParallel):
         raise TypeError("module must be a plain model, but got one that is wrapped in AdaptiveDataParallel already")
+    refuse_several(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
@@ -222,7 +237,8 @@ def _groups(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[l
     if left_out:
         raise ValueError(
             f"optimizer must hold all of module's trainable parameters, but {left_out} are missing; "
-            "set requires_grad_(False) on those that are frozen"
+            "set requires_grad_(False) on those that are frozen, and give those of a second optimizer to the first "
+            "as a parameter group of their own"
         )
     return [sorted(group, key=lambda p: order[id(p)]) for group in groups]
 
