@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic_ray.context import current_session
+from elastic_ray.context import current_session, session_of_thread
 
 
 class _Sum(float):
@@ -35,9 +35,14 @@ class Accumulator(Mapping[str, float]):
     """
 
     def __init__(self) -> None:
-        session = current_session()
-        self._session = session
-        self._key = session.new_accumulator()
+        self._session = current_session()
+        self._key = self._session.new_accumulator()
+
+    def _join_present_run(self) -> None:
+        """Where a process trains several times over, the sums belong to the run that adds to them."""
+        present = session_of_thread()
+        if present is not None and present is not self._session:
+            self._session, self._key = present, present.new_accumulator()
 
     def __getitem__(self, name: str) -> float:
         return _Sum(self._sums().get(name, 0.0))
@@ -49,10 +54,12 @@ class Accumulator(Mapping[str, float]):
 
     def add(self, name: str, value: float) -> None:
         """Add this rank's ``value``; the same as ``accumulator[name] += value``."""
+        self._join_present_run()
         if self._session.depth == 0:
             raise RuntimeError(
                 f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
-                "has its own samples"
+                "has its own samples: a sum that a rank kept to itself until the loop's end would be lost with it. "
+                "What is the same on every rank needs no Accumulator"
             )
         self._session.sums.add(self._session.depth, self._key, name, float(value))
 

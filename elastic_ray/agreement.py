@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -109,3 +110,24 @@ class Agreement:
             sums[_SUMS_ROOM:] = rest.tolist()
         sums[:_SUMS_ROOM] = ballot[_NAMES_END : _NAMES_END + min(len(sums), _SUMS_ROOM)]
         return [(key, name, value) for (key, name), value in zip(names, sums, strict=True)]
+
+
+def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
+    """What this rank has added, and 0 to what else the first rank has: one without a batch cannot know the names.
+
+    Raises:
+        CommunicationFailedError: the collective failed.
+    """
+    if communicator.world_size == 1:
+        return added
+    names = [[*key, name] for key in sorted(added) for name in sorted(added[key])]
+    text = json.dumps(names).encode() if communicator.rank == 0 else b""
+    length = communicator.gather_ints([len(text)])[0][0]
+    told = torch.zeros(length, dtype=torch.uint8)
+    if text:
+        told[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    communicator.broadcast(told, 0)
+    known = {key: dict(sums) for key, sums in added.items()}
+    for scope, number, name in json.loads(bytes(told.tolist())):
+        known.setdefault((scope, number), {}).setdefault(name, 0.0)
+    return known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,51 @@ def current_session() -> Session:
         session = standalone_session()
         _session.set(session)
     return session
+
+
+def session_of_thread() -> Session | None:
+    """The session of this thread's train loop; None where nothing has asked for one."""
+    return _session.get()
+
+
+def session_of_new_model() -> Session:
+    """The session that a model belongs to which is wrapped now.
+
+    Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
+    cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop
+    of the earlier run that goes on nevertheless raises (see :func:`check_present`).
+    """
+    earlier = current_session()
+    if not earlier.synced or earlier.elastic:
+        return earlier
+    from elastic_ray.standalone import session_after
+
+    session = session_after(earlier)
+    _session.set(session)
+    for late in earlier.late:
+        if (join := late()) is not None:
+            join(session)
+    leading = earlier.leading_loader
+    if leading is not None:
+        session.before_first_epoch.append(lambda: _take_along(leading, session))
+    return session
+
+
+def _take_along(leading: weakref.ref[Any], session: Session) -> None:
+    """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
+    loader = leading()
+    if loader is not None and session.loader is None:
+        loader.join(session)
+
+
+def check_present(session: Session) -> None:
+    """Raise RuntimeError if a later run of this process has taken the place of this one."""
+    present = _session.get()
+    if present is not None and present is not session:
+        raise RuntimeError(
+            "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
+            "begun another run of this process, so the loop of the run before cannot go on"
+        )
 
 
 def set_session(session: Session | None) -> None:
@@ -154,6 +200,7 @@ def _epochs(session: Session, epochs: int) -> Iterator[int]:
     while session.progress.epoch < epochs:
         session.begin_epoch()
         yield session.progress.epoch
+        check_present(session)
         session.end_epoch()
     session.begin_epoch()
 

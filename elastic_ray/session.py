@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from elastic_ray.agreement import Agreement
+from elastic_ray.agreement import Agreement, with_names_of_first_rank
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.faults import FaultInjector
 from elastic_ray.intents import Announced, Intent, digest
@@ -89,7 +90,7 @@ class Session:
         self.in_epochs = False
         self.checkpoint: Any = None
         self.loader: LoaderInfo | None = None
-        self.leading_loader: object = None
+        self.leading_loader: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self.clock = StepClock()
         self.models = WrappedModels()
         self.step: Step | None = None
@@ -97,7 +98,7 @@ class Session:
         self.on_shape_change: list[Callable[[], None]] = []
         self.agreement = Agreement(membership)
         self.sums = StepSums()
-        self.warm_ups: list[Callable[[], None]] = []
+        self.late: list[weakref.WeakMethod[Any]] = []  # of loaders made after this run's first epoch
         self.between_steps: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Buffers] = []
@@ -191,7 +192,10 @@ class Session:
         """Number of a newly wrapped model, in the order in which the loop wraps them."""
         if self.synced:
             raise RuntimeError(
-                "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same"
+                "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same. "
+                "For several trainings in one job (the folds of a cross-validation) wrap all their models first and "
+                "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
+                "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
         return self.models.add(told, noise)
 
@@ -225,7 +229,7 @@ class Session:
         """
         if self.synced:
             return
-        for prepare in (*self.before_first_epoch, *self.warm_ups):
+        for prepare in self.before_first_epoch:
             prepare()
         if self.elastic:
             self.shared.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
@@ -279,6 +283,11 @@ class Session:
                 )
             self.sync_point()
         self.settle()
+        if self.step is not None and self.step.whole:
+            raise RuntimeError(
+                "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
+                "batch there, and would miss that loop; iterate one after the other"
+            )
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         if self._replay is not None and ordinal >= self._replay[0]:
             self.shared.roll_back()
@@ -295,7 +304,8 @@ class Session:
         self._ordinal = 0
 
     def end_epoch(self) -> None:
-        """The epoch's body has run to its end."""
+        """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
+        self._abandoned = self.depth
         self.settle()
         # This epoch's sums stay for code after the loop to read; until the next ones are there.
         kept = (-1, self.progress.epoch)
@@ -342,6 +352,11 @@ class Session:
         self.settle()
         if self.applying:
             self.may_apply()  # raises
+        if loop is not None and self.step is None:
+            raise RuntimeError(
+                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that is over: "
+                "call iter(loader) again in each epoch"
+            )
         if loop is not None and self.step is not None and self.step.loop is not loop:
             raise RuntimeError(
                 "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
@@ -355,7 +370,7 @@ class Session:
             if self._failure is not None:
                 raise CommunicationFailedError(self._failure)
             if nested or not self._reduced or self.sums.expected(self.progress.epoch):
-                self._vote(Announced(Intent.EDGE, self.depth + 1))
+                self._vote(Announced(Intent.EDGE, self.depth + 1), step)
         except CommunicationFailedError as error:
             self._recover(step, str(error))
             return self.progress.ticks > ticks
@@ -394,10 +409,12 @@ class Session:
             if not put_off:
                 self._catch_up()
 
-    def abandon_step(self) -> None:
+    def abandon_step(self, loop: LoopProgress) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
-        only the former goes on, and then :meth:`settle` commits the step and ends the pass."""
-        self._abandoned += 1
+        only the former goes on, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
+        its epoch has been settled already."""
+        if any(step.loop is loop for step in (*self._outer, self.step) if step is not None):
+            self._abandoned += 1
 
     def settle(self) -> None:
         """Commit steps that were left by ``break``, and end their passes."""
@@ -486,7 +503,17 @@ class Session:
     # -- agreement ---------------------------------------------------------------------------------------------
 
     def trains(self) -> None:
-        """A backward pass of this step has begun: it trains, even when AMP leaves its update out."""
+        """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
+
+        Raises:
+            RuntimeError: in a pass that only evaluates.
+        """
+        if self.step is not None and self.step.whole:
+            raise RuntimeError(
+                "backward() within a pass over whole_batches=True, which is for evaluation: towards its end some ranks "
+                "have no batch. To train, leave whole_batches out; where a loss needs several samples together, make "
+                "them one item of the dataset"
+            )
         self._trains = True
 
     def reduced(self) -> None:
@@ -537,8 +564,11 @@ class Session:
         self.announcer.done()
         return sums
 
-    def _vote(self, what: Announced) -> None:
+    def _vote(self, what: Announced, step: Step | None = None) -> None:
         added = self.sums.take(self.depth + 1)
+        if step is not None and step.leaves_ranks_idle:
+            self.agree_on(what)
+            added = with_names_of_first_rank(self.communicator, added)
         ballot = self.agreement.vote(self.communicator, added, lambda payload: self.agree_on(what, payload))
         for key, name, value in ballot:
             sums = self.progress.sums.setdefault(key, {})

@@ -131,6 +131,14 @@ def _node_of(rank: int) -> str:
     return f"node-{rank // max(1, int(os.environ.get('LOCAL_WORLD_SIZE', '1')))}"
 
 
+def session_after(earlier: Session) -> Session:
+    """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
+    assert isinstance(earlier.link, StandaloneLink), "a trainer's session serves one run"
+    earlier.watched.stop()
+    earlier.membership.close(broken=False)
+    return standalone_session()
+
+
 def standalone_session() -> Session:
     """A session for this process: under ``torchrun`` one of its group, else alone."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -22,6 +22,7 @@ class Step:
         shape: how the loader cuts its full steps on each rank.
         ordinal: how many loader passes of the epoch had begun when the step did.
         can_switch: whether a group of a given size may begin after the step.
+        whole: each rank takes one whole batch, for evaluation; some may have none.
         micro: the micro-step in progress.
         count: samples of the whole step.
     """
@@ -34,6 +35,7 @@ class Step:
     shape: BatchChoice
     ordinal: int
     can_switch: Callable[[int], bool]
+    whole: bool = False
     micro: int = 0
     count: int = dataclasses.field(init=False)
 
@@ -49,6 +51,11 @@ class Step:
     def micro_steps(self) -> int:
         """Micro-batches a rank takes in this step."""
         return len(self.sizes[0])
+
+    @property
+    def leaves_ranks_idle(self) -> bool:
+        """Whether some ranks have no samples in this step."""
+        return self.whole and not self.sizes[-1][0]
 
     @property
     def is_last_micro(self) -> bool:

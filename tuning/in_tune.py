@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.abc
-import importlib.machinery
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping
 from typing import Any
 
+from elastic_ray.job.stand_in import standing_in
 from elastic_ray.job.train_loop import Packed, pack
 
 _HOME = "ray.train._internal.session"
@@ -23,7 +18,7 @@ def in_tune(packed: bytes) -> bytes:
 
 class _InTune(Packed):
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        with _stand_in():
+        with standing_in(_HOME, "_session", _Session()):
             return super().__call__(config)
 
 
@@ -63,42 +58,3 @@ class _Session:
 
         experiment, _, trial = elastic_ray.get_context().get_job_name().rpartition("-")
         return experiment, trial
-
-
-@contextlib.contextmanager
-def _stand_in() -> Iterator[None]:
-    """Be Ray's session, in its module now or as soon as something imports it: not everybody needs that second."""
-    session = _Session()
-    late = _WhenImported(lambda module: setattr(module, "_session", session))
-    if _HOME in sys.modules:
-        late.then(sys.modules[_HOME])
-    else:
-        sys.meta_path.insert(0, late)
-    try:
-        yield
-    finally:
-        if late in sys.meta_path:
-            sys.meta_path.remove(late)
-        if _HOME in sys.modules:
-            sys.modules[_HOME]._session = None  # type: ignore[attr-defined]
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Does something with Ray's module once it has been imported."""
-
-    def __init__(self, then: Callable[[ModuleType], None]) -> None:
-        self.then = then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == _HOME else None
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self.then(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
+from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 
@@ -53,47 +55,66 @@ class StepCut:
         return self._slices[count]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FeedStep:
+    """The next step of a pass.
+
+    Attributes:
+        total: samples of the pass, as far as they are known.
+        sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass.
+        fetches: a function for each of this rank's micro-batches.
+    """
+
+    total: int
+    sizes: Sequence[Sequence[int]] = ()
+    fetches: Sequence[Callable[[], Any]] = ()
+
+
 class _IndexFeed:
     """A batch sampler whose plan can be changed between two iterations of the DataLoader that it feeds."""
 
-    def __init__(self, locality: bool) -> None:
-        self._locality = locality
-        self._order: Indices = np.empty(0, dtype=np.int64)
-        self._position = 0
-        self._cut: StepCut | None = None
+    def __init__(self) -> None:
+        self._plan: Callable[[], Iterator[list[int]]] = lambda: iter(())
+        self._epoch = 0
+        self.tells_epochs = False
 
-    def plan(self, order: Indices, position: int, cut: StepCut) -> None:
-        self._order, self._position, self._cut = order, position, cut
+    def plan(self, epoch: int, batches: Callable[[], Iterator[list[int]]]) -> None:
+        self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        cut, position = self._cut, self._position
-        if cut is None:
-            return
-        while count := cut.count(position, len(self._order)):
-            step = self._order[position : position + count]
-            if self._locality:
-                step = np.sort(step)  # each rank then reads one stretch of the file
-            for piece in cut.slices(count):
-                yield step[piece].tolist()
-            position += count
+        epoch = self._epoch
+        return (EpochBatch(epoch, batch) for batch in self._plan()) if self.tells_epochs else self._plan()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fetching:
+    """How samples are fetched.
+
+    Attributes:
+        num_workers: DataLoader worker processes.
+        persistent_workers: they live as long as the loader; else each pass starts new ones, with the dataset as it is
+            by then.
+        on_epoch: called in every process that fetches samples, before an epoch's first.
+        options: further arguments of the DataLoader.
+    """
+
+    num_workers: int
+    persistent_workers: bool
+    on_epoch: EpochHook | None
+    options: dict[str, Any]
 
 
 class MapFeed:
-    """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change."""
+    """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change within a pass."""
 
-    def __init__(
-        self, dataset: Any, order: EpochOrder, *, seed: int, num_workers: int, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, dataset: Any, order: EpochOrder, *, seed: int, fetching: Fetching) -> None:
         self._order = order
         self._seed = seed
-        self._indices = _IndexFeed(bool(getattr(dataset, "locality", False)))
-        self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self._indices,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            **options,
-        )
+        self._locality = bool(getattr(dataset, "locality", False))
+        self._indices = _IndexFeed()
+        self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
+        self._make = functools.partial(_data_loader, dataset, self._indices, fetching)
+        self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Indices] | None = None
         self._batches: Iterator[Any] | None = None
 
@@ -103,29 +124,38 @@ class MapFeed:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
 
-    def warm_up(self) -> None:
-        """Start the worker processes ahead of the first batch."""
-        if self._loader.num_workers:
-            self._indices.plan(
-                np.empty(0, dtype=np.int64),
-                0,
-                StepCut(batch_size=1, micro_steps=1, world_size=1, rank=0, drop_last=False),
-            )
-            iter(self._loader)
-
-    def begin(self, epoch: int, position: int, cut: StepCut) -> None:
+    def begin(self, epoch: int, position: int, cut: StepCut, *, new_pass: bool) -> None:
         """(Re)start fetching at ``position``; what was fetched ahead under another plan is dropped."""
-        self._indices.plan(self.indices(epoch), position, cut)
+        if new_pass:
+            self.end()
+        self._indices.plan(epoch, self._plan(epoch, position, cut))
+        if self._loader is None:
+            self._loader = self._make()
         self._batches = iter(self._loader)
 
-    def step(self, epoch: int, position: int, cut: StepCut) -> tuple[int, int, list[Callable[[], Any]]]:
-        """Samples of the next step (0 at the end), samples of the pass, and a function a micro-step's batch."""
+    def end(self) -> None:
+        """The pass is over: unless they are kept for the next one, the worker processes go."""
+        self._batches = None
+        if not self._keeps_workers:
+            self._loader = None
+
+    def _plan(self, epoch: int, position: int, cut: StepCut) -> Callable[[], Iterator[list[int]]]:
+        # Not a method of this object, which the DataLoader would then hold, and its worker processes would outlive it.
+        return functools.partial(_shares, self.indices(epoch), position, cut, sort=self._locality)
+
+    def step(self, epoch: int, position: int, cut: StepCut) -> FeedStep:
+        """The step at ``position``."""
         total = len(self.indices(epoch))
         count = cut.count(position, total)
-        micro_steps = len(cut.sizes(count)[0]) if count else 0
-        batches = self._batches
-        assert batches is not None, "begin() comes first"
-        return count, total, [lambda: next(batches)] * micro_steps
+        if not count:
+            return FeedStep(total=total)
+        sizes = cut.sizes(count)
+        return FeedStep(total=total, sizes=sizes, fetches=[self.fetch] * len(sizes[0]))
+
+    def fetch(self) -> Any:
+        """This rank's next batch."""
+        assert self._batches is not None, "begin() comes first"
+        return next(self._batches)
 
     def commit(self) -> None:
         """The step was used."""
@@ -133,6 +163,35 @@ class MapFeed:
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""
         return can_switch(position=position, total=total, world_size=world_size)
+
+
+def _shares(order: Indices, position: int, cut: StepCut, *, sort: bool) -> Iterator[list[int]]:
+    """This rank's micro-batches from ``position`` on; sorted, each rank reads one stretch of the file in a step."""
+    while count := cut.count(position, len(order)):
+        step = order[position : position + count]
+        if sort:
+            step = np.sort(step)
+        for piece in cut.slices(count):
+            yield step[piece].tolist()
+        position += count
+
+
+def _data_loader(dataset: Any, indices: _IndexFeed, fetching: Fetching) -> DataLoader[Any]:
+    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork."""
+    options = dict(fetching.options)
+    if fetching.on_epoch is not None or (fetching.persistent_workers and hasattr(dataset, "set_epoch")):
+        hook = fetching.on_epoch
+        if fetching.num_workers:
+            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
+        indices.tells_epochs = True
+        dataset = FollowsEpochs(dataset, hook, sets_epoch=fetching.persistent_workers)
+    return DataLoader(
+        dataset,
+        batch_sampler=indices,
+        num_workers=fetching.num_workers,
+        persistent_workers=fetching.num_workers > 0,
+        **options,
+    )
 
 
 class StreamFeed:
@@ -145,10 +204,7 @@ class StreamFeed:
         self._stream: StreamSharder[Any] | None = None
         self._epoch = -1
 
-    def warm_up(self) -> None:
-        """Nothing to start."""
-
-    def begin(self, epoch: int, position: int, cut: StepCut) -> None:
+    def begin(self, epoch: int, position: int, cut: StepCut, *, new_pass: bool) -> None:
         """Go to ``position`` of the epoch's stream."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
@@ -158,7 +214,10 @@ class StreamFeed:
             self._stream.seek(position)
         self._epoch = epoch
 
-    def step(self, epoch: int, position: int, cut: StepCut) -> tuple[int, int, list[Callable[[], Any]]]:
+    def end(self) -> None:
+        """The pass is over."""
+
+    def step(self, epoch: int, position: int, cut: StepCut) -> FeedStep:
         """As :meth:`MapFeed.step`; the samples of the pass are those that are known to be there."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
@@ -170,9 +229,10 @@ class StreamFeed:
             drop_last=cut.drop_last,
         )
         if drawn is None:
-            return 0, position, []
+            return FeedStep(total=position)
         total = stream.total if stream.total is not None else position + 2 * drawn.count
-        return drawn.count, total, [functools.partial(self._collate, items) for items in drawn.items]
+        fetches = [functools.partial(self._collate, items) for items in drawn.items]
+        return FeedStep(total=total, sizes=cut.sizes(drawn.count), fetches=fetches)
 
     def commit(self) -> None:
         """The step was used: its items are let go."""

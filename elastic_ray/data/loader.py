@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
-from elastic_ray.context import current_session
-from elastic_ray.data.feed import Feed, MapFeed, StepCut, StreamFeed
+from elastic_ray.context import check_present, current_session, session_of_thread
+from elastic_ray.data.arguments import LoaderArguments, taken_over
+from elastic_ray.data.epochs import EpochHook
+from elastic_ray.data.feed import Feed, Fetching, MapFeed, StepCut, StreamFeed
 from elastic_ray.data.order import SamplerOrder, drops_last, order_for
+from elastic_ray.data.whole import batches_of
+from elastic_ray.data.whole_feed import BatchSamplerOrder, WholeFeed
 from elastic_ray.link import LoaderInfo
 from elastic_ray.parallel.signature import describe_sample
 from elastic_ray.run_progress import LoopProgress
 from elastic_ray.session import Session
 from elastic_ray.step import Step
 
-_OWN_ARGUMENTS = {
-    "batch_sampler": "the batch size changes with the job: pass batch_size and sampler",
-    "persistent_workers": "worker processes always persist while the job changes size",
-    "generator": "the order is fixed by seed: pass seed=",
+_SHOWN: dict[str, Any] = {
+    "batch_sampler": None,
+    "num_workers": 0,
+    "collate_fn": default_collate,
+    "pin_memory": False,
+    "pin_memory_device": "",
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "in_order": True,
 }
+"""What else a DataLoader shows, with the values that it has when nobody sets them."""
 
 
 class AdaptiveDataLoader:
@@ -33,20 +48,35 @@ class AdaptiveDataLoader:
     the epoch alone decide, however workers come, go and fail; a step that a failure voids is drawn again.
 
     Iterate inside ``for epoch in elastic_ray.remaining_epochs_until(n):``; evaluation loaders (``shuffle=False``) share
-    their samples among the workers too: add results up in an ``Accumulator``. A loop left by ``break`` ends the pass.
+    their samples among the workers too: add results up in an ``Accumulator``. A loop left by ``break`` ends the pass,
+    and so does the end of the epoch for an iterator that ``next`` has advanced only so far.
 
     Samplers: any sampler or iterable of indices decides the order of the whole, seeded by ``seed`` and the epoch;
     a ``DistributedSampler`` is taken apart into its shuffle, seed and drop_last. Iterable datasets: every rank reads
     the whole stream and keeps its share (``num_workers`` must be 0), see ``elastic_ray.data.order.StreamSharder``.
 
+    Worker processes of the DataLoader live through every change of the job's size. As in torch, they are started when
+    a pass begins, with the dataset as the epoch's code has left it, and end with the pass. With
+    ``persistent_workers=True`` they are started once, at the first pass; what changes in the training process later
+    does not reach their copies of the dataset, so before an epoch's first sample each copy's ``set_epoch(epoch)`` is
+    called where the dataset has one.
+
     Args:
-        dataset: map-style or iterable; not empty.
-        batch_size: global batch size M0, at least 1 and at most the dataset's size.
-        shuffle: another order in each epoch; False for evaluation. Ignored where ``sampler`` is given.
+        dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
+        batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset.
+        shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
+            alone, and for whole batches.
         sampler: order of the indices, see above.
+        batch_sampler: with ``whole_batches`` only: gives the batches, as lists of indices.
         drop_last: leave out a last step smaller than the batch.
         seed: of the order.
-        num_workers: DataLoader worker processes; they survive every change of the job's size.
+        num_workers: DataLoader worker processes.
+        persistent_workers: keep them from pass to pass, see above.
+        whole_batches: for evaluation of what only whole batches tell (a ranking over 100 candidates): every batch of
+            ``batch_size`` goes to one rank as it is, in the dataset's order unless ``shuffle=True``. Each batch is
+            used exactly once over all ranks; towards the end of a pass some ranks may have one batch fewer.
+        on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
+            samples, with its copy of the dataset (after ``set_epoch``, see above).
         options: further arguments of ``torch.utils.data.DataLoader`` (``collate_fn``, ``pin_memory``, ...).
 
     Raises:
@@ -57,51 +87,75 @@ class AdaptiveDataLoader:
         self,
         dataset: Any,
         batch_size: int = 1,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         *,
         sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
         seed: int = 0,
         num_workers: int = 0,
+        persistent_workers: bool = False,
+        whole_batches: bool = False,
+        on_epoch: EpochHook | None = None,
         **options: Any,
     ) -> None:
-        for name, reason in _OWN_ARGUMENTS.items():
-            if options.pop(name, None) not in (None, True):
-                raise ValueError(f"{name} cannot be set on an AdaptiveDataLoader: {reason}")
-        self.dataset = dataset
-        self._limits = BatchLimits(init_batch_size=batch_size)
-        self._drop_last = drops_last(sampler, drop_last=drop_last)
+        given = LoaderArguments(
+            dataset=dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            persistent_workers=persistent_workers,
+            whole_batches=whole_batches,
+            on_epoch=on_epoch,
+            options=options,
+        )
+        self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
+        self._limits = BatchLimits(init_batch_size=given.batch_size)
+        self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
         self._session: Session = current_session()
-        self._adaptive = False
+        self._adaptive = self._late = False
         self._passes = 0
         self._reading: tuple[LoopProgress, int] | None = None  # pass and state of the group that the feed is set to
         self._setting: tuple[int, BatchChoice, StepCut] | None = None
         self._samples: int | None = None
-        self._feed = self._make_feed(shuffle, sampler, seed, num_workers, options)
+        self._feed = self._make_feed(seed)
         self._announce()
 
-    def _make_feed(self, shuffle: bool, sampler: Any, seed: int, num_workers: int, options: dict[str, Any]) -> Feed:
-        if isinstance(self.dataset, IterableDataset):
-            if num_workers or sampler is not None:
-                name = "num_workers" if num_workers else "sampler"
-                raise ValueError(
-                    f"{name} cannot be used with an iterable dataset, whose items are shared out by their position "
-                    "in the stream; leave it out, or use a map-style dataset"
-                )
-            unknown = sorted(options.keys() - {"collate_fn"})
-            if unknown:
-                raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
-            return StreamFeed(self.dataset, seed=seed, collate=options.get("collate_fn"))
-        order = order_for(self.dataset, shuffle=shuffle, sampler=sampler)
-        self._samples = len(self.dataset)
+    def _make_feed(self, seed: int) -> Feed:
+        given = self._given
+        if isinstance(given.dataset, IterableDataset):
+            return StreamFeed(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
+        fetching = Fetching(
+            num_workers=given.num_workers,
+            persistent_workers=given.persistent_workers,
+            on_epoch=given.on_epoch,
+            options=given.options,
+        )
+        sampler: Any = given.sampler
+        order = order_for(given.dataset, shuffle=given.shuffles, sampler=sampler)
+        self._samples = len(given.dataset)
         if isinstance(order, SamplerOrder) and isinstance(sampler, Sized):
             self._samples = len(sampler)  # a weighted sampler draws as often as it was told to
-        if self._limits.init_batch_size > self._samples:
+        if given.batch_sampler is not None:
+            order = BatchSamplerOrder(given.batch_sampler, samples=self._samples)
+        elif self._drop_last and given.batch_size > self._samples:
             raise ValueError(
-                f"batch_size must be at most the {self._samples} samples of an epoch, "
-                f"but got {self._limits.init_batch_size}"
+                f"with drop_last=True batch_size must be at most the {self._samples} samples of an epoch, else nothing "
+                f"is left, but got {given.batch_size}"
             )
-        return MapFeed(self.dataset, order, seed=seed, num_workers=num_workers, options=options)
+        if not given.whole_batches:
+            return MapFeed(given.dataset, order, seed=seed, fetching=fetching)
+        return WholeFeed(
+            given.dataset,
+            order,
+            seed=seed,
+            fetching=fetching,
+            batch_size=given.batch_size,
+            drop_last=self._drop_last,
+        )
 
     def autoscale_batch_size(
         self,
@@ -123,10 +177,14 @@ class AdaptiveDataLoader:
             RuntimeError: another loader of this loop adapts its batch already, or training has begun.
             ValueError: limits that exclude each other or the batch size.
         """
+        if self._given.whole_batches:
+            raise RuntimeError("a loader of whole batches is for evaluation: its batch size does not change")
+        self.join(session_of_thread() or self._session)
         session = self._session
-        if session.synced:
+        if session.synced and not self._late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
-        if session.loader is not None and not session.loader.limits.fixed:
+        known = None if self._leads or self._late else session.loader
+        if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if self._samples is not None and max_batch_size > self._samples:
             raise ValueError(
@@ -142,12 +200,30 @@ class AdaptiveDataLoader:
         self._announce()
 
     def _announce(self) -> None:
-        if self._adaptive or self._session.loader is None:
-            self._session.leading_loader = self
-            self._session.loader = LoaderInfo(
+        session = self._session
+        self._late = session.synced and not session.elastic
+        if self._late:  # made for another run of this process, or for a last evaluation
+            session.late = [known for known in session.late if known() is not None]
+            session.late.append(weakref.WeakMethod(self.join))
+        elif session.synced:
+            return
+        elif self._adaptive or (session.loader is None and not self._given.whole_batches):
+            session.leading_loader = weakref.ref(self)
+            session.loader = LoaderInfo(
                 limits=self._limits, dataset_size=self._samples, sample=describe_sample(self.dataset)
             )
-            self._session.warm_ups.append(self._feed.warm_up)
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
+        leading = self._session.leading_loader
+        return leading is not None and leading() is self
+
+    def join(self, session: Session) -> None:
+        """Belong to another run of this process from now on."""
+        if session is not self._session:
+            self._session, self._setting, self._passes = session, None, 0
+            self._announce()
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -155,7 +231,9 @@ class AdaptiveDataLoader:
     def shape(self) -> BatchChoice:
         """How a full step is cut on each worker now."""
         session, limits = self._session, self._limits
-        if session.leading_loader is self and session.shape is not None:
+        if self._given.whole_batches:
+            return BatchChoice(atomic_bsz=limits.init_batch_size)
+        if self._leads and session.shape is not None:
             return session.shape
         return split(
             limits.init_batch_size,
@@ -181,19 +259,58 @@ class AdaptiveDataLoader:
         return self.shape.batch_size(self._session.world_size) if self._adaptive else self._limits.init_batch_size
 
     def __len__(self) -> int:
-        """Steps of a whole pass at the present batch size.
+        """Steps of a whole pass at the present batch size; with whole batches this rank's share of them.
 
         Raises:
-            TypeError: an iterable dataset has no length.
+            TypeError: an iterable dataset has no length, nor has a batch sampler without one.
         """
+        batch_sampler = self._given.batch_sampler
+        if batch_sampler is not None:
+            return self._own_batches(len(batch_sampler))  # type: ignore[arg-type]
         if self._samples is None:
             raise TypeError("an AdaptiveDataLoader over an iterable dataset has no length")
         steps, rest = divmod(self._samples, self.current_batch_size)
-        return steps + int(rest > 0 and not self._drop_last)
+        steps += int(rest > 0 and not self._drop_last)
+        return self._own_batches(steps) if self._given.whole_batches else steps
+
+    def _own_batches(self, count: int) -> int:
+        return batches_of(count, rank=self._session.rank, world_size=self._session.world_size)
+
+    # -- what torch's DataLoader shows -------------------------------------------------------------------------
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset."""
+        return self._given.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """The global batch size that was given; None where a batch sampler cuts."""
+        return self._given.batch_size if self._given.batch_sampler is None else None
+
+    @property
+    def sampler(self) -> Iterable[Any]:
+        """The sampler that was given, or torch's for the order."""
+        given = self._given
+        if given.sampler is not None or isinstance(given.dataset, IterableDataset):
+            return given.sampler or ()
+        return RandomSampler(given.dataset) if given.shuffles else SequentialSampler(given.dataset)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a tail shorter than a batch is left out."""
+        return self._drop_last
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SHOWN and "_given" in self.__dict__:
+            own = getattr(self._given, name, None)
+            return self._given.options.get(name, own if own is not None else _SHOWN[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- iteration ---------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        self._join_present_run()
         loop = self._session.enter_loop()
         if loop.done:
             return
@@ -201,16 +318,25 @@ class AdaptiveDataLoader:
         epoch = self._epoch()
         try:
             while (batches := self._next_step(epoch, loop)) is not None:
+                session = self._session
                 yield from self._micro_batches(batches)
-                if self._session.edge(loop):
+                check_present(session)
+                if session.edge(loop):
                     self._feed.commit()
             total = self._pass_total(loop)
         except GeneratorExit:
-            self._session.abandon_step()
+            self._session.abandon_step(loop)
             raise
+        finally:
+            self._feed.end()
         self._session.end_pass(loop, total)
 
-    def _micro_batches(self, batches: list[Callable[[], Any]]) -> Iterator[Any]:
+    def _join_present_run(self) -> None:
+        self.join(session_of_thread() or self._session)
+        if self._adaptive and not self._leads:
+            raise RuntimeError("autoscale_batch_size must be called before the first epoch")
+
+    def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         step = self._session.step
         assert step is not None, "a step was begun"
         for micro, fetch in enumerate(batches):
@@ -226,32 +352,34 @@ class AdaptiveDataLoader:
         self._passes += 1
         return self._passes - 1
 
-    def _next_step(self, epoch: int, loop: LoopProgress) -> list[Callable[[], Any]] | None:
+    def _next_step(self, epoch: int, loop: LoopProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session = self._session
         session.check_group()
         shape, cut = self._present_cut()
         # Also after a pass over this very loader that was nested in the last step.
         if self._reading is None or self._reading[0] is not loop or self._reading[1] != session.shape_changes:
-            self._feed.begin(epoch, loop.position, cut)
+            new_pass = self._reading is None or self._reading[0] is not loop
+            self._feed.begin(epoch, loop.position, cut, new_pass=new_pass)
             self._reading = loop, session.shape_changes
-        count, total, batches = self._feed.step(epoch, loop.position, cut)
-        if count == 0 or loop.done:
+        step = self._feed.step(epoch, loop.position, cut)
+        if not step.sizes or loop.done:
             return None
         init_batch_size = self._limits.init_batch_size
         session.begin_step(
             Step(
                 loop=loop,
-                total=total,
-                sizes=cut.sizes(count),
+                total=step.total,
+                sizes=step.sizes,
                 scale=cut.batch_size / init_batch_size,
                 init_batch_size=init_batch_size,
                 shape=shape,
                 ordinal=session.next_ordinal,
-                can_switch=lambda world_size: self._feed.can_switch(loop.position, total, world_size),
+                can_switch=lambda world_size: self._feed.can_switch(loop.position, step.total, world_size),
+                whole=self._given.whole_batches,
             )
         )
-        return batches
+        return step.fetches
 
     def _present_cut(self) -> tuple[BatchChoice, StepCut]:
         """The setting for the next step; it moves with the group and the batch only."""

@@ -12,6 +12,8 @@ from typing import Any
 import ray.cloudpickle
 from ray.util import inspect_serializability
 
+from elastic_ray.job.in_ray_train import in_ray_train
+
 _KINDS = inspect.Parameter
 _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
 _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
@@ -64,9 +66,10 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def call(packed: bytes) -> Any:
-    """Run what :func:`pack` made; for workers."""
-    train_loop, config = pickle.loads(packed)
-    return train_loop() if config is None else train_loop(config)
+    """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do."""
+    with in_ray_train():
+        train_loop, config = pickle.loads(packed)
+        return train_loop() if config is None else train_loop(config)
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:

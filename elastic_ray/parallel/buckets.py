@@ -9,6 +9,8 @@ from typing import cast
 
 import torch
 
+from elastic_ray.parallel.refusals import check_gradients
+
 # As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -61,8 +63,19 @@ class Bucket:
             self.pending, self.complete = 0, False
 
     def put(self, weight: float) -> None:
-        """Weighted gradients into the buffer; zeros where there is none."""
+        """Weighted gradients into the buffer; zeros where there is none.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
+        """
         self.grads = [p.grad for p in self.params]
+        try:
+            self._put(weight)
+        except (RuntimeError, TypeError):
+            check_gradients(self.params, self.grads, complete=self.complete)
+            raise
+
+    def _put(self, weight: float) -> None:
         if self.complete:
             torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
             if weight != 1.0:

@@ -76,7 +76,8 @@ class Trainable:
         if missing:
             raise ValueError(
                 f"optimizer must hold all of module's trainable parameters, but {len(missing)} are missing; "
-                "set requires_grad_(False) on those that are frozen"
+                "set requires_grad_(False) on those that are frozen, and give those of a second optimizer to the first "
+                "as a parameter group of their own"
             )
         self.params = [p for group in groups for p in group]
         self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]

@@ -11,12 +11,19 @@ import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
-from elastic_ray.context import current_session
+from elastic_ray.context import session_of_new_model
 from elastic_ray.nonfinite import check_choice
 from elastic_ray.parallel.buffers import BufferSync
 from elastic_ray.parallel.finite import FiniteWatch
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
+from elastic_ray.parallel.refusals import (
+    STEP_AFTER_BACKWARD,
+    refuse_options,
+    refuse_several,
+    refuse_sparse,
+    refuse_steps_in_backward,
+)
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.parallel.state import DictState, ModuleState
 from elastic_ray.parallel.trainable import Trainable, TrainedState
@@ -54,9 +61,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             function that returns with parameters that are not finite fails. What AMP's scaler leaves out is no fault.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before.
+            that was wrapped before; gradients are sparse, or stepped within ``backward()``.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -68,12 +75,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         grad_scaler: Any = None,
         scaling_rule: ScalingRule | str | None = None,
         nonfinite: str = "warn",
+        **options: Any,
     ) -> None:
         super().__init__()
+        refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
+        refuse_sparse(module)
+        refuse_steps_in_backward(module)
         self.module = module
-        session = current_session()
+        session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
             _check_process_group(session.place.world_size)
@@ -183,6 +194,8 @@ class AdaptiveDataParallel(torch.nn.Module):
                 "replicate: call backward() yourself and step() without a closure"
             )
         session = self._session
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._reducer.close()
         self._trainable.drop_strangers()
         if not session.may_apply():
@@ -234,6 +247,7 @@ def _check_types(module: Any, optimizer: Any) -> None:
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if isinstance(module, AdaptiveDataParallel):
         raise TypeError("module must be a plain model, but got one that is wrapped in AdaptiveDataParallel already")
+    refuse_several(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.context import current_session, set_session
@@ -33,6 +33,13 @@ def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(float(count))[:, None])
 
 
+class Stream(IterableDataset[Any]):
+    """Never read."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer."""
     model = nn.Linear(1, 1)
@@ -46,18 +53,32 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     ("dataset", "options", "error", "words"),
     [
         (numbers(0), {"batch_size": 1}, ValueError, "at least 1 sample"),
-        (numbers(5), {"batch_size": 6}, ValueError, r"batch_size must be at most the 5 samples of an epoch.*got 6"),
+        (
+            numbers(5),
+            {"batch_size": 6, "drop_last": True},
+            ValueError,
+            r"at most the 5 samples .* nothing is left.*got 6",
+        ),
         (numbers(5), {"batch_size": 0}, ValueError, "batch_size must be 1 or more"),
         (numbers(5), {"batch_size": 2.0}, TypeError, "batch_size must be a whole number"),
-        (numbers(5), {"batch_size": 2, "persistent_workers": False}, ValueError, "persistent_workers cannot be set"),
-        (numbers(5), {"batch_size": 2, "batch_sampler": [[0]]}, ValueError, "batch_sampler cannot be set"),
+        (numbers(5), {"batch_size": 2, "persistent_workers": True}, ValueError, "needs num_workers > 0"),
+        (numbers(5), {"batch_sampler": [[0]]}, ValueError, "batch_sampler cannot be set .* whole_batches=True"),
+        (
+            numbers(5),
+            {"batch_sampler": [[0]], "whole_batches": True, "batch_size": 2},
+            ValueError,
+            "excludes batch_size",
+        ),
+        (numbers(5), {"batch_size": 2, "sampler": [1], "shuffle": True}, ValueError, "exclude each other: the sampler"),
+        (numbers(5), {"batch_size": 2, "generator": torch.Generator()}, ValueError, "pass seed="),
+        (numbers(5), {"batch_size": 2, "on_epoch": 3}, TypeError, "must be a function of"),
+        (Stream(), {"batch_size": 2, "shuffle": True}, ValueError, "shuffle=True cannot be used with an iterable"),
+        (Stream(), {"batch_size": 2, "whole_batches": True}, ValueError, "whole_batches=True cannot be used"),
         (numbers(5), {"batch_size": 2, "sampler": iter([1])}, TypeError, "one-time iterator"),
         (object(), {"batch_size": 2}, TypeError, "must have a length"),
     ],
 )
 def test_a_loader_refuses(dataset: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    if "persistent_workers" in options:
-        options = options | {"num_workers": 1}
     with pytest.raises(error, match=words):
         er.AdaptiveDataLoader(dataset, **options)
 
@@ -156,8 +177,23 @@ def test_a_scheduler_must_be_handed_over() -> None:
 
 
 def test_models_are_wrapped_before_training() -> None:
-    next(iter(er.remaining_epochs_until(1)))
-    with pytest.raises(RuntimeError, match="before the first epoch"):
+    def within_an_epoch() -> None:
+        for _epoch in er.remaining_epochs_until(2):
+            er.AdaptiveDataParallel(*parts())
+
+    def within_a_step() -> None:
+        for _batch in er.AdaptiveDataLoader(numbers(4), batch_size=2):
+            er.AdaptiveDataParallel(*parts())
+
+    for wraps in (within_an_epoch, within_a_step):
+        with pytest.raises(RuntimeError, match="before the first epoch"):
+            wraps()
+
+
+def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
+    elastic_session()
+    current_session().synced = True
+    with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
         er.AdaptiveDataParallel(*parts())
 
 

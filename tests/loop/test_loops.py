@@ -239,9 +239,11 @@ def doubled(items: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [2 * index for index, _ in items], [pid for _, pid in items]
 
 
-def fetched(_: int) -> dict[str, Any]:
+def fetched(persistent: bool) -> dict[str, Any]:
     """Two epochs through two worker processes; the batch grows in the first."""
-    loader = er.AdaptiveDataLoader(WithPid(), batch_size=6, num_workers=2, collate_fn=doubled)
+    loader = er.AdaptiveDataLoader(
+        WithPid(), batch_size=6, num_workers=2, collate_fn=doubled, persistent_workers=persistent
+    )
     loader.autoscale_batch_size(48)
     session = current_session()
     trainee = Trainee()
@@ -258,13 +260,14 @@ def fetched(_: int) -> dict[str, Any]:
     return {"pids": sorted(set(pids)), "seen": seen, "sizes": sizes, "own": os.getpid()}
 
 
+@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("world", [None, 2])
-def test_worker_processes_survive_a_change_of_the_batch(ranks: Ranks, world: int | None) -> None:
-    results = each(ranks, world, fetched, 0)
+def test_worker_processes_survive_a_change_of_the_batch(ranks: Ranks, world: int | None, persistent: bool) -> None:
+    results = each(ranks, world, fetched, persistent)
     counted = Counter(value for result in results for batch in result["seen"] for value in batch)
     assert counted == {2 * index: 2 for index in range(48)}
     for result in results:
-        assert len(result["pids"]) == 2
+        assert len(result["pids"]) == (2 if persistent else 4), "two for each pass, whatever happens in it"
         assert result["own"] not in result["pids"]
         assert result["sizes"][:2] == [6 // len(results), 8]
 

@@ -1,0 +1,158 @@
+"""What an ``AdaptiveDataLoader`` was given, also in the shape of a torch DataLoader (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from elastic_ray.data.epochs import EpochHook
+
+_TAKEN_OVER = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+_OF_WORKERS = ("prefetch_factor",)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderArguments:
+    """Arguments of a loader; those that torch's DataLoader has mean there the same, but for the global batch.
+
+    Attributes:
+        shuffle: None where the user has not said.
+        options: further arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        TypeError, ValueError: arguments that exclude each other.
+    """
+
+    dataset: Any
+    batch_size: int = 1
+    shuffle: bool | None = None
+    sampler: Iterable[Any] | None = None
+    batch_sampler: Iterable[Any] | None = None
+    drop_last: bool = False
+    num_workers: int = 0
+    persistent_workers: bool = False
+    whole_batches: bool = False
+    on_epoch: EpochHook | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.options.get("generator") is not None:
+            raise ValueError(
+                "generator cannot be set on an AdaptiveDataLoader: the order is fixed by seed and epoch, so that all "
+                "workers have the same one: pass seed= instead (and a DataLoader without generator)"
+            )
+        if self.on_epoch is not None and not callable(self.on_epoch):
+            raise TypeError(f"on_epoch must be a function of (dataset, epoch), but got {self.on_epoch!r}")
+        if self.persistent_workers and not self.num_workers:
+            raise ValueError("persistent_workers=True needs num_workers > 0, but num_workers is 0")
+        if self.sampler is not None and self.shuffle:
+            raise ValueError(
+                "sampler and shuffle=True exclude each other: the sampler decides the order. Leave shuffle out, or "
+                "shuffle within the sampler"
+            )
+        if self.batch_sampler is not None:
+            self._check_batch_sampler()
+        if isinstance(self.dataset, IterableDataset):
+            self._check_stream()
+
+    def _check_batch_sampler(self) -> None:
+        if not self.whole_batches:
+            raise ValueError(
+                "batch_sampler cannot be set on an AdaptiveDataLoader that trains: the batch size changes with the "
+                "job. Pass batch_size and sampler, or, for evaluation by whole batches, whole_batches=True"
+            )
+        if self.batch_size != 1 or self.shuffle or self.sampler is not None or self.drop_last:
+            raise ValueError(
+                "batch_sampler excludes batch_size, shuffle, sampler and drop_last: it decides all of them"
+            )
+
+    def _check_stream(self) -> None:
+        given = {
+            "num_workers": self.num_workers,
+            "sampler": self.sampler is not None,
+            "shuffle=True": self.shuffle,
+            "whole_batches=True": self.whole_batches,
+            "on_epoch": self.on_epoch is not None,
+        }
+        if wrong := [name for name, is_set in given.items() if is_set]:
+            raise ValueError(
+                f"{wrong[0]} cannot be used with an iterable dataset, whose items are shared out by their position "
+                "in the stream; leave it out, or use a map-style dataset"
+            )
+        # What a DataLoader has when nobody has set it says nothing.
+        unknown = sorted(name for name, value in self.options.items() if name != "collate_fn" and value)
+        if unknown:
+            raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether the order is a new one in each epoch: unless told otherwise, except for whole batches."""
+        return (not self.whole_batches) if self.shuffle is None else self.shuffle
+
+
+def taken_over(given: LoaderArguments) -> LoaderArguments:
+    """The arguments of the DataLoader that was given as dataset.
+
+    Raises:
+        ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
+            into it.
+    """
+    loader: DataLoader[Any] = given.dataset
+    own = {"dataset", "whole_batches", "on_epoch"}
+    fields = {field.name: field for field in dataclasses.fields(given)}
+    beside = [
+        name
+        for name, field in fields.items()
+        if name not in own and getattr(given, name) not in (field.default, None, {})
+    ]
+    if beside:
+        names = ", ".join(given.options if beside == ["options"] else beside)
+        raise ValueError(
+            f"{names} cannot be given beside a DataLoader, which has its own: set it there, or pass the DataLoader's "
+            "dataset instead"
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise ValueError(
+            "a DataLoader with batch_size=None, whose samples are batches already, cannot be shared out: pass its "
+            "dataset with batch_size=the number of such items in a global batch, and a collate_fn"
+        )
+    options = {name: getattr(loader, name) for name in _TAKEN_OVER}
+    if options["collate_fn"] is default_collate:
+        del options["collate_fn"]
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _OF_WORKERS}
+    if not getattr(loader, "in_order", True):
+        options["in_order"] = False
+    if loader.generator is not None:
+        options["generator"] = loader.generator
+    batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if loader.batch_size is None:
+        batches = {"batch_sampler": loader.batch_sampler}
+    elif not isinstance(loader.dataset, IterableDataset):
+        batches |= _order_of(loader.sampler)
+    return LoaderArguments(
+        dataset=loader.dataset,
+        num_workers=loader.num_workers,
+        persistent_workers=loader.persistent_workers,
+        whole_batches=given.whole_batches,
+        on_epoch=given.on_epoch,
+        options=options,
+        **batches,
+    )
+
+
+def _order_of(sampler: Any) -> dict[str, Any]:
+    """Torch's own samplers are its way to say shuffle=True or False."""
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        if sampler.generator is not None:
+            raise ValueError(
+                "the DataLoader's sampler has a generator of its own, but here the order is fixed by seed and epoch: "
+                "use shuffle=True, and pass seed= to the AdaptiveDataLoader"
+            )
+        return {"shuffle": True}
+    return {"sampler": sampler}

@@ -1,0 +1,55 @@
+"""SHELL: puts an object of ours where one of Ray's modules keeps its own, without importing that module."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+
+
+@contextlib.contextmanager
+def standing_in(home: str, name: str, value: object) -> Iterator[None]:
+    """``value`` is ``home.name``, now or as soon as something imports the module: not everybody needs that second.
+
+    Args:
+        home: full name of a module.
+        name: of a variable in it that is None otherwise.
+        value: what it is within the context.
+    """
+    late = _WhenImported(home, lambda module: setattr(module, name, value))
+    if home in sys.modules:
+        late.then(sys.modules[home])
+    else:
+        sys.meta_path.insert(0, late)
+    try:
+        yield
+    finally:
+        if late in sys.meta_path:
+            sys.meta_path.remove(late)
+        if home in sys.modules:
+            setattr(sys.modules[home], name, None)
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Does something with a module once it has been imported."""
+
+    def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
+        self._home = home
+        self.then = then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == self._home else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

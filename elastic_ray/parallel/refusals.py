@@ -1,0 +1,119 @@
+"""What ``AdaptiveDataParallel`` cannot do, said with the way out (torch)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_NOT_NEEDED = "it is not needed: leave it out, since "
+_OF_DDP = {
+    "find_unused_parameters": _NOT_NEEDED + "parameters that a step does not use are always handled",
+    "static_graph": _NOT_NEEDED + "the graph may change from step to step",
+    "device_ids": _NOT_NEEDED + "the model trains on the device that it is on: move it there before",
+    "output_device": _NOT_NEEDED + "outputs are where the model puts them",
+    "dim": _NOT_NEEDED + "batches are cut by the AdaptiveDataLoader",
+    "process_group": "the group is the job's, and changes with it",
+    "broadcast_buffers": "buffers are averaged over the workers at the end of each pass of a loader; copy them "
+    "yourself where that is not right",
+    "init_sync": _NOT_NEEDED + "all workers begin with the first one's parameters",
+    "bucket_cap_mb": _NOT_NEEDED + "buckets have 25 MiB, as DDP's",
+    "gradient_as_bucket_view": _NOT_NEEDED + "gradients stay where autograd puts them",
+    "check_reduction": _NOT_NEEDED + "it has no effect in DDP either",
+    "delay_all_reduce_named_params": "every gradient is reduced as soon as its bucket is full",
+    "param_to_hook_all_reduce": "every gradient is reduced as soon as its bucket is full",
+    "mixed_precision": "use torch.autocast in the loop, and pass its GradScaler as grad_scaler=",
+    "device_mesh": "the group is the job's, and changes with it",
+    "skip_all_reduce_unused_params": _NOT_NEEDED + "parameters that no worker uses keep no gradient",
+}
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for keyword arguments that are DistributedDataParallel's, or nobody's."""
+    for name in options:
+        if name in _OF_DDP:
+            raise TypeError(f"AdaptiveDataParallel has no {name}=, which is DistributedDataParallel's: {_OF_DDP[name]}")
+        raise TypeError(
+            f"AdaptiveDataParallel has no argument {name!r}; it has module, optimizer, lr_scheduler, grad_scaler and "
+            "scaling_rule"
+        )
+
+
+def refuse_several(optimizer: Any) -> None:
+    """Raise TypeError for more than one optimizer of a model."""
+    if isinstance(optimizer, (list, tuple, Mapping)):
+        raise TypeError(
+            f"optimizer must be one torch.optim.Optimizer, but got a {type(optimizer).__name__} of {len(optimizer)}: "
+            "give one optimizer several parameter groups, each with options of its own (torch.optim.SGD([{'params': "
+            "a, 'lr': 0.1}, {'params': b, 'lr': 0.01}])); or, for optimizers of several kinds, wrap the parts of the "
+            "model that they step, each in an AdaptiveDataParallel of its own"
+        )
+
+
+def refuse_sparse(module: torch.nn.Module) -> None:
+    """Raise ValueError for layers whose gradients are sparse."""
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) and isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            raise ValueError(
+                f"{type(layer).__name__}(sparse=True) cannot be trained in a group, but {name or 'the module'} is one: "
+                "sparse gradients are not averaged over the workers. Set sparse=False (and an optimizer for dense "
+                "gradients in place of SparseAdam)"
+            )
+
+
+def refuse_steps_in_backward(module: torch.nn.Module) -> None:
+    """Raise ValueError for hooks on gradients that hold an optimizer, to step it before gradients are averaged."""
+    for name, param in module.named_parameters():
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            if any(isinstance(value, torch.optim.Optimizer) for value in _reach(hook)):
+                raise ValueError(f"a hook on the gradient of {name} steps an optimizer: {STEP_AFTER_BACKWARD}")
+
+
+STEP_AFTER_BACKWARD = (
+    "within backward() gradients are one worker's own; they are averaged over the workers when it returns. Step one "
+    "optimizer of all parameters after backward(), and zero gradients after that"
+)
+
+
+def _reach(hook: Any) -> Iterator[Any]:
+    """What a hook refers to by name, and what lies in dicts and lists among that."""
+    try:
+        found = inspect.getclosurevars(inspect.unwrap(getattr(hook, "__func__", hook)))
+    except (TypeError, ValueError):  # a callable object, or written in C
+        values = list(getattr(hook, "__dict__", {}).values())
+    else:
+        values = [*found.nonlocals.values(), *found.globals.values()]
+    for value in values:
+        yield value
+        if isinstance(value, Mapping):
+            yield from value.values()
+        elif isinstance(value, (list, tuple)):
+            yield from value
+
+
+def check_gradients(
+    params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
+) -> None:
+    """After gradients could not be put into a bucket: raise with the reason, where it is the user's.
+
+    Args:
+        params: the bucket's parameters.
+        grads: their gradients.
+        complete: whether backward has reached all of them.
+
+    Raises:
+        RuntimeError: a gradient is sparse, or a hook has taken it away.
+    """
+    for param, grad in zip(params, grads, strict=True):
+        if grad is None and complete:
+            raise RuntimeError(
+                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has taken it "
+                f"away again: {STEP_AFTER_BACKWARD}"
+            )
+        if grad is not None and grad.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, and sparse gradients are not "
+                "averaged over the workers: use layers and functions with sparse=False"
+            )

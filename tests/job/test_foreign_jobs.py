@@ -1,0 +1,47 @@
+"""Foreign programs as elastic jobs that grow while they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+
+import elastic_ray as er
+from elastic_ray.events import EventKind
+from tests.job.jobs import kinds, wait_until
+from tests.loop import foreign
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(240)]
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("program", "epochs", "whole"),
+    [
+        (foreign.ncf, 12, {"users": foreign.USERS, "samples": foreign.USERS * 30, "positives": foreign.USERS * 6}),
+        pytest.param(foreign.language, 30, {"chunks": foreign.STREAMS * foreign.CHUNKS}, marks=SLOW),
+        pytest.param(foreign.averaged_folds, 10, {"samples": 60.0}, marks=SLOW),
+    ],
+)
+def test_a_foreign_program_grows_to_two_workers(
+    ray_cluster: Any, tmp_path: Path, program: Any, epochs: int, whole: dict[str, float]
+) -> None:
+    """Each epoch is whole before and after the change; the joiner sees the present epoch's negatives, state, fold."""
+    handle = er.ElasticTrainer(
+        program,
+        train_loop_config={"epochs": epochs, "pause_s": 0.03},
+        scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path)),
+    ).submit()
+    handle.resize(1)
+    wait_until(lambda: handle.status().step > 2, handle)
+    handle.resize(2)
+    wait_until(lambda: handle.status().workers == 2, handle)
+    result = handle.result(timeout=150)
+    assert result.metrics is not None
+    assert result.metrics["workers"] == 2
+    assert {name: result.metrics[name] for name in whole} == whole
+    assert EventKind.FAILURE not in kinds(handle) and EventKind.RESTART not in kinds(handle)

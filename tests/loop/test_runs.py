@@ -1,0 +1,183 @@
+"""Several runs in one process, and loops that draw their batches with ``next``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
+
+import elastic_ray as er
+from elastic_ray.context import current_session, set_session
+from tests.loop.ranks import Ranks
+
+
+def numbers(count: int) -> TensorDataset:
+    """0..count-1."""
+    return TensorDataset(torch.arange(float(count)))
+
+
+def trained(dataset: Any, *, loader: Any = None, loader_first: bool = False, adapt: bool = False) -> list[float]:
+    """A train function as a notebook's cell has it; the model's weights, and what an evaluation finds."""
+    torch.manual_seed(0)
+
+    def make() -> Any:
+        made = loader or er.AdaptiveDataLoader(dataset, batch_size=6)
+        if adapt:
+            made.autoscale_batch_size(12)
+        return made
+
+    ours = make() if loader_first else None
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    ours = ours or make()
+    epochs = 0
+    for _ in er.remaining_epochs_until(2):
+        totals = er.Accumulator()
+        for (x,) in ours:
+            optimizer.zero_grad()
+            wrapped(x[:, None]).square().mean().backward()
+            optimizer.step()
+            totals["samples"] += len(x)
+        assert totals["samples"] == len(dataset)
+        epochs += 1
+    assert epochs == 2
+    evaluation = er.AdaptiveDataLoader(dataset, batch_size=4, shuffle=False)
+    sums = er.Accumulator()
+    with torch.no_grad():
+        for (x,) in evaluation:
+            sums["x"] += float(x.sum())
+    return [*(p.item() for p in model.parameters()), sums["x"]]
+
+
+def several(way: str) -> list[list[float]]:
+    """The same training three times in one process."""
+    dataset = numbers(18)
+    if way == "one loader for all":
+        loader = er.AdaptiveDataLoader(dataset, batch_size=6)
+        return [trained(dataset, loader=loader) for _ in range(3)]
+    if way == "adaptive":
+        return [trained(dataset, adapt=True, loader_first=bool(n)) and [0.0] for n in range(3)]
+    return [trained(dataset, loader_first=way == "loader first") for _ in range(3)]
+
+
+@pytest.mark.parametrize("way", ["model first", "loader first", "one loader for all", "adaptive"])
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_train_function_may_run_again(ranks: Ranks, world: int | None, way: str) -> None:
+    results = ranks.run(several, way, world=world)
+    for result in [results] if world is None else results:
+        assert result[0] == result[1] == result[2]
+
+
+def test_a_run_that_was_broken_off_does_not_stand_in_the_way() -> None:
+    set_session(None)
+    loader = er.AdaptiveDataLoader(numbers(18), batch_size=6)
+    try:
+        for _ in er.remaining_epochs_until(2):
+            for _batch in loader:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        kept = error  # and with it the frames, as a notebook keeps them
+    assert trained(numbers(18)) == trained(numbers(18))
+    del kept
+
+
+def test_an_adaptive_loader_that_is_used_again_adapts_again() -> None:
+    set_session(None)
+    loader = er.AdaptiveDataLoader(numbers(18), batch_size=6)
+    loader.autoscale_batch_size(12)
+    for _ in range(2):
+        trained(numbers(18), loader=loader)
+        info = current_session().loader
+        assert info is not None and info.limits.max_batch_size == 12
+
+
+def folds(_: int) -> list[list[float]]:
+    """Cross-validation: a model, an optimizer and two loaders for each fold."""
+    dataset = numbers(18)
+    found = []
+    for fold in range(3):
+        torch.manual_seed(0)
+        held_out = list(range(fold * 6, fold * 6 + 6))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        training = Subset(dataset, [i for i in range(18) if i not in held_out])
+        loader = er.AdaptiveDataLoader(training, batch_size=4)
+        evaluation = er.AdaptiveDataLoader(Subset(dataset, held_out), batch_size=4, shuffle=False)
+        seen = []
+        for _epoch in er.remaining_epochs_until(2):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                wrapped(x[:, None]).square().mean().backward()
+                optimizer.step()
+                seen += x.tolist()
+            total = er.Accumulator()
+            for (x,) in evaluation:
+                total["x"] += float(x.sum())
+        found.append([*sorted(seen), total["x"], *(p.item() for p in model.parameters())])
+    return found
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_folds_one_after_the_other(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(folds, 0, world=world)
+    results = [results] if world is None else results
+    for fold in range(3):
+        held_out = range(fold * 6, fold * 6 + 6)
+        seen = sorted(x for result in results for x in result[fold][:-3])
+        assert seen == sorted(2 * [float(i) for i in range(18) if i not in held_out])
+        assert {tuple(result[fold][-3:]) for result in results} == {(float(sum(held_out)), *results[0][fold][-2:])}
+
+
+# -- next ----------------------------------------------------------------------------------------------------
+
+
+def with_next(epochs: bool) -> list[list[float]]:
+    """``iter`` and ``next`` for ``len(loader)`` steps, with an evaluation after each epoch."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(numbers(15), batch_size=6)
+    evaluation = er.AdaptiveDataLoader(numbers(5), batch_size=4, shuffle=False)
+    found = []
+    for _ in er.remaining_epochs_until(3) if epochs else range(3):
+        batches, seen = iter(loader), []
+        for _step in range(len(loader)):
+            (x,) = next(batches)
+            optimizer.zero_grad()
+            wrapped(x[:, None]).square().mean().backward()
+            optimizer.step()
+            seen += x.tolist()
+        total = er.Accumulator()
+        for (x,) in evaluation:
+            total["x"] += float(x.sum())
+        assert total["x"] == 10.0
+        found.append(seen)
+    assert current_session().progress.steps in (9, 8), "the last step of a plain loop is not over yet"
+    return found
+
+
+@pytest.mark.parametrize("epochs", [True, False])
+@pytest.mark.parametrize("world", [None, 2])
+def test_batches_may_be_drawn_with_next(ranks: Ranks, world: int | None, epochs: bool) -> None:
+    results = ranks.run(with_next, epochs, world=world)
+    results = [results] if world is None else results
+    orders = [[x for result in results for x in result[epoch]] for epoch in range(3)]
+    assert all(sorted(order) == list(range(15)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_an_iterator_ends_with_its_epoch() -> None:
+    set_session(None)
+    loader = er.AdaptiveDataLoader(numbers(12), batch_size=6)
+    batches = iter(loader)
+    epochs = er.remaining_epochs_until(2)
+    next(epochs)
+    next(batches)
+    next(epochs)
+    with pytest.raises(RuntimeError, match=r"call iter\(loader\) again in each epoch"):
+        next(batches)
