@@ -91,15 +91,14 @@ class FiniteWatch:
         """Whether updates that are not finite are left out."""
         return self._nonfinite == "skip"
 
-    def _grads_are_finite(self, grads: Sequence[torch.Tensor]) -> bool:
+    def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
         if not grads:
             return True
         largest = torch.stack([each.float() for each in torch._foreach_norm(grads, math.inf)]).sum()
         if largest.is_cuda and self._nonfinite == "warn" and self._session.world_size == 1:
             # Nobody waits for the GPU: what the step before has found is known by now.
-            largest, self._lagging = self._lagging, largest  # type: ignore[assignment]
-            if largest is None:
-                return True
+            before, self._lagging = self._lagging, largest
+            return before is None or math.isfinite(float(before))
         return math.isfinite(float(largest)) or all(bool(grad.isfinite().all()) for grad in grads)
 
     def check_parameters(self) -> None:

@@ -19,6 +19,7 @@ import elastic_ray as er
 from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
+from elastic_ray.intents import RanksDisagreeError
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 
@@ -71,6 +72,37 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     assert "bound" in event.reason
     assert len(account.final) == 1
     assert handle.result().metrics["samples"] == 192
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("skip_at", "rank 1 has come to the end of a step"),
+        pytest.param("return_at", "rank 1 has returned from the train function", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_disagree_end_the_job_with_who_did_what(
+    ray_cluster: Any, tmp_path: Path, where: str, what: str
+) -> None:
+    handle = start(tmp_path, workers=2, epochs=10_000, **{where: 6})
+    with pytest.raises(RanksDisagreeError, match=what) as error:
+        handle.result(timeout=90)
+    times_s = {event.kind: event.time_s for event in handle.events()}
+    assert times_s[EventKind.FINISHED] - times_s[EventKind.STARTED] < 10.0
+    assert "rank 0 reduces the gradients of model 0" in str(error.value)
+    assert handle.status().phase is JobPhase.FAILED
+
+
+@pytest.mark.slow
+def test_gradients_that_are_not_finite_are_told_and_can_be_left_out(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, workers=2, epochs=10_000, nan_at=6, nonfinite="skip")
+    wait_until(lambda: EventKind.NOT_FINITE in kinds(handle), handle)
+    event = next(event for event in handle.events() if event.kind is EventKind.NOT_FINITE)
+    assert event.reason == "gradients of model 0 were NaN or infinite on rank 1 in step 6; the update was left out"
+    assert event.detail == {"step": 6, "ranks": [1], "model": 0}
+    assert event.reason in handle.status().note
+    handle.stop()
+    handle.result(timeout=30)
 
 
 @pytest.mark.slow

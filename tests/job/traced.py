@@ -21,7 +21,8 @@ def train(config: dict[str, Any]) -> str:
     ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
     checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
     build its model runs out of memory), tear_at (step), tear (ranks that then run out of memory half-way through
-    optimizer.step(), once each).
+    optimizer.step(), once each), skip_at and return_at (steps at which rank 1 does something else than the others),
+    nan_at (step at which rank 1's loss is NaN), nonfinite.
     """
     import torch
 
@@ -40,7 +41,7 @@ def train(config: dict[str, Any]) -> str:
     )
     optimizer = (_torn_adam(config) if "tear_at" in config else torch.optim.Adam)(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
-    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
+    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler, nonfinite=config.get("nonfinite", "warn"))
     dataset = torch.utils.data.TensorDataset(inputs, targets, torch.arange(samples))
     loader = er.AdaptiveDataLoader(dataset, batch_size=int(config.get("batch_size", 24)))
     if "adapt" in config:
@@ -61,8 +62,15 @@ def train(config: dict[str, Any]) -> str:
                 generation = context.get_generation()
                 trace.write("state", hash=state_hash(model, optimizer, scheduler))
             trace.write("step", epoch=epoch, indices=index.tolist())
+            own = context.get_global_step() if context.get_world_rank() == 1 else -1
+            if config.get("return_at") == own:
+                return "early"
+            if config.get("skip_at") == own:
+                continue
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), y)
+            if config.get("nan_at") == own:
+                loss = loss * float("nan")
             loss.backward()
             optimizer.step()
             scheduler.step()
