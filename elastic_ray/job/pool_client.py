@@ -23,6 +23,7 @@ from elastic_ray.job.process_pool import find_pool, get_or_create_pool
 
 logger = logging.getLogger(__name__)
 
+_ORDER_S = 15.0  # nobody waits for it, and the pool itself may only be starting
 _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool that does not answer
 
 
@@ -87,7 +88,7 @@ class PoolClient:
             if pool is None:
                 return
             asked = pool.order.remote(self._tenancy.holder, self._environment, dict(nodes), over=over)
-            starts, self._witnesses = await asyncio.wait_for(asked, 2 * _ANSWER_S if not over else _ANSWER_S)
+            starts, self._witnesses = await asyncio.wait_for(asked, _ORDER_S)
             for name, node in starts:
                 pool.started.remote(name, self._start(node, name))
         except (RayError, asyncio.TimeoutError, ValueError) as error:
@@ -103,7 +104,7 @@ def environment_key(environment: Mapping[str, Any]) -> str:
 
     Local directories have been uploaded by now, under names that tell their contents.
     """
-    inherited = ray.get_runtime_context().get_runtime_env_string()
+    inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
     text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -66,7 +66,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:
         return PoolConfig(per_node=0)
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(PoolConfig)}
+    kinds = {name: type(default) for name, default in dataclasses.asdict(PoolConfig()).items()}
     values: dict[str, float | int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))

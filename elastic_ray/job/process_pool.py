@@ -137,11 +137,8 @@ class ProcessPool:
         for ready in (True, False) if starting else (True,):
             for name, held in self._held.items():
                 facts = held.facts
-                if (facts.node, facts.environment, facts.ready) == (
-                    node,
-                    environment,
-                    ready,
-                ) and held.actor is not None:
+                fits = (facts.node, facts.environment, facts.ready) == (node, environment, ready)
+                if fits and held.actor is not None:
                     del self._held[name]
                     return held.actor, ready
         return None

@@ -96,7 +96,9 @@ class Processes:
     """A job's worker processes while no worker of the job runs in them.
 
     One that a worker has left may serve the job's next one. Others come from the cluster's pool of warm processes,
-    which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own. A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
+    which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
+
+    A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
 
     Args:
         spec: the job.
@@ -233,11 +235,8 @@ class Processes:
 
     def _order(self, nodes: dict[str, int]) -> None:
         now_s = time.monotonic()
-        if (
-            not nodes
-            or now_s < self._ordered_s + _ORDER_EVERY_S
-            or not (self._ordering is None or self._ordering.done())
-        ):
+        asks = self._ordering is not None and not self._ordering.done()
+        if not nodes or asks or now_s < self._ordered_s + _ORDER_EVERY_S:
             return
         self._ordered_s = now_s
         self._used = nodes

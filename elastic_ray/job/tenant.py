@@ -99,8 +99,8 @@ def _search_path() -> tuple[str, ...]:
 
     Private, but nothing public tells it.
     """
-    core: Any = _ray_worker.global_worker.core_worker
-    return tuple(core.get_job_config().py_driver_sys_path)
+    worker: Any = _ray_worker.global_worker
+    return tuple(worker.core_worker.get_job_config().py_driver_sys_path)
 
 
 def adopt(tenancy: Tenancy) -> None:
