@@ -48,6 +48,7 @@ _ORDER_S = 20.0  # a controller has so long to start what it was told to
 _COLD_S = 30.0  # nothing is started on a node for so long after a process failed there
 _FIRST_S = 30.0  # within this time after its start the first controller asks
 _CLOSE_S = 30.0
+_CLOSING_S = 5.0
 
 
 def find_pool() -> Any | None:
@@ -116,6 +117,7 @@ class ProcessPool:
         self._busy: dict[tuple[str, str], float] = {}
         self._nodes: tuple[PoolNode, ...] = ()
         self._background = Background()
+        self._closing = False
         self._since_s = time.monotonic()
         self._handle = ray.get_runtime_context().current_actor
         self._found = asyncio.get_event_loop().create_task(self._find_again())
@@ -186,6 +188,10 @@ class ProcessPool:
     async def close(self) -> None:
         """End everything that no job has, and the pool."""
         await self._found
+        self._closing = True
+        until_s = time.monotonic() + _CLOSING_S
+        while any(each.actor is None for each in self._held.values()) and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)  # controllers are starting these now
         for name in list(self._held):
             self._end(name, "the pool is closed")
         ray.kill(self._handle)
@@ -208,6 +214,8 @@ class ProcessPool:
             processes = [dataclasses.replace(each, ready=True) for each in processes]
         starts: list[tuple[str, str]] = []
         demands = tuple(self._demands.values())
+        if self._closing:
+            return starts
         decided = plan(self._config, nodes=self._nodes, processes=processes, demands=demands, busy=busy, now_s=now_s)
         for each in decided:
             match each:
@@ -263,9 +271,8 @@ class ProcessPool:
                 self._end(name, "its controller has not started it")
 
     async def _await_ready(self, held: _Held) -> None:
-        if not await self._ask(held, _START_S) and held.facts.name not in self._held:
-            return
-        held.facts = dataclasses.replace(held.facts, ready=True)
+        if await self._ask(held, _START_S):
+            held.facts = dataclasses.replace(held.facts, ready=True)
 
     async def _ask(self, held: _Held, timeout_s: float) -> bool:
         """Whether a process is well; one that is not, or that a job has claimed, is held no more."""
@@ -285,7 +292,12 @@ class ProcessPool:
 
     async def _find_again(self) -> None:
         """Processes of a pool that was here before."""
-        for name, actor in await asyncio.to_thread(_pooled):
+        try:
+            earlier = await asyncio.to_thread(_pooled)
+        except Exception as error:  # those that are not found end themselves before long
+            logger.warning("processes of an earlier pool were not looked for: %r", error)
+            return
+        for name, actor in earlier:
             _, environment, node, _ = name.split("/")
             facts = PooledProcess(name=name, node=node, environment=environment, ready=True)
             self._held[name] = _Held(facts=facts, actor=actor)
