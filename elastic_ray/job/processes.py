@@ -138,6 +138,7 @@ class Processes:
                 self._lent[actor] = _Lent.READY
                 return actor, facts
             self.end(actor)
+        self._used[node] = self._used.get(node, 0) + 1
         while (actor := await self._pool.take(node)) is not None:
             if (facts := await self._answer(actor)) is not None:
                 return actor, facts
@@ -239,7 +240,7 @@ class Processes:
         if not nodes or asks or now_s < self._ordered_s + _ORDER_EVERY_S:
             return
         self._ordered_s = now_s
-        self._used = nodes
+        self._used = dict(nodes)
         self._ordering = self._background.start(self._pool.order(nodes))
 
     def _warm_one(self, nodes: Iterable[str], wanted: int) -> None:
@@ -266,7 +267,7 @@ class Processes:
         """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""
         self.keep_warm({})
         self._background.cancel()
-        if self._used and not self._closed:
+        if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:
             self._farewell.start(self._pool.order(self._used, over=True))  # for the next job
         self._closed = True
         if self._sweep is not None:

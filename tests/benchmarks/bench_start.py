@@ -22,7 +22,6 @@ from scenarios import START_TIMEOUT_S, Job, cluster, observe
 
 from tests.local_cluster import clean_up
 
-os.environ["ELASTIC_RAY_POOL"] = "per_node=4"  # tests turn it off; Ray's nodes inherit it
 WORKERS = 2
 POOL_TIMEOUT_S = 120.0
 EVENT_TIMEOUT_S = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -17,6 +18,9 @@ import ray
 import elastic_ray as er
 from elastic_ray.job.pool_plan import VARIABLE
 from elastic_ray.job.process_pool import NAME, close_pool, find_pool
+from elastic_ray.job.processes import pool_client, setup_of
+from elastic_ray.job.tenant import own_tenancy
+from tests.job.test_told import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -158,12 +162,26 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
     wait_for(lambda: other["pid"] not in alive().values())
 
 
-def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_them(pool_cluster: LocalCluster) -> None:
+def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
+    pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    node = ray.get_runtime_context().get_node_id()
+    client = pool_client(spec(), own_tenancy("job:mine"))
+    asyncio.run(client.order({node: 2}))
     before = wait_for(ready)
     pool = find_pool()
     assert pool is not None
     ray.kill(pool, no_restart=False)
     assert wait_for(ready) == before
+
+    mine = asyncio.run(client.take(node))
+    assert mine is not None and not before.keys() & ready().keys()
+    assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=60).pid in before.values()
+    assert not ray.get(mine.claim.remote(own_tenancy("job:another")), timeout=60), "one process, two jobs"
+    asyncio.run(client.order({node: 2}))
     close_pool()
-    wait_for(lambda: not alive())
-    assert find_pool() is None and pool_cluster.leaks() == []
+    assert find_pool() is None
+    assert ray.get(mine.sees_running.remote(os.getpid()), timeout=60), "a job's process ended with the pool"
+    ray.kill(mine)
+    wait_for(lambda: not pool_cluster.leaks())
