@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
 from common import arguments, bar, finish, median, ratio, wait_until
 from elastic_side import ElasticJob
 from ray_train_baseline import RayTrainJob
@@ -47,18 +46,30 @@ def end(running: Job) -> None:
 
 def pool_is_filled(processes: int) -> bool:
     """Whether the cluster's pool has so many processes that have imported everything."""
+    import ray
+
     from elastic_ray.job.process_pool import find_pool
 
     pool = find_pool()
     return pool is not None and sum(each.ready for each in ray.get(pool.processes.remote())) >= processes
 
 
-@ray.remote(num_cpus=0, resources={"slot": 1})
 class Other:
     """Holds room for a worker."""
 
 
+def _occupy() -> Any:
+    import ray
+
+    other: Any = ray.remote(num_cpus=0, resources={"slot": 1})(Other)
+    actor = other.remote()
+    ray.get(actor.__ray_ready__.remote())
+    return actor
+
+
 def _grow(running: ElasticJob, other: Any) -> None:
+    import ray
+
     ray.kill(other)
     running.resize(WORKERS + 1)
 
@@ -87,8 +98,7 @@ def measure(kind: type[Job]) -> list[dict[str, Any]]:
             note("second job", took_s)
             end(running)
             return rows
-        other = Other.remote()
-        ray.get(other.__ray_ready__.remote())
+        other = _occupy()
         running, took_s = first_step(kind, folder, "second", workers=(WORKERS, WORKERS + 1))
         note("second job", took_s)
         for event, act in (
