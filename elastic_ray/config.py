@@ -14,7 +14,11 @@ class ElasticConfig:
     """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
 
     Attributes:
-        warm_workers_per_node: idle workers (torch imported) kept on each node the job may grow on; 0 = none.
+        warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
+            its nodes, or as many as it has workers there if those are more; 0 asks for none. The pool serves all jobs;
+            its bounds are the cluster's: environment variable ``ELASTIC_RAY_POOL`` of its nodes
+            (:func:`elastic_ray.job.pool_plan.read_config`). With ``ELASTIC_RAY_POOL=off`` the job keeps so many idle
+            processes of its own.
         warm_worker_memory_bytes: a leaving worker whose resident memory is above this ends instead of going
             back to the warm pool.
         heartbeat_timeout_s: silence after which a member counts as hung.

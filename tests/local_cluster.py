@@ -22,6 +22,7 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
+    "ELASTIC_RAY_POOL": "off",  # a test sees what its own job leaves behind; tests of the pool turn it on
 }
 os.environ.update(_ENVIRONMENT)
 if os.environ.get("ELASTIC_RAY_TESTS_WITH_TOKEN"):  # whatever is tested, on clusters that want a token

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from elastic_ray.job.processes import start_process
+from elastic_ray.job.processes import pool_client, start_process
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.tenant import own_tenancy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +32,13 @@ class ProcessPool:
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
     never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
     goes on has a second run, which has nothing to do with the processes of its first one.
+
+    Args:
+        sweep: name of the sweep, for which processes are taken from the cluster's pool, as far as there are any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sweep: str) -> None:
+        self._tenancy = own_tenancy(f"sweep:{sweep}")
         self._kinds: dict[str, JobSpec] = {}
         self._idle: list[_Process] = []
         self._lent: dict[str, list[_Process]] = {}
@@ -42,7 +48,7 @@ class ProcessPool:
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
-    def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
+    async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """A process on the node, the one used last or a new one, and whether it has ever answered.
 
         None for a run that was not admitted, or is settled.
@@ -55,7 +61,16 @@ class ProcessPool:
             process = fits[-1]
             self._idle.remove(process)
         else:
-            process = _Process(actor=start_process(kind, node), kind=kind, node=node)
+            # Not one that is only starting: the run does not wait for long.
+            pooled = await pool_client(kind, self._tenancy).take(node, starting=False)
+            if run not in self._lent:  # settled meanwhile
+                if pooled is not None:
+                    ray.kill(pooled[0])
+                return None
+            ready = pooled is not None
+            name = f"worker:{self._tenancy.holder}/{secrets.token_hex(8)}"
+            actor = pooled[0] if pooled is not None else start_process(kind, node, self._tenancy, name)
+            process = _Process(actor=actor, kind=kind, node=node, ready=ready)
         self._lent[run].append(process)
         return process.actor, process.ready
 

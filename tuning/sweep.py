@@ -102,7 +102,7 @@ class Sweep:
         self._told: dict[str, float] = {}
         self._busy: dict[str, _Run] = {}
         self._idle: dict[str, _Run] = {}
-        self._processes = ProcessPool()
+        self._processes = ProcessPool(name)
         self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
@@ -163,7 +163,7 @@ class Sweep:
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """A worker process on the node, and whether it has ever answered; None for a run that nobody has told of."""
-        return self._processes.lend(run, node)
+        return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
         """A process is not needed any more; ``fit``: another trial may use it."""

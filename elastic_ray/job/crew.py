@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -215,8 +215,8 @@ class Crew:
             if actor is not None:
                 actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
-    def keep_warm(self, nodes: Iterable[str]) -> None:
-        """Keep processes at hand on these nodes, and on no other."""
+    def keep_warm(self, nodes: Mapping[str, int]) -> None:
+        """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""
         self._processes.keep_warm(nodes)
 
     # -- the end -----------------------------------------------------------------------------------------------

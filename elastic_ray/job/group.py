@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import time
@@ -180,7 +181,7 @@ class WorkerGroup:
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
-            self._crew.keep_warm(())
+            self._crew.keep_warm({})
 
     def knows(self, worker: str, token: str) -> bool:
         """Whether a process with this token serves this job."""
@@ -250,7 +251,7 @@ class WorkerGroup:
             self._background.start(self._look_at(worker))
         self.take(Tick())
         if now_s - self.history.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
-            self._crew.keep_warm({m.node for m in self.machine.current.members})
+            self._crew.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
         """One that is silent may be stopped or starved: its node knows."""

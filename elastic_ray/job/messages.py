@@ -15,7 +15,7 @@ from elastic_ray.state_files import StateFile
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What every worker process of a job is created with; ``paced`` jobs wait in ``report`` until they may go on.
+    """What every worker process of a job is told first; ``paced`` jobs wait in ``report`` until they may go on.
 
     ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
     ``crew``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
@@ -31,6 +31,26 @@ class WorkerSetup:
     states_kept: int = 0
     controller: Any = None
     crew: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tenancy:
+    """For whom a worker process works; one that was started before is made like a process of that one's own.
+
+    Attributes:
+        holder: the job, or the sweep whose trials share the process; nobody else is ever given it.
+        owner: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
+            None for a driver.
+        ray_job: id of Ray's job, whose driver shows what the process prints.
+        namespace: Ray's namespace in which named actors are looked up.
+        search_path: directories in which the driver's modules are, as Ray adds them to a worker's ``sys.path``.
+    """
+
+    holder: str
+    owner: Any
+    ray_job: str
+    namespace: str
+    search_path: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

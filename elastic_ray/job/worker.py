@@ -78,11 +78,8 @@ class Worker:
         return Tie(controller=setup.controller, token=setup.crew) if setup.controller is not None else None
 
     def prepare(self) -> ProcessFacts:
-        """Do what the first step would otherwise wait for: torch's libraries, threads, and autograd."""
+        """Take what the job has set; returns what its controller must know of the process."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
-        weight = torch.ones(8, 8, requires_grad=True)
-        (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
-        torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
         self._facts = ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))

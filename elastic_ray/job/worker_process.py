@@ -5,35 +5,74 @@ A controller only starts workers; torch, which :mod:`elastic_ray.job.worker` nee
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult, WorkerSetup
+from elastic_ray.job.messages import Assignment, ProcessFacts, RunResult, Tenancy, WorkerSetup
 from elastic_ray.membership.plan import Message
+
+if TYPE_CHECKING:
+    from elastic_ray.job.tenant import Tenant
+    from elastic_ray.job.worker import Worker
 
 
 class WorkerProcess:
-    """Actor class; see :class:`elastic_ray.job.worker.Worker`, which its methods call."""
+    """Actor class; see :class:`elastic_ray.job.worker.Worker`, which its methods call.
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    It comes to life warm and may wait for a job in the cluster's pool; the first one that claims it has it for good.
+
+    Args:
+        tenancy: for whom it works; None for a process of the pool.
+    """
+
+    def __init__(self, tenancy: Tenancy | None = None) -> None:
+        from elastic_ray.job.tenant import Tenant
+        from elastic_ray.job.warm_up import warm_up
+
+        self._lock = threading.Lock()
+        self._tenant: Tenant = Tenant(tenancy)
+        self._worker: Worker | None = None
+        warm_up()
+
+    def memory_bytes(self) -> int | None:
+        """Sign of life for a pool: its resident memory; None of a process that has a job."""
+        from elastic_ray.job.warm_up import resident_bytes
+
+        return resident_bytes() if self._tenant.wanted() else None
+
+    def claim(self, tenancy: Tenancy) -> bool:
+        """Work for this one from now on; False of a process that works for another already."""
+        with self._lock:
+            return self._tenant.move_in(tenancy)
+
+    def leave(self, holder: str) -> None:
+        """End, unless the process works for another than this one."""
+        self._tenant.leave(holder)
+
+    def prepare(self, setup: WorkerSetup) -> ProcessFacts:
+        """Take what the job has set, once; later calls only show that the process is well."""
         from elastic_ray.job.worker import Worker
 
-        self._worker = Worker(setup)
-
-    def prepare(self) -> ProcessFacts:
-        """Do what the first step would otherwise wait for."""
+        with self._lock:
+            if self._worker is None:
+                self._worker = Worker(setup)
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:
         """Run the train function to its end, which :meth:`outcome` tells."""
+        assert self._worker is not None, "a process is prepared before it runs anything"
         self._worker.run(assignment)
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
         """How a run has ended; None if it has not within ``wait_s``."""
+        assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: Message) -> None:
         """A message of the controller to one run."""
-        self._worker.post(token, worker, message)
+        if self._worker is not None:
+            self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
         """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""

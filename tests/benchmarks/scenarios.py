@@ -19,6 +19,8 @@ from ray_train_baseline import RayTrainJob
 
 from tests.local_cluster import LocalCluster, clean_up
 
+os.environ.pop("ELASTIC_RAY_POOL")  # which tests turn off; here it is as users have it
+
 START_TIMEOUT_S = 120.0
 EVENT_TIMEOUT_S = 150.0
 STEPS_BEFORE = 12  # one checkpoint of the baseline included

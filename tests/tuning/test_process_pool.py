@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import cloudpickle
@@ -9,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from elastic_ray.job.processes import setup_of
 from elastic_ray.job.spec import TrialSpec
 from tests.job.test_told import spec
 from tests.local_cluster import LocalCluster
@@ -16,22 +18,22 @@ from tuning.process_pool import ProcessPool
 
 
 def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shared_cluster: LocalCluster) -> None:
-    pool, node = ProcessPool(), ray.get_runtime_context().get_node_id()
+    pool, node = ProcessPool("sweep"), ray.get_runtime_context().get_node_id()
     kind = spec(trial=TrialSpec(controller="", keep_s=30.0))
     assert cloudpickle.loads(cloudpickle.dumps(kind)) == kind, "else no process would ever fit another trial"
     pool.admit("first", kind)
-    lent = pool.lend("first", node)
+    lent = asyncio.run(pool.lend("first", node))
     assert lent is not None
     process, ready = lent
     assert not ready
-    pid = ray.get(process.prepare.remote(), timeout=60).pid
+    pid = ray.get(process.prepare.remote(setup_of(kind)), timeout=60).pid
     pool.settle("first", {process: True})
-    assert pool.lend("first", node) is None, "a lend that comes after the run's end"
+    assert asyncio.run(pool.lend("first", node)) is None, "a lend that comes after the run's end"
     pool.admit("second", kind)
-    assert pool.lend("second", node) == (process, True)
+    assert asyncio.run(pool.lend("second", node)) == (process, True)
     pool.settle("first")  # its controller waited for another trial in vain, and is gone
     pool.expire(time.monotonic() + 60.0)
-    assert ray.get(process.prepare.remote(), timeout=10).pid == pid
+    assert ray.get(process.prepare.remote(setup_of(kind)), timeout=10).pid == pid
     pool.take_back("second", process, fit=False)
     with pytest.raises(RayActorError):
-        ray.get(process.prepare.remote(), timeout=10)
+        ray.get(process.prepare.remote(setup_of(kind)), timeout=10)

@@ -1,0 +1,289 @@
+"""Which processes the cluster's pool keeps warm, which it has started next and which it ends (pure)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+VARIABLE = "ELASTIC_RAY_POOL"
+"""Environment variable of the cluster's nodes that sets a :class:`PoolConfig`; see :func:`read_config`."""
+
+_OFF = ("off", "0")
+_LIVES_S = 10.0  # a job that has not asked for so long is taken for gone
+_ESTIMATE_BYTES = 512 << 20  # of a process that has not told its size yet: Ray, torch and what a first step imports
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Bounds of the cluster's pool of warm processes, whoever uses it.
+
+    Attributes:
+        per_node: most warm processes on one node; 0 turns the pool off.
+        total: most of them on the whole cluster.
+        memory_share: most of a node's memory, as Ray counts it, that they may use together.
+        environments: most runtime environments that there are warm processes for; the last ones asked for stay.
+        idle_s: time without any job after which all of them, and the pool itself, end [s].
+        quiet_s: time after a job has begun on a node before a process is started there, unless the job trains [s].
+    """
+
+    per_node: int = 4
+    total: int = 32
+    memory_share: float = 0.1
+    environments: int = 4
+    idle_s: float = 300.0
+    quiet_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("per_node", 0), ("total", 0), ("environments", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} of the pool must be a whole number from {least}, but got {value!r}")
+        for name in ("idle_s", "quiet_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} of the pool must be above 0 seconds and finite, but got {value!r}")
+        share = self.memory_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"memory_share of the pool must be above 0 and at most 1, but got {share!r}")
+
+    @property
+    def on(self) -> bool:
+        """Whether there is a pool at all."""
+        return self.per_node > 0 and self.total > 0
+
+
+def read_config(environment: Mapping[str, str]) -> PoolConfig:
+    """The pool's bounds as the cluster's nodes were started with them.
+
+    ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
+    fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
+
+    Raises:
+        ValueError: the variable names no field, or gives one a value that it cannot have.
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if text.lower() in _OFF:
+        return PoolConfig(per_node=0)
+    kinds = {name: type(default) for name, default in dataclasses.asdict(PoolConfig()).items()}
+    values: dict[str, float | int] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name not in kinds:
+            raise ValueError(
+                f"{VARIABLE} must be 'off' or set some of {', '.join(kinds)}, as in 'per_node=2,total=16', but has "
+                f"{part!r}"
+            )
+        try:
+            values[name] = kinds[name](value)
+        except ValueError:
+            raise ValueError(f"{VARIABLE} must give {name} a {kinds[name].__name__}, but got {value!r}") from None
+    return PoolConfig(**values)  # type: ignore[arg-type]
+
+
+# -- what there is -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PoolNode:
+    """A node of the cluster, and its memory [bytes]; None where Ray does not tell it."""
+
+    node: str
+    memory_bytes: float | None = None
+    draining: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PooledProcess:
+    """A process that no job has.
+
+    Attributes:
+        name: its actor's.
+        node: where it runs.
+        environment: key of its runtime environment.
+        ready: whether it has imported everything.
+        memory_bytes: resident memory; 0 while it is not known.
+    """
+
+    name: str
+    node: str
+    environment: str
+    ready: bool
+    memory_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one job would find of use.
+
+    Attributes:
+        job: whose it is.
+        environment: key of the runtime environment of its processes.
+        nodes: how many processes it would use, by node.
+        since_s: when it asked first [s].
+        asked_s: when it asked last [s].
+        over: whether it has said that it has ended.
+    """
+
+    job: str
+    environment: str
+    nodes: Mapping[str, int]
+    since_s: float
+    asked_s: float
+    over: bool = False
+
+    def lives(self, now_s: float) -> bool:
+        """Whether the job runs, as far as known."""
+        return not self.over and now_s - self.asked_s <= _LIVES_S
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A process is to be started."""
+
+    node: str
+    environment: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """A process is to be ended."""
+
+    name: str
+    reason: str
+
+
+# -- what is to be -------------------------------------------------------------------------------------------
+
+
+def remember(config: PoolConfig, demands: Iterable[Demand], now_s: float) -> tuple[Demand, ...]:
+    """The demands that still count, the most pressing first.
+
+    Jobs that run come first, in the order in which they began, so that they never take turns; then what jobs wanted
+    that have ended, the latest first, for the next one is most likely of its kind.
+    """
+    fresh = [demand for demand in demands if now_s - demand.asked_s <= config.idle_s]
+    living = sorted((each for each in fresh if each.lives(now_s)), key=lambda each: (each.since_s, each.job))
+    ended = sorted((each for each in fresh if not each.lives(now_s)), key=lambda each: (-each.asked_s, each.job))
+    kept: list[Demand] = []
+    environments: dict[str, None] = {}
+    for demand in (*living, *ended):
+        environments.setdefault(demand.environment)
+        if list(environments).index(demand.environment) < config.environments:
+            kept.append(demand)
+    return tuple(kept)
+
+
+def plan(
+    config: PoolConfig,
+    *,
+    nodes: Sequence[PoolNode],
+    processes: Sequence[PooledProcess],
+    demands: Sequence[Demand],
+    busy: Mapping[str, float],
+    now_s: float,
+) -> tuple[Start | End, ...]:
+    """What to start and to end now.
+
+    Args:
+        config: the bounds.
+        nodes: living nodes.
+        processes: those that no job has, also those that are only starting.
+        demands: what jobs would use.
+        busy: until when jobs in their first steps need a node's processors [s].
+        now_s: the time [s].
+
+    Returns:
+        Ends first: what they free may be used by starts of a later call. At most one start for a node.
+    """
+    living = {node.node: node for node in nodes if not node.draining}
+    sizes = _sizes(processes)
+    wanted = _allot(config, living, sizes, remember(config, demands, now_s))
+    ends = tuple(_ends(config, {node.node for node in nodes}, living, processes, wanted))
+    left = [each for each in processes if each.name not in {end.name for end in ends}]
+    have = collections.Counter((each.node, each.environment) for each in left)
+    starting = {each.node for each in left if not each.ready}
+    room = config.total - len(processes)
+    starts: list[Start] = []
+    for (node, environment), count in wanted.items():
+        if node in starting or busy.get(node, 0.0) > now_s or have[node, environment] >= count or room < 1:
+            continue
+        if not _fits(config, living[node], [each for each in processes if each.node == node], environment, sizes):
+            continue
+        starting.add(node)
+        room -= 1
+        reason = f"{have[node, environment]} of {count} processes of environment {environment} are on the node"
+        starts.append(Start(node=node, environment=environment, reason=reason))
+    return (*ends, *starts)
+
+
+def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
+    """Memory of a process by environment [bytes]: the largest that has been seen, or an estimate."""
+    sizes: dict[str, int] = {}
+    for each in processes:
+        if each.memory_bytes:
+            sizes[each.environment] = max(sizes.get(each.environment, 0), each.memory_bytes)
+    return sizes
+
+
+def _allot(
+    config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], demands: Sequence[Demand]
+) -> dict[tuple[str, str], int]:
+    """How many processes each node is to have of each environment: within all bounds, the most pressing demand first.
+
+    Demands for the same place are not added up: a process that one job takes is replaced before long.
+    """
+    wanted: dict[tuple[str, str], int] = {}
+    on_node: collections.Counter[str] = collections.Counter()
+    memory: collections.Counter[str] = collections.Counter()
+    for demand in demands:
+        size = sizes.get(demand.environment, _ESTIMATE_BYTES)
+        for node, count in sorted(demand.nodes.items()):
+            if node not in nodes:
+                continue
+            key = node, demand.environment
+            most = _memory(config, nodes[node])
+            while (
+                wanted.get(key, 0) < count
+                and on_node[node] < config.per_node
+                and on_node.total() < config.total
+                and memory[node] + size <= most
+            ):
+                wanted[key] = wanted.get(key, 0) + 1
+                on_node[node] += 1
+                memory[node] += size
+    return wanted
+
+
+def _memory(config: PoolConfig, node: PoolNode) -> float:
+    return math.inf if node.memory_bytes is None else node.memory_bytes * config.memory_share
+
+
+def _fits(
+    config: PoolConfig, node: PoolNode, processes: Sequence[PooledProcess], environment: str, sizes: Mapping[str, int]
+) -> bool:
+    """Whether a node has room for one more process beside those that it has, those that end included."""
+    used = sum(each.memory_bytes or sizes.get(each.environment, _ESTIMATE_BYTES) for each in processes)
+    one_more = sizes.get(environment, _ESTIMATE_BYTES)
+    return len(processes) < config.per_node and used + one_more <= _memory(config, node)
+
+
+def _ends(
+    config: PoolConfig,
+    there: set[str],
+    living: Mapping[str, PoolNode],
+    processes: Sequence[PooledProcess],
+    wanted: Mapping[tuple[str, str], int],
+) -> Iterable[End]:
+    kept: collections.Counter[tuple[str, str]] = collections.Counter()
+    # What is ready stays before what is only starting.
+    for each in sorted(processes, key=lambda process: (not process.ready, process.name)):
+        key = each.node, each.environment
+        kept[key] += 1
+        if each.node not in living:
+            yield End(name=each.name, reason="its node is going" if each.node in there else "its node is gone")
+        elif kept[key] > wanted.get(key, 0):
+            reason = f"{wanted.get(key, 0)} of its environment are wanted on its node, within the pool's bounds"
+            yield End(name=each.name, reason=reason)

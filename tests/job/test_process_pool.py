@@ -1,0 +1,187 @@
+"""The cluster's pool of warm processes: what one job left unused another one runs in, and sees nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import elastic_ray as er
+from elastic_ray.job.pool_plan import VARIABLE
+from elastic_ray.job.process_pool import NAME, close_pool, find_pool
+from elastic_ray.job.processes import pool_client, setup_of
+from elastic_ray.job.tenant import own_tenancy
+from tests.job.test_told import spec
+from tests.local_cluster import NAMESPACE, LocalCluster
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import sys
+
+import ray
+import ray.train
+
+import elastic_ray as er
+import helper
+
+
+@ray.remote(num_cpus=0)
+class Namesake:
+    def value(self):
+        return helper.VALUE
+
+
+def train(config):
+    import json, os, pathlib, time
+    import inner
+    import torch
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=8)
+    folder = pathlib.Path(config["folder"])
+    for epoch in er.remaining_epochs_until(config["epochs"]):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        time.sleep(0.05)
+        if epoch == 0:
+            print("said by the train function of", helper.VALUE, flush=True)
+            found = ray.get(ray.get_actor("namesake").value.remote())
+            seen = {"pid": os.getpid(), "helper": helper.VALUE, "inner": inner.VALUE, "namesake": found}
+            seen |= {"path": sys.path, "cwd": os.getcwd(), "environment": dict(os.environ)}
+            (folder / "seen.part").write_text(json.dumps(seen))
+            (folder / "seen.part").rename(folder / "seen.json")
+
+
+if __name__ == "__main__":
+    address, folder, name, epochs = sys.argv[1:]
+    ray.init(address=address)
+    namesake = Namesake.options(name="namesake").remote()
+    er.ElasticTrainer(
+        train,
+        train_loop_config={"folder": folder, "epochs": int(epochs)},
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
+        run_config=ray.train.RunConfig(name=name, storage_path=folder),
+    ).fit()
+"""
+
+
+@pytest.fixture(scope="module")
+def pool_cluster() -> Iterator[LocalCluster]:
+    """A cluster whose nodes were started with a pool; closing that leaves nothing."""
+    before = os.environ[VARIABLE]
+    os.environ[VARIABLE] = "per_node=2,quiet_s=1"
+    try:
+        cluster = LocalCluster(num_cpus=4)
+    finally:
+        os.environ[VARIABLE] = before
+    yield cluster
+    close_pool()
+    leaks = cluster.leaks()
+    cluster.shutdown()
+    assert not leaks, leaks
+
+
+def driver(cluster: LocalCluster, folder: Path, name: str, *, epochs: int) -> subprocess.Popen[str]:
+    """A script of its own directory, with modules that only that has, trains on the cluster."""
+    folder.mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    for module in ("helper", "inner"):
+        (folder / f"{module}.py").write_text(f"VALUE = {name!r}\n")
+    command = [sys.executable, "script.py", cluster.address, str(folder), name, str(epochs)]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.1)
+    return found
+
+
+def ready() -> dict[str, int]:
+    """Processes of the pool that have imported everything, and their pids."""
+    pool = find_pool()
+    if pool is None:
+        return {}
+    names = {each.name for each in ray.get(pool.processes.remote(), timeout=60) if each.ready}
+    return {name: pid for name, pid in alive().items() if name in names}
+
+
+def alive() -> dict[str, int]:
+    """Processes that were started for the pool, whoever has them now, and their pids."""
+    from ray.core.generated import gcs_pb2
+
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    actors = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]
+    living = [a for a in actors if a.state == gcs_pb2.ActorTableData.ActorState.ALIVE and a.ray_namespace == NAMESPACE]
+    return {a.name: a.pid for a in living if a.name.startswith(f"{NAME}/")}
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "seen.json").read_text()))
+
+
+def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the_job_before(
+    pool_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two scripts in two directories: each has its own modules, actors' names, path and output."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    with driver(pool_cluster, first, "first", epochs=1_000_000) as script:
+        wait_for(lambda: (first / "seen.json").exists() or script.poll() is not None)
+        warm = wait_for(ready)
+        er.JobHandle.attach("first").stop()
+        assert script.wait(60) == 0, script.stdout and script.stdout.read()
+    assert seen(first)["pid"] not in warm.values(), "a job's own process came into the pool"
+
+    with driver(pool_cluster, second, "second", epochs=1) as script:
+        output = script.communicate(timeout=120)[0]
+    assert script.returncode == 0, output
+    one, other = seen(first), seen(second)
+    assert other["pid"] in warm.values(), "it did not run in a process of the pool"
+    assert (other["helper"], other["inner"], other["namesake"]) == ("second", "second", "second")
+    assert str(second) in other["path"] and str(first) not in other["path"]
+    assert other["cwd"] == one["cwd"]
+    assert "said by the train function of second" in output, "what it printed was not shown by its driver"
+    told = {name for name in one["environment"] if one["environment"][name] != other["environment"].get(name)}
+    assert all(name.startswith("RAY_") for name in told), told
+    wait_for(lambda: other["pid"] not in alive().values())
+
+
+def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
+    pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    node = ray.get_runtime_context().get_node_id()
+    client = pool_client(spec(), own_tenancy("job:mine"))
+    asyncio.run(client.order({node: 2}))
+    before = wait_for(ready)
+    pool = find_pool()
+    assert pool is not None
+    ray.kill(pool, no_restart=False)
+    assert wait_for(ready) == before
+
+    mine = asyncio.run(client.take(node))
+    assert mine is not None and not before.keys() & ready().keys()
+    assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=60).pid in before.values()
+    assert not ray.get(mine.claim.remote(own_tenancy("job:another")), timeout=60), "one process, two jobs"
+    asyncio.run(client.order({node: 2}))
+    close_pool()
+    assert find_pool() is None
+    assert ray.get(mine.sees_running.remote(os.getpid()), timeout=60), "a job's process ended with the pool"
+    ray.kill(mine)
+    wait_for(lambda: not pool_cluster.leaks())
