@@ -9,6 +9,7 @@ a generation find each other. The driver holds a lease on it; without renewals i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -36,6 +37,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
 _RELEASE_S = 10.0
+_KNOWN_S = 5.0
 _NOTE_S = 1.0  # a control store that is away holds no driver up for longer
 _DRIVER = "driver"
 
@@ -70,19 +72,21 @@ class JobController:
         self._gathering: Gathering | None = None
         self._noted: Noted | None = None
         self._begin(spec)
-        life = self._run()
+        life = self._run
         if remembered is None:
             self._recovered.set()
-        elif remembered[0].job != spec.job:
-            life = self._leave(remembered[0].job)
         else:
             self._noted = remembered[0]
             self._gathering = Gathering(self._noted)
-            self._job.recall(*remembered)
-        self._main = asyncio.get_event_loop().create_task(life)
+            if self._noted.job == spec.job:
+                self._job.recall(*remembered)
+            else:
+                life = self._leave
+        self._main = asyncio.get_event_loop().create_task(life())
 
-    async def _leave(self, job: str) -> None:
+    async def _leave(self) -> None:
         """It had run another trial after the one that Ray knows it by: the sweep is to try that one again."""
+        job = self._noted.job if self._noted is not None else self._spec.job
         logger.error("job %s: its controller died, and cannot take trial %s up again", self._spec.job, job)
         try:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
@@ -107,9 +111,14 @@ class JobController:
 
     async def renew_lease(self) -> JobStatus:
         """The driver lives."""
-        await self._recovered.wait()
+        await self._known()
         self._lease.heard(_DRIVER)
         return self._job.status()
+
+    async def _known(self) -> None:
+        """After a restart, answer once everything is known again; without what storage does not tell in time."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._recovered.wait(), _KNOWN_S)
 
     async def spec(self) -> JobSpec:
         """What was submitted, without the train function."""
@@ -120,17 +129,17 @@ class JobController:
 
     async def status(self) -> JobStatus:
         """The job now."""
-        await self._recovered.wait()
+        await self._known()
         return self._job.status()
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        await self._recovered.wait()
+        await self._known()
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
         """All events from number ``since`` on."""
-        await self._recovered.wait()
+        await self._known()
         return tuple(self._job.record.events[since:])
 
     async def resize(self, workers: int) -> None:
@@ -162,7 +171,7 @@ class JobController:
 
     async def stop(self, *, now: bool = False) -> None:
         """End the job: after the step in progress, or, ``now``, in the middle of it."""
-        await self._recovered.wait()
+        await self._known()
         if now:
             self._job.finish(JobPhase.STOPPED)
         self._job.stop()
@@ -285,7 +294,10 @@ class JobController:
         """Until the job has ended and its driver has fetched the outcome, or is gone."""
         job = self._job
         try:
-            await self._recover()
+            try:
+                await self._recover()
+            finally:
+                self._recovered.set()
             opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
             while not self._over():
                 await asyncio.sleep(_TICK_S)
@@ -309,17 +321,17 @@ class JobController:
         if self._gathering is None or self._noted is None:
             return
         job, noted = self._job, self._noted
-        told = () if job.record.phase.ended else await self._gathering.complete()
+        ended = job.record.phase.ended
+        told = () if ended else await self._gathering.complete()
         kept = {each.group for each in told}
         try:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, noted.job, but=kept), _RELEASE_S)
         except Exception as error:  # the control store is away: the allocator finds them
             logger.warning("job %s: unused placement groups were not released: %s", noted.job, error)
-        if not told:
-            await job.open()  # what starts now starts from what is stored
         self._gathering = None
+        if not told and not ended:
+            await job.open()  # what starts now starts from what is stored
         job.take_over(noted, told)
-        self._recovered.set()
 
     async def _is_renewed(self) -> bool:
         """Wait for another trial, if this job is one whose processes are kept."""

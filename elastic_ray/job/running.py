@@ -444,9 +444,16 @@ class RunningJob:
         self.group.history.recall(noted)
         self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed, self._first_report = set(noted.claimed), noted.first_report
-        if self.record.phase.ended:
-            error = RuntimeError(noted.message) if self.record.phase is JobPhase.FAILED else None
-            self.record.end(self.record.phase, error=error, return_value=noted.return_value, message=noted.message)
+        self._return_value = noted.return_value
+
+    def _end_again(self) -> None:
+        """The controller before this one died after the job's end, and before its driver had fetched the outcome."""
+        phase, message = self.record.phase, self.record.message
+        error = RuntimeError(message) if phase is JobPhase.FAILED else None
+        self.record.end(phase, error=error, return_value=self._return_value, message=message)
+        if phase is JobPhase.FINISHED and self._spec.states_kept:
+            self._scribe.delete_states()
+        self._written = self._background.start(self._scribe.finish())
 
     def take_over(self, noted: Noted, told: Sequence[Introduction]) -> None:
         """Go on with the workers that the controller before this one had, as far as they live."""
@@ -486,6 +493,8 @@ class RunningJob:
             else:
                 self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
         if self.record.phase.ended:
+            if self.record.outcome() is None:
+                self._end_again()
             return
         self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
         self.feed.begin_after(self._begun_after)

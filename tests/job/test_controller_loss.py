@@ -169,3 +169,20 @@ def test_nothing_is_left_when_the_controller_never_comes_back(ray_cluster: Any, 
         time.sleep(0.2)
     with pytest.raises(er.errors.JobLostError if hasattr(er, "errors") else Exception, match="controller"):
         handle.result(timeout=30)
+
+
+@pytest.mark.slow
+def test_a_job_that_has_ended_ends_once(ray_cluster: Any, tmp_path: Path) -> None:
+    """Its controller dies before the driver has fetched the outcome: the driver looks every few seconds only."""
+    handle = start(tmp_path, workers=1, epochs=2, elastic={"lease_s": 30.0})
+    events = tmp_path / "runs" / handle.job / "events.jsonl"
+    deadline = time.monotonic() + 60
+    pid = controller_pid(handle)
+    while '"finished"' not in (events.read_text() if events.exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    result = handle.result(timeout=60)
+    assert result.error is None and handle.status().phase is JobPhase.FINISHED
+    assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == [0, 1]
+    assert kinds(handle).count(EventKind.FINISHED) == 1
