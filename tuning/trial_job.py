@@ -37,6 +37,7 @@ from elastic_ray.trainer import ElasticTrainer, check_resources
 from placement.actor import NAMESPACE, get_or_create_allocator
 from placement.private_files import open_output
 from placement.storage_calls import call_storage
+from placement.text import printable
 from tuning.sweep import find_sweep, open_controller
 from tuning.trials import Promise, lacks_metric, score_of
 
@@ -206,7 +207,7 @@ class TrialJob:
         try:
             report = self._handle.next_report(self._taken, timeout)
         except TimeoutError as error:  # whether the controller is gone, the lease finds out
-            logger.warning("trial %s: %s", self.job, error)
+            logger.warning("trial %s: %s", self.job, printable(str(error)))
             return None
         if report is not None:
             self._taken = report.index
@@ -255,7 +256,8 @@ class TrialJob:
         elif not self._warned:
             self._warned = True
             missing = lacks_metric(report.metrics, promise)
-            logger.warning("trial %s counts as the worst after report %d: %s", self.job, report.index, missing)
+            told = (printable(self.job), report.index, printable(missing))  # in a process whose log is not ours
+            logger.warning("trial %s counts as the worst after report %d: %s", *told)
         before = report.index - len(self._values)  # those before the checkpoint that this run started from
         self._tell("tell", self.job, before, self._values)
 

@@ -47,9 +47,8 @@ class Commands(click.Group):
         except click.ClickException as error:
             if error.message.isprintable():
                 raise
-            plain = click.ClickException(printable(error.message))
-            plain.exit_code = error.exit_code  # type: ignore[misc]  # click declares it for classes
-            raise plain from error
+            usage = isinstance(error, click.UsageError)
+            raise (click.UsageError if usage else click.ClickException)(printable(error.message)) from error
         except Exception as error:
             ray = sys.modules.get("ray")
             if ray is not None and isinstance(error, ray.exceptions.RayError | ConnectionError):

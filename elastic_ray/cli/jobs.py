@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from elastic_ray.cli.options import job_argument, json_option, read_size
-from elastic_ray.cli.output import say, show_json, show_table
+from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
 from elastic_ray.events import JobEvent
 from elastic_ray.progress import event_line, status_line
@@ -225,4 +225,4 @@ def resize(job: str, workers: int | None) -> None:
         say(f"job {found.known.job}: its size is the allocator's again")
     else:
         found.ask("resize", workers)
-        say(f"job {found.known.job}: held at {workers} workers until `elastic-ray resize {job} auto`")
+        say(f"job {found.known.job}: held at {count(workers, 'worker')} until `elastic-ray resize {job} auto`")

@@ -138,7 +138,10 @@ def job_rows(
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
     rows += [_job_row(Known(actor=f"job:{job}"), state) for job, state in states.items()]
     begun = {row.submission for row in rows}
-    rows += [_script_row(each) for each in submissions if each.submission not in begun]
+    silent = {row.job for row in rows if row.phase == "silent"}  # its controller has not said where it comes from
+    rows += [
+        _script_row(each) for each in submissions if each.submission not in begun and each.name not in silent - {""}
+    ]
     return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
 
 
@@ -148,6 +151,7 @@ def _job_row(known: Known, state: JobState | None) -> JobRow:
     row = JobRow(
         job=known.job,
         phase="silent",
+        message="" if known.status is not None else "its controller is starting, or does not answer",
         min_workers=spec.min_workers if spec is not None else None,
         max_workers=spec.max_workers if spec is not None else None,
         submission=spec.submission if spec is not None else "",

@@ -17,7 +17,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 from elastic_ray.access import HOW_TO_SEND
-from elastic_ray.cli.cluster import connect
+from elastic_ray.cli.cluster import RefusedError, connect
 from elastic_ray.cli.rows import Submission
 
 _NAME = "elastic_ray"
@@ -32,7 +32,7 @@ def client() -> Any:
     """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
 
     Raises:
-        ClickException: no cluster, or one without a dashboard.
+        ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -43,7 +43,7 @@ def client() -> Any:
         return JobSubmissionClient(address or None)
     except AuthenticationError as error:
         where = f"the dashboard at {address}" if address else "this cluster's dashboard"
-        raise click.ClickException(f"{where} refuses the token of this process, or wants one: {HOW_TO_SEND}") from error
+        raise RefusedError(f"{where} refuses the token of this process, or wants one: {HOW_TO_SEND}") from error
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(
             f"this cluster's dashboard does not answer, and scripts are submitted through it: {_line(error)}; start "
@@ -84,6 +84,8 @@ def submissions() -> tuple[Submission, ...]:
     """Ours, whether they run or have ended; none where there is no dashboard to ask."""
     try:
         return tuple(_read(each) for each in client().list_jobs() if _NAME in (each.metadata or {}))
+    except RefusedError:
+        raise
     except (click.ClickException, RuntimeError, OSError):
         return ()
 

@@ -49,6 +49,7 @@ class AllocatorLink:
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
         self._root = StorageRoot(path=root, filesystem=filesystem, private=spec.elastic.private_files)
         self._root_is_known = False
+        self._answers = True  # it is told once that it does not
         self._allocator: Any = None
         self._over = False
         self._due_s = 0.0
@@ -91,10 +92,12 @@ class AllocatorLink:
             answer = await asyncio.wait_for(beat, _TIMEOUT_S)
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
             reason = str(error) or type(error).__name__
-            logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, reason)
+            if self._answers:
+                logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, reason)
+            self._answers = False
             self._allocator, self._root_is_known = None, False
             return
-        self._root_is_known = answer.knows_root
+        self._root_is_known, self._answers = answer.knows_root, True
         self._hear(answer)
 
     def _find(self) -> Any:

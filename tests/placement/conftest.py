@@ -19,7 +19,6 @@ def ray_nodes() -> Iterator[object]:
     """A head without CPUs and two nodes of 4; loopback only, with a folder of its own."""
     environment = {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_AUTH_MODE": "disabled",
         "RAY_memory_monitor_refresh_ms": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }

@@ -27,6 +27,7 @@ import pyarrow.fs
 
 from elastic_ray.job.train_loop import pack
 from placement.private_files import make_directory
+from placement.text import printable
 from tuning.nni.loop import TrialLoop
 from tuning.nni.results import Outcome
 from tuning.nni.wire import FINAL, TrialId, metric_message, shown
@@ -164,7 +165,7 @@ class TrialServer:
             message = self._run(link, told)
         except Exception as error:
             if not _gone(link):
-                logger.warning("trial %s failed: %s", told.get("trial"), error)
+                logger.warning("trial %s failed: %s", printable(str(told.get("trial"))), printable(str(error)))
             message = f"{type(error).__name__}: {error}"
         if told and message:
             self._note(told["trial"], error=message)
