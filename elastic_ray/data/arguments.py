@@ -12,6 +12,18 @@ from elastic_ray.data.epochs import EpochHook
 
 _TAKEN_OVER = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 _OF_WORKERS = ("prefetch_factor",)
+_SHOWN: dict[str, Any] = {
+    "collate_fn": default_collate,
+    "pin_memory": False,
+    "pin_memory_device": "",
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "in_order": True,
+}
+"""Further options that a DataLoader shows, with the values that it has when nobody sets them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,22 @@ class LoaderArguments:
         if unknown:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")
 
+    def shown(self, name: str) -> Any:
+        """What a DataLoader with these arguments shows under this name.
+
+        Raises:
+            AttributeError: it has no such attribute.
+        """
+        if name == "sampler" and self.sampler is None:
+            if isinstance(self.dataset, IterableDataset):
+                return None
+            return RandomSampler(self.dataset) if self.shuffles else SequentialSampler(self.dataset)
+        if name in _SHOWN:
+            return self.options.get(name, _SHOWN[name])
+        if name in ("sampler", "batch_sampler", "num_workers", "persistent_workers"):
+            return getattr(self, name)
+        raise AttributeError(f"'AdaptiveDataLoader' object has no attribute {name!r}")
+
     @property
     def shuffles(self) -> bool:
         """Whether the order is a new one in each epoch: unless told otherwise, except for whole batches."""
@@ -124,6 +152,8 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
         del options["collate_fn"]
     if loader.num_workers:
         options |= {name: getattr(loader, name) for name in _OF_WORKERS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
     if not getattr(loader, "in_order", True):
         options["in_order"] = False
     if loader.generator is not None:

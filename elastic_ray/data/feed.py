@@ -105,10 +105,20 @@ class Fetching:
 
 
 class MapFeed:
-    """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change within a pass."""
+    """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change within a pass.
 
-    def __init__(self, dataset: Any, order: EpochOrder, *, seed: int, fetching: Fetching) -> None:
-        self._order = order
+    Args:
+        dataset: what samples are taken from; its length may be another one in each pass.
+        make_order: gives the order for the dataset's present length.
+        seed: of the order.
+        fetching: how samples are fetched.
+    """
+
+    def __init__(self, dataset: Any, make_order: Callable[[], EpochOrder], *, seed: int, fetching: Fetching) -> None:
+        self._dataset = dataset
+        self._length = len(dataset)
+        self._make_order = make_order
+        self._order = make_order()
         self._seed = seed
         self._locality = bool(getattr(dataset, "locality", False))
         self._indices = _IndexFeed()
@@ -128,6 +138,8 @@ class MapFeed:
         """(Re)start fetching at ``position``; what was fetched ahead under another plan is dropped."""
         if new_pass:
             self.end()
+            if len(self._dataset) != self._length:
+                self._length, self._order, self._epoch = len(self._dataset), self._make_order(), None
         self._indices.plan(epoch, self._plan(epoch, position, cut))
         if self._loader is None:
             self._loader = self._make()

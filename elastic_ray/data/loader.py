@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from elastic_ray.context import check_present, current_session, session_of_thread
 from elastic_ray.data.arguments import LoaderArguments, taken_over
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.feed import Feed, Fetching, MapFeed, StepCut, StreamFeed
-from elastic_ray.data.order import SamplerOrder, drops_last, order_for
+from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.whole import batches_of
 from elastic_ray.data.whole_feed import BatchSamplerOrder, WholeFeed
 from elastic_ray.link import LoaderInfo
@@ -21,22 +22,6 @@ from elastic_ray.parallel.signature import describe_sample
 from elastic_ray.run_progress import LoopProgress
 from elastic_ray.session import Session
 from elastic_ray.step import Step
-
-_SHOWN: dict[str, Any] = {
-    "batch_sampler": None,
-    "num_workers": 0,
-    "collate_fn": default_collate,
-    "pin_memory": False,
-    "pin_memory_device": "",
-    "timeout": 0,
-    "worker_init_fn": None,
-    "multiprocessing_context": None,
-    "generator": None,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "in_order": True,
-}
-"""What else a DataLoader shows, with the values that it has when nobody sets them."""
 
 
 class AdaptiveDataLoader:
@@ -120,7 +105,6 @@ class AdaptiveDataLoader:
         self._passes = 0
         self._reading: tuple[LoopProgress, int] | None = None  # pass and state of the group that the feed is set to
         self._setting: tuple[int, BatchChoice, StepCut] | None = None
-        self._samples: int | None = None
         self._feed = self._make_feed(seed)
         self._announce()
 
@@ -134,28 +118,33 @@ class AdaptiveDataLoader:
             on_epoch=given.on_epoch,
             options=given.options,
         )
-        sampler: Any = given.sampler
-        order = order_for(given.dataset, shuffle=given.shuffles, sampler=sampler)
-        self._samples = len(given.dataset)
-        if isinstance(order, SamplerOrder) and isinstance(sampler, Sized):
-            self._samples = len(sampler)  # a weighted sampler draws as often as it was told to
-        if given.batch_sampler is not None:
-            order = BatchSamplerOrder(given.batch_sampler, samples=self._samples)
-        elif self._drop_last and given.batch_size > self._samples:
+        make_order = functools.partial(_order, given)
+        make_order()  # here, for its errors
+        if given.batch_sampler is None and self._drop_last and given.batch_size > len(given.dataset):
             raise ValueError(
-                f"with drop_last=True batch_size must be at most the {self._samples} samples of an epoch, else nothing "
-                f"is left, but got {given.batch_size}"
+                f"with drop_last=True batch_size must be at most the {len(given.dataset)} samples of an epoch, else "
+                f"nothing is left, but got {given.batch_size}"
             )
         if not given.whole_batches:
-            return MapFeed(given.dataset, order, seed=seed, fetching=fetching)
+            return MapFeed(given.dataset, make_order, seed=seed, fetching=fetching)
         return WholeFeed(
             given.dataset,
-            order,
+            make_order,
             seed=seed,
             fetching=fetching,
             batch_size=given.batch_size,
             drop_last=self._drop_last,
         )
+
+    @property
+    def _samples(self) -> int | None:
+        """Samples of a pass now, for a dataset may change between epochs; None where they are not known."""
+        given = self._given
+        if isinstance(given.dataset, IterableDataset):
+            return None
+        sampler: Any = given.sampler
+        drawn = isinstance(sampler, Sized) and isinstance(_order(given), SamplerOrder)
+        return len(sampler if drawn else given.dataset)  # a weighted sampler draws as often as it was told to
 
     def autoscale_batch_size(
         self,
@@ -186,9 +175,10 @@ class AdaptiveDataLoader:
         known = None if self._leads or self._late else session.loader
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
-        if self._samples is not None and max_batch_size > self._samples:
+        samples = self._samples
+        if samples is not None and max_batch_size > samples:
             raise ValueError(
-                f"max_batch_size must be at most the {self._samples} samples of an epoch, but got {max_batch_size}"
+                f"max_batch_size must be at most the {samples} samples of an epoch, but got {max_batch_size}"
             )
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
@@ -267,9 +257,10 @@ class AdaptiveDataLoader:
         batch_sampler = self._given.batch_sampler
         if batch_sampler is not None:
             return self._own_batches(len(batch_sampler))  # type: ignore[arg-type]
-        if self._samples is None:
+        samples = self._samples
+        if samples is None:
             raise TypeError("an AdaptiveDataLoader over an iterable dataset has no length")
-        steps, rest = divmod(self._samples, self.current_batch_size)
+        steps, rest = divmod(samples, self.current_batch_size)
         steps += int(rest > 0 and not self._drop_last)
         return self._own_batches(steps) if self._given.whole_batches else steps
 
@@ -289,23 +280,14 @@ class AdaptiveDataLoader:
         return self._given.batch_size if self._given.batch_sampler is None else None
 
     @property
-    def sampler(self) -> Iterable[Any]:
-        """The sampler that was given, or torch's for the order."""
-        given = self._given
-        if given.sampler is not None or isinstance(given.dataset, IterableDataset):
-            return given.sampler or ()
-        return RandomSampler(given.dataset) if given.shuffles else SequentialSampler(given.dataset)
-
-    @property
     def drop_last(self) -> bool:
         """Whether a tail shorter than a batch is left out."""
         return self._drop_last
 
     def __getattr__(self, name: str) -> Any:
-        if name in _SHOWN and "_given" in self.__dict__:
-            own = getattr(self._given, name, None)
-            return self._given.options.get(name, own if own is not None else _SHOWN[name])
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.startswith("_"):  # also of an object that is not made yet
+            raise AttributeError(name)
+        return self._given.shown(name)
 
     # -- iteration ---------------------------------------------------------------------------------------------
 
@@ -397,4 +379,12 @@ class AdaptiveDataLoader:
         return self._setting[1:]
 
     def _pass_total(self, loop: LoopProgress) -> int:
-        return self._samples if self._samples is not None else loop.position
+        samples = self._samples
+        return samples if samples is not None else loop.position
+
+
+def _order(given: LoaderArguments) -> EpochOrder:
+    """The order of the dataset's samples, as it is now."""
+    if given.batch_sampler is not None:
+        return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
+    return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)

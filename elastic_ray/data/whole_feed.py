@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,11 @@ class BatchSamplerOrder:
             if callable(set_epoch := getattr(told, "set_epoch", None)):
                 set_epoch(epoch)
         with PrivateRandom(seed=seed, epoch=epoch, owner=self._batch_sampler):
-            batches = [np.asarray(batch, dtype=np.int64) for batch in self._batch_sampler]
+            limit = max(100 * self._samples, 10_000_000)
+            drawn = itertools.islice(self._batch_sampler, limit + 1)
+            batches = [np.asarray(batch, dtype=np.int64) for batch in drawn]
+        if len(batches) > limit:
+            raise ValueError(f"a batch_sampler must come to an end, but gave more than {limit} batches")
         if not batches or not all(len(batch) for batch in batches):
             raise ValueError("a batch_sampler must give at least one batch, and none that is empty")
         order = np.concatenate(batches)
@@ -65,14 +70,14 @@ class WholeFeed(MapFeed):
     def __init__(
         self,
         dataset: Any,
-        order: EpochOrder,
+        make_order: Callable[[], EpochOrder],
         *,
         seed: int,
         fetching: Fetching,
         batch_size: int,
         drop_last: bool,
     ) -> None:
-        super().__init__(dataset, order, seed=seed, fetching=fetching)
+        super().__init__(dataset, make_order, seed=seed, fetching=fetching)
         self._batch_size = batch_size
         self._drop_last = drop_last
         self._ends: tuple[Indices, Sequence[int]] | None = None

@@ -21,12 +21,12 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "epochs", "whole"),
     [
-        (foreign.ncf, 12, {"users": foreign.USERS, "samples": foreign.USERS * 30, "positives": foreign.USERS * 6}),
-        pytest.param(foreign.language, 30, {"chunks": foreign.STREAMS * foreign.CHUNKS}, marks=SLOW),
-        pytest.param(foreign.averaged_folds, 10, {"samples": 60.0}, marks=SLOW),
+        (foreign.ncf, 20, {"users": foreign.USERS, "samples": foreign.USERS * 30, "positives": foreign.USERS * 6}),
+        pytest.param(foreign.language, 60, {"chunks": foreign.STREAMS * foreign.CHUNKS}, marks=SLOW),
+        pytest.param(foreign.averaged_folds, 30, {"samples": 60.0}, marks=SLOW),
     ],
 )
-def test_a_foreign_program_grows_to_two_workers(
+def test_a_foreign_program_grows_and_shrinks(
     ray_cluster: Any, tmp_path: Path, program: Any, epochs: int, whole: dict[str, float]
 ) -> None:
     """Each epoch is whole before and after the change; the joiner sees the present epoch's negatives, state, fold."""
@@ -38,8 +38,9 @@ def test_a_foreign_program_grows_to_two_workers(
     ).submit()
     handle.resize(1)
     wait_until(lambda: handle.status().step > 2, handle)
-    handle.resize(2)
-    wait_until(lambda: handle.status().workers == 2, handle)
+    for size in (2, 1, 2):
+        handle.resize(size)
+        wait_until(lambda size=size: handle.status().workers == size, handle)  # type: ignore[misc]
     result = handle.result(timeout=150)
     assert result.metrics is not None
     assert result.metrics["workers"] == 2

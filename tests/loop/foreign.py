@@ -98,6 +98,8 @@ def ncf(config: dict[str, Any]) -> dict[str, Any]:
                 metrics["HR"] += float(rank < 10)
                 metrics["NDCG"] += 1 / math.log2(rank + 2) if rank < 10 else 0.0
                 metrics["users"] += 1
+                time.sleep(float(config.get("pause_s", 0)))
+        assert metrics["users"] == USERS and seen["samples"] == len(train_dataset), "whatever has changed meanwhile"
         er.report(
             {
                 "HR": metrics["HR"] / USERS,
@@ -174,6 +176,7 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
             totals["loss"] += loss.item() * len(streams)
             totals["chunks"] += len(streams)
             time.sleep(float(config.get("pause_s", 0)))
+        assert totals["chunks"] == STREAMS * CHUNKS, "whatever has changed meanwhile"
         losses.append(totals["loss"] / totals["chunks"])
         er.report({"loss": losses[-1], "chunks": totals["chunks"], "workers": er.get_context().get_world_size()})
     return {"losses": losses, "carried": carried, "weights": _digest(net)}

@@ -130,6 +130,7 @@ def _serve(pipe: Connection) -> None:
 
     from elastic_ray.context import set_session
 
+    multiprocessing.set_start_method("fork", force=True)  # as in a process of torchrun, not in one that was spawned
     stacks = _stack_file(os.getpid()).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)

@@ -82,6 +82,38 @@ def test_workers_see_what_the_epoch_s_code_has_drawn(ranks: Ranks, world: int | 
     assert sorted(indices) == sorted(list(range(12)) * 3)
 
 
+class Growing(torch.utils.data.Dataset[Any]):
+    """A curriculum that is the dataset's own: longer in each epoch."""
+
+    length = 4
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def grows(workers: int) -> list[tuple[list[int], int]]:
+    """The indices of three epochs, and the loader's length in each."""
+    dataset = Growing()
+    loader = er.AdaptiveDataLoader(dataset, batch_size=4, num_workers=workers)
+    found = []
+    for epoch in er.remaining_epochs_until(3):
+        dataset.length = 4 * (epoch + 1)
+        found.append(([x for batch in loader for x in batch.tolist()], len(loader)))
+    return found
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_a_dataset_may_have_another_length_in_each_epoch(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(grows, 1, world=world)
+    results = [results] if world is None else results
+    for epoch in range(3):
+        assert sorted(x for result in results for x in result[epoch][0]) == list(range(4 * (epoch + 1)))
+        assert {result[epoch][1] for result in results} == {epoch + 1}
+
+
 def draw_in_worker(dataset: Redrawn, epoch: int) -> None:
     """An epoch hook; it finds the dataset's own `set_epoch` done."""
     assert dataset.epoch in (None, epoch)
