@@ -24,6 +24,7 @@ from elastic_ray.job.process_pool import find_pool, get_or_create_pool
 logger = logging.getLogger(__name__)
 
 _ORDER_S = 15.0  # nobody waits for it, and the pool itself may only be starting
+_CLAIM_S = 3.0
 _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool that does not answer
 
 
@@ -70,7 +71,7 @@ class PoolClient:
     async def _claim(self, actor: Any, *, ready: bool) -> bool:
         claim = actor.claim.remote(self._tenancy)
         try:
-            return bool(await (asyncio.wait_for(claim, _ANSWER_S) if ready else claim))
+            return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))
         except RayError:
             return False
         except (asyncio.TimeoutError, asyncio.CancelledError) as error:
