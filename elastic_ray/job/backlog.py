@@ -26,6 +26,9 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._lines)
 
+    def __contains__(self, line: str) -> bool:
+        return line in self._lines
+
     def add(self, line: str) -> None:
         """Another line."""
         self._lines.append(line)

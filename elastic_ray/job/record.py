@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
@@ -25,6 +25,7 @@ class JobRecord:
         cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
         unwritten_events: lines of ``events.jsonl``.
         unwritten_reports: lines of ``reports.jsonl``.
+        looked: whether it is known what storage has.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -52,6 +53,7 @@ class JobRecord:
         self._is_trial = spec.trial is not None
         self._start = spec.trial.start_from if spec.trial is not None else None
         self._waits: dict[str, str] = {}
+        self.looked = False
 
     # -- where the job stands ----------------------------------------------------------------------------------
 
@@ -61,6 +63,7 @@ class JobRecord:
         It counts more than what is known here: a message that a checkpoint is there may have been lost, and somebody
         may have deleted one.
         """
+        self.looked = True
         if self._is_trial:
             if self._book.latest is None:
                 self._resume = stored.start
@@ -169,17 +172,16 @@ class JobRecord:
         """A report that was never heard of, with the checkpoint that it left in storage."""
         self._put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
 
-    def catch_up(self, lines: Collection[str], first_report: int, reports: Iterable[Report]) -> None:
+    def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
         """After the end of an earlier controller, whose events are here: go on where its files end.
 
         Args:
-            lines: of ``events.jsonl``.
+            lines: that ``events.jsonl`` lacks.
             first_report: number of the first report of the run.
             reports: the last ones of ``reports.jsonl``.
         """
-        for event in self.events:
-            if (line := event.to_json()) not in lines:
-                self.unwritten_events.add(line)
+        for line in lines:
+            self.unwritten_events.add(line)
         for report in reports:
             self._reports.put(report.index, report)
             self.metrics = report.metrics

@@ -329,9 +329,13 @@ class RunningJob:
 
     async def _start_again(self, reason: str) -> None:
         """From what was saved last, whoever has heard of it, without what has been trained since."""
+        timeout_s = self._spec.elastic.storage_timeout_s
+        knows = self.record.looked or self.record.resume_point is not None
         try:
-            await self._look(min(_LOOK_AGAIN_S, self._spec.elastic.storage_timeout_s))
+            await self._look(min(_LOOK_AGAIN_S, timeout_s) if knows else timeout_s)
         except Exception as error:  # whatever it is, the job must not wait for ever
+            if not knows:  # as after the controller's own restart: to start anew would lose what was trained
+                self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
             logger.warning("job %s: it starts from what its controller knows: %s", self._spec.job, error)
         self._looking = False
         if self.record.phase.ended:

@@ -214,13 +214,15 @@ class Scribe:
         def read() -> tuple[set[str], tuple[Report, ...]]:
             return set(self._storage.event_lines()), self._storage.last_reports(first_report, MOST)
 
+        # Those that wait, or are being written now, are this controller's own.
+        told = [line for event in self._record.events if (line := event.to_json()) not in self._record.unwritten_events]
         timeout_s = self._spec.elastic.storage_timeout_s
         lines, reports = await self._calls.run("reading events and reports", read, timeout_s=timeout_s)
-        self._record.catch_up(lines, first_report, reports)
+        self._record.catch_up([line for line in told if line not in lines], first_report, reports)
         return reports
 
 
-def unreadable(spec: JobSpec, error: OSError) -> RuntimeError:
+def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
     """Why a job cannot begin whose storage does not say where it stands."""
     if isinstance(error, PermissionError):
         return RuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable
@@ -253,6 +254,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
         told = spec(storage_path="run", storage_filesystem=hanging.filesystem)
         record = JobRecord(told)
         record.events = list(first.record.events)
+        record.event(dataclasses.replace(record.events[0], reason="d"))  # before the files are read
         scribe = Scribe(told, record, background, lambda what: None)
         reports = await scribe.catch_up(4)
         assert [report.index for report in reports] == list(range(204, 1204))
@@ -260,7 +262,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
         assert (record.first_report, record.last_report, record.metrics) == (4, 1203, {"x": 1203})
 
     asyncio.run(run())
-    assert [event.reason for event in storage.read_events()] == ["a", "b", "c"]
+    assert [event.reason for event in storage.read_events()] == ["a", "b", "d", "c"], "each once"
 
 
 # --- the newest of what anybody has -------------------------------------------------------------------------
@@ -312,3 +314,17 @@ def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, how:
     assert event.kind is EventKind.RESTART
     assert event.reason == f"lost worker w1; it starts from step {40 if how == 'answers' else 20}"
     assert job.record.states[0].steps == (40 if how == "answers" else 20)
+
+
+def test_a_job_that_does_not_know_what_is_stored_does_not_start_anew(tmp_path: Path) -> None:
+    """As of a controller that was restarted while storage hung, and then lost its workers."""
+    hanging, job = away(tmp_path, timeout_s=0.3)
+
+    async def run() -> None:
+        hanging.hang()
+        job.all_lost("lost worker w1")
+        await until(lambda: job.record.phase.ended)
+        hanging.answer()
+
+    asyncio.run(run())
+    assert job.status().phase is JobPhase.FAILED and "it is not known where job 'j' is to go on" in job.status().message
