@@ -29,7 +29,6 @@ import elastic_ray as er
 
 SLOTS = 8
 TARGET_ACCURACY = 0.95
-EPOCHS_A_LINE = 4  # the loss of every fourth epoch is shown
 KILL_AFTER_S = 10.0  # after "cnn" has begun to train
 TIME_LIMIT_S = 170.0
 
@@ -52,7 +51,6 @@ class Job:
     submitted_s: float
     sizes: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     events: list[er.JobEvent] = dataclasses.field(default_factory=list)
-    reports: int = 0
     running_s: float | None = None
     ended_s: float | None = None
 
@@ -116,10 +114,6 @@ class Demo:
         for event in job.handle.events(since=len(job.events)):
             job.events.append(event)
             self.say(name, describe(event))
-        while (report := job.handle.next_report(job.reports or None, timeout=0)) is not None:
-            job.reports = report.index
-            if report.epochs_done % EPOCHS_A_LINE == 0:
-                self.say(name, "epoch {} done, loss {loss:.3f}".format(report.epochs_done, **report.metrics))
         status = job.handle.status()
         job.sizes.append((self.now_s, status.workers))
         if job.running_s is None and status.workers:
@@ -158,7 +152,7 @@ def describe(event: er.JobEvent) -> str:
     else:
         what = event.kind.value
     pause = f", paused {event.pause_s:.2f} s" if event.pause_s else ""
-    return f"{what}{pause}  ({event.reason.partition(';')[0]})"
+    return f"{what}{pause}  ({event.reason})"
 
 
 def summary(demo: Demo) -> bool:
