@@ -33,6 +33,11 @@ def current_session() -> Session:
     return session
 
 
+def active_session() -> Session | None:
+    """The session of this thread's train loop, None where there is none (yet)."""
+    return _session.get()
+
+
 def set_session(session: Session | None) -> None:
     """Set (or forget) the session of this thread's train loop."""
     _session.set(session)

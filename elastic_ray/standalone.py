@@ -19,6 +19,7 @@ from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.store import StoreAddress
 from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.watch import watch_optimizers
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
 
@@ -166,7 +167,7 @@ def standalone_session() -> Session:
     )
     link = StandaloneLink(nodes, world_size, membership.post)
     session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
-    session.watched.start()
+    watch_optimizers()
     if rank == 0:
         link.measure(session)
     return session
