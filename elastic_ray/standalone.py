@@ -20,6 +20,7 @@ from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.watch import watch_optimizers
 from elastic_ray.session import Session
 from placement.goodput import NoiseScale
 
@@ -187,7 +188,7 @@ def standalone_session() -> Session:
     )
     link = StandaloneLink(nodes, world_size, membership.post)
     session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
-    session.watched.start()
+    watch_optimizers()
     if rank == 0:
         link.measure(session)
     return session

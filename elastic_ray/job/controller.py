@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from elastic_ray.job.gathering import Gathering
 from elastic_ray.job.journal import Journal, Noted
 from elastic_ray.job.messages import Greeting, Introduction, StateSaved, WorkerMessage
 from elastic_ray.job.nodes import may_autoscale
+from elastic_ray.job.processes import end_strays
 from elastic_ray.job.pulse import Pulse
 from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
@@ -323,15 +324,25 @@ class JobController:
         job, noted = self._job, self._noted
         ended = job.record.phase.ended
         told = () if ended else await self._gathering.complete()
-        kept = {each.group for each in told}
-        try:
-            await asyncio.wait_for(asyncio.to_thread(groups.release_all, noted.job, but=kept), _RELEASE_S)
-        except Exception as error:  # the control store is away: the allocator finds them
-            logger.warning("job %s: unused placement groups were not released: %s", noted.job, error)
+        await self._release_others(noted, told)
         self._gathering = None
         if not told and not ended:
             await job.open()  # what starts now starts from what is stored
         job.take_over(noted, told)
+
+    async def _release_others(self, noted: Noted, told: Collection[Introduction]) -> None:
+        """Give back what none of these workers holds: reservations, and processes that were only starting."""
+
+        def release() -> None:
+            groups.release_all(noted.job, but={each.group for each in told})
+            end_strays(noted.job, {noted.processes.get(each.worker, "") for each in told})
+
+        try:
+            await asyncio.wait_for(asyncio.to_thread(release), _RELEASE_S)
+        except (
+            Exception
+        ) as error:  # the control store is away: the allocator finds groups, and processes end themselves
+            logger.warning("job %s: what no worker holds was not given back: %s", noted.job, error)
 
     async def _is_renewed(self) -> bool:
         """Wait for another trial, if this job is one whose processes are kept."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -30,6 +31,22 @@ _THREADS = 6
 _ANSWER_S = 5.0  # of a process that is warm, or of the sweep
 _ORDER_EVERY_S = 1.0
 _COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
+
+
+def end_strays(job: str, keep: Collection[str]) -> None:
+    """End the job's processes that no controller knows any more, but for those with these names. Blocks.
+
+    Some may only be starting: a controller that has died was waiting for them.
+    """
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        name = str(named["name"])
+        if named["namespace"] == NAMESPACE and name.startswith(_prefix(job)) and name not in keep:
+            with contextlib.suppress(ValueError):  # it has just ended
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+
+def _prefix(job: str) -> str:
+    return f"worker:{job}/"
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, crew: str = "") -> WorkerSetup:
@@ -154,7 +171,7 @@ class Processes:
         return await self._start(node)
 
     async def _start(self, node: str) -> tuple[Any, ProcessFacts]:
-        name = f"worker:{self._spec.job}/{secrets.token_hex(8)}"
+        name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
         actor = start_process(self._spec, node, self._tenancy, name)
         self._names[actor] = name
         try:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
-_FAREWELL_S = 5.0
+_FAREWELL_S = 1.5
 _UNWANTED_S = 60.0  # its pool asks every few seconds
 
 

@@ -34,6 +34,7 @@ from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.saved_state import read_state
+from elastic_ray.parallel.watch import watch_optimizers
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
 from elastic_ray.session import Session
@@ -186,7 +187,7 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
-        session.watched.start()
+        watch_optimizers()
         saver = self._new_saver(assignment, session, link)
         broken = False
         try:
@@ -219,7 +220,6 @@ class Worker:
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_session(None)
-            session.watched.stop()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)

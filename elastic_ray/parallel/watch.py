@@ -8,6 +8,27 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elastic_ray.context import session_of_thread
+
+_installed = False
+
+
+def watch_optimizers() -> None:
+    """Look at every step of any optimizer in this process, as the session of its thread wants it.
+
+    The hook stays: torch walks through its hooks in a step, and does not bear that one is taken out meanwhile.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_on_step)
+
+
+def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    session = session_of_thread()
+    if session is not None:
+        session.watched.look_at(optimizer)
+
 
 class OptimizerWatch:
     """Optimizers that step in a group of several workers without having been wrapped.
@@ -21,25 +42,18 @@ class OptimizerWatch:
     def __init__(self, session: Any) -> None:
         self._session = weakref.ref(session)
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._stop: Any = None
         self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """One that was wrapped."""
         self._known.add(optimizer)
 
-    def start(self) -> None:
-        """Watch until :meth:`stop`, or until the session is forgotten."""
-        session = self._session()
-        if session is not None:
-            self._stop = weakref.finalize(session, register_optimizer_step_pre_hook(self._on_step).remove)
+    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step.
 
-    def stop(self) -> None:
-        """Watch no more."""
-        if self._stop is not None:
-            self._stop()
-
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        Raises:
+            RuntimeError: no model was wrapped at all.
+        """
         session = self._session()
         if session is None or session.world_size == 1 or optimizer in self._known or optimizer in self._told:
             return
