@@ -29,18 +29,19 @@ class ControllerCaller:
         self._proof = signed(assignment.secret, generation, assignment.worker)
         self._told: list[Any] = []
 
-    def tell(self, key: str, value: bytes) -> None:
+    def tell(self, values: Mapping[str, bytes]) -> None:
         """Let the others know; returns at once. A call that is refused shows in the next :meth:`ask`."""
-        self._told.append(self._call(tells={key: value}))
+        self._told.append(self._call(tells=values))
 
-    def ask(self, keys: tuple[str, ...], wait_s: float) -> Mapping[str, bytes]:
-        """All that is known once these keys are, or after ``wait_s``.
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
 
         Raises:
             RuntimeError: the controller does not answer, or refuses to.
         """
         try:
-            known: Mapping[str, bytes] = ray.get(self._call(wants=keys, wait_s=wait_s), timeout=wait_s + _ON_THE_WAY_S)
+            call = self._call(tells=tells, wants=keys, wait_s=wait_s)
+            known: Mapping[str, bytes] = ray.get(call, timeout=wait_s + _ON_THE_WAY_S)
         except RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(f"its controller does not introduce it to the others: {lines[-1]}") from error

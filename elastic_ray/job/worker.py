@@ -254,7 +254,7 @@ class Worker:
         def form(plan: Plan, rank: int) -> Communicator:
             caller = ControllerCaller(assignment, plan.generation)
             return Communicator(
-                BootstrapStore(caller, elastic.switch_timeout_s),
+                BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=plan.world_size),
                 f"generation/{plan.generation}",
                 rank=rank,
                 world_size=plan.world_size,

@@ -13,11 +13,11 @@ import torch.distributed as dist
 class Caller(Protocol):
     """One member's way to :class:`elastic_ray.membership.bootstrap.Bootstrap`, for one generation."""
 
-    def tell(self, key: str, value: bytes) -> None:
+    def tell(self, values: Mapping[str, bytes]) -> None:
         """Let the others know; returns at once."""
 
-    def ask(self, keys: tuple[str, ...], wait_s: float) -> Mapping[str, bytes]:
-        """All that is known once these keys are, or after ``wait_s``.
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
 
         Raises:
             RuntimeError: the controller does not answer, or refuses to.
@@ -33,23 +33,33 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     Args:
         caller: the way to the controller.
         timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more.
+        rank: rank of the member.
+        world_size: number of members.
 
     Attributes:
         told: what this member has set.
+        waits: whether whoever sets something waits for something next, as gloo does: then one call does both.
     """
 
-    def __init__(self, caller: Caller, timeout_s: float) -> None:
+    def __init__(self, caller: Caller, timeout_s: float, *, rank: int, world_size: int) -> None:
         super().__init__()
         self._caller = caller
+        self._rank = rank
+        self._world_size = world_size
         self._until_s = time.monotonic() + timeout_s
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}
+        self.waits = True
+        self._untold: dict[str, bytes] = {}
 
     def set(self, key: str, value: Any) -> None:
         """Tell the others."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
-        self._caller.tell(key, content)
+        if self.waits:
+            self._untold[key] = content
+        else:
+            self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
         """A value, once it is there."""
@@ -69,7 +79,18 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 raise RuntimeError(f"in vain waited for {', '.join(missing)}")
-            self._known.update(self._caller.ask(missing, left_s))
+            tells, self._untold = self._untold, {}
+            self._known.update(self._caller.ask(self._with_others(missing), left_s, tells))
+
+    def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """These keys, and what else this member is about to ask for.
+
+        gloo asks for one peer's after the other. Where this member has told its own, it wants that of all.
+        """
+        stems = {key.rpartition("/")[0] for key in keys}
+        known = [stem for stem in stems if f"{stem}/{self._rank}" in self.told]
+        wanted = [f"{stem}/{peer}" for stem in known for peer in range(self._world_size)]
+        return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether these keys are known here; asks nobody, for watchdogs ask it again and again."""

@@ -88,6 +88,7 @@ class Communicator:
                 self._prove_each_other(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 close_door(store.told.values())
+                store.waits = False  # NCCL's first rank tells, and asks for nothing
             self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
             if cuda:
                 self._nccl = _form_nccl(named, rank, world_size, timeout_s)

@@ -53,12 +53,13 @@ class LocalCaller:
         proof = signed(secret or controller.secret, generation, worker)
         self._controller, self._fields = controller, {"generation": generation, "worker": worker, "proof": proof}
 
-    def tell(self, key: str, value: bytes) -> None:
-        self._controller.call(Meeting(tells={key: value}, **self._fields))
+    def tell(self, values: Mapping[str, bytes]) -> None:
+        self._controller.call(Meeting(tells=values, **self._fields))
 
-    def ask(self, keys: tuple[str, ...], wait_s: float) -> Mapping[str, bytes]:
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        call = Meeting(tells=tells, wants=keys, wait_s=wait_s, **self._fields)
         try:
-            return self._controller.call(Meeting(wants=keys, wait_s=wait_s, **self._fields)).result(wait_s + 5.0)
+            return self._controller.call(call).result(wait_s + 5.0)
         except Exception as error:
             raise RuntimeError(str(error)) from error
 
@@ -67,7 +68,7 @@ def member(
     controller: LocalController, rank: int, world: int, *, generation: int = 1, form_s: float = 20.0, **options: Any
 ) -> Communicator:
     """One rank's communicator."""
-    store = BootstrapStore(LocalCaller(controller, f"w{rank + 1}", generation), form_s)
+    store = BootstrapStore(LocalCaller(controller, f"w{rank + 1}", generation), form_s, rank=rank, world_size=world)
     fields = {"timeout_s": 20.0, "form_timeout_s": form_s, "host": "127.0.0.1", "secret": controller.secret, **options}
     return Communicator(store, f"generation/{generation}", rank=rank, world_size=world, **fields)
 

@@ -1,0 +1,111 @@
+"""Groups that were started by srun, mpirun or by hand: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and no store."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ray as er
+from tests.loop.ranks import Ranks
+
+
+def plainly(port: int) -> None:
+    """Make this rank's environment what srun's prolog makes it: nobody holds a store."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name == "LOCAL_WORLD_SIZE"]:
+        del os.environ[name]
+    os.environ["MASTER_PORT"] = str(port)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def train(port: int) -> Any:
+    """One epoch; the parameters afterwards, the samples that this rank has seen, and where rank 0's store listens."""
+    import psutil
+
+    plainly(port)
+    data = torch.arange(24.0).reshape(24, 1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(data), batch_size=8, shuffle=True)
+    seen = []
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            seen += x.flatten().tolist()
+    listens = [
+        each.laddr.ip
+        for each in psutil.Process().net_connections("tcp")
+        if each.status == "LISTEN" and each.laddr.port == port
+    ]
+    return [p.tolist() for p in model.parameters()], seen, listens
+
+
+def test_rank_0_holds_the_store_at_the_master_s_address_alone(ranks: Ranks) -> None:
+    (first, seen, listens), (second, seen_there, none) = ranks.run(train, free_port(), world=2)
+    assert first == second and sorted(seen + seen_there) == list(range(24)), "each sample once"
+    assert listens == ["127.0.0.1"] and none == []
+
+
+def beside_a_group_of_torch_s_own(port: int) -> Any:
+    plainly(port)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", init_method="env://")
+    try:
+        return train(port)[0]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_store_that_torch_holds_already_is_shared(ranks: Ranks) -> None:
+    first, second = ranks.run(beside_a_group_of_torch_s_own, free_port(), world=2)
+    assert first == second
+
+
+def twice(port: int) -> Any:
+    from elastic_ray.context import set_session
+
+    results = [train(port)[0]]
+    set_session(None)
+    return [*results, train(port)[0]]
+
+
+def test_a_second_run_in_the_same_processes_forms_a_group_of_its_own(ranks: Ranks) -> None:
+    first, second = ranks.run(twice, free_port(), world=2)
+    assert first == second and len(first) == 2
+
+
+def without(absent: int, port: int) -> Any:
+    from elastic_ray import standalone
+
+    if int(os.environ["RANK"]) == absent:
+        return None
+    standalone._FORM_TIMEOUT_S = 2.0
+    begin_s = time.monotonic()
+    try:
+        train(port)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin_s
+    finally:
+        standalone._FORM_TIMEOUT_S = 60.0
+    return "trained alone"
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, absent: int) -> None:
+    outcome = ranks.run(without, absent, free_port(), world=2)[1 - absent]
+    name, message, took_s = outcome
+    assert name == "LostGroupError" and took_s < 20.0, outcome
+    assert "the group of WORLD_SIZE=2 processes did not form within 2 s" in message
+    assert "the same MASTER_ADDR and MASTER_PORT" in message

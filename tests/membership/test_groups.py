@@ -1,0 +1,229 @@
+"""Groups that form: through their controller, of those alone who know the job's secret, and closed to all others."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.job.messages import Assignment
+from elastic_ray.membership.bootstrap import Bootstrap, BootstrapRefusedError, Meeting, signed
+from elastic_ray.membership.bootstrap_store import BootstrapStore
+from elastic_ray.membership.proof import new_secret, prove, proves
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from tests.job.test_told import spec
+from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
+
+# -- the controller's part ---------------------------------------------------------------------------------------------
+
+SECRET = new_secret()
+
+
+def call(worker: str = "w1", generation: int = 1, secret: str = SECRET, **fields: Any) -> Meeting:
+    return Meeting(generation=generation, worker=worker, proof=signed(secret, generation, worker), **fields)
+
+
+def meet(*calls: Meeting, members: tuple[str, ...] = ("w1", "w2")) -> list[Any]:
+    """What each of these calls, made at once, is answered, or why it is refused."""
+
+    async def run() -> list[Any]:
+        bootstrap = Bootstrap(SECRET, lambda generation, worker: worker in members)
+        return await asyncio.gather(*(bootstrap.meet(each) for each in calls), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_who_waits_hears_all_that_is_known_once_it_is_there() -> None:
+    first, second = meet(
+        call("w1", tells={"a": b"1"}, wants=("a", "b"), wait_s=10.0),
+        call("w2", tells={"b": b"2"}, wants=("a",), wait_s=10.0),
+    )
+    assert first == second == {"a": b"1", "b": b"2"}
+
+
+def test_generations_do_not_hear_each_other_and_waits_end() -> None:
+    begin_s = time.monotonic()
+    first, second = meet(call(tells={"a": b"1"}), call("w2", generation=2, wants=("a",), wait_s=0.2))
+    assert first == {"a": b"1"} and second == {} and 0.15 < time.monotonic() - begin_s < 5.0
+
+
+@pytest.mark.parametrize(
+    "wrong, why",
+    [
+        (call(secret=new_secret(), tells={"a": b"x"}), "proves nothing"),
+        (Meeting(generation=1, worker="w2", proof=signed(SECRET, 1, "w1"), tells={"a": b"x"}), "proves nothing"),
+        (Meeting(generation=2, worker="w1", proof=signed(SECRET, 1, "w1"), tells={"a": b"x"}), "proves nothing"),
+        (Meeting(generation=1, worker="w1", proof=b"", tells={"a": b"x"}), "proves nothing"),
+        (call("w3", tells={"a": b"x"}), "w3 is no member of generation 1"),
+        (call("w2", tells={"a": b"x"}), "w2 may not write what w1 has written"),
+        (call("w2", tells={"b": b"x" * 100_000}), "too long"),
+        (call("w2", tells={"b" * 1000: b""}), "too long"),
+        (call("w2", tells={str(number): b"" for number in range(1000)}), "writes more than 64 keys"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_who_is_no_member_or_wants_too_much_is_refused(wrong: Meeting, why: str) -> None:
+    _, refused, after = meet(call(tells={"a": b"1"}), wrong, call(wants=("a",)))
+    assert isinstance(refused, BootstrapRefusedError) and why in str(refused)
+    assert after["a"] == b"1"
+
+
+def test_what_was_told_for_old_generations_is_forgotten_and_who_waits_there_is_let_go() -> None:
+    waiting, *_, late = meet(
+        call(wants=("never",), wait_s=30.0),
+        *(call(generation=number, tells={"a": b"1"}) for number in range(2, 8)),
+        call(wants=("a",)),
+    )
+    assert isinstance(waiting, BootstrapRefusedError) and "generation 1 was given up" in str(waiting)
+    assert isinstance(late, BootstrapRefusedError) and "generation 1 is over" in str(late)
+
+
+def test_a_proof_serves_for_nothing_else() -> None:
+    proof = prove(SECRET, "peer", 1, 23)
+    assert proves(proof, SECRET, "peer", 1, 23)
+    assert not any(proves(proof, SECRET, *facts) for facts in [("peer", 12, 3), ("peer", 1, 2, 3), ("peer1", 23)])
+    assert not proves(proof, new_secret(), "peer", 1, 23)
+    with pytest.raises(ValueError, match="secret must not be empty"):
+        prove("", "peer")
+
+
+def test_a_secret_is_never_shown_and_every_job_has_its_own() -> None:
+    one, other = spec(), spec()
+    assert one.secret != other.secret and len(one.secret) == 64
+    assignment = Assignment(
+        worker="w1", job="j", train_loop=b"", storage_path="", node="n", controller=None, secret=one.secret
+    )
+    shown = repr(one) + repr(assignment) + repr(call(secret=one.secret))
+    assert one.secret not in shown and repr(signed(one.secret, 1, "w1")) not in shown
+
+
+# -- the members' part -------------------------------------------------------------------------------------------------
+
+
+def add_up(communicator: Communicator) -> Any:
+    tensor = torch.full((3,), float(communicator.rank + 1))
+    communicator.wait(communicator.all_reduce(tensor))
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_find_each_other_through_calls(world: int) -> None:
+    assert on_ranks(world, add_up) == [[world * (world + 1) / 2] * 3] * world
+
+
+def test_forming_takes_two_calls_of_each_rank() -> None:
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        formed = list(pool.map(lambda rank: member(controller, rank, 3), range(3)))
+        assert controller.calls == 6 and [each.rank for each in formed] == [0, 1, 2]
+
+
+def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:
+    begin_s = time.monotonic()
+    with (
+        local_controller() as controller,
+        pytest.raises(CommunicationFailedError, match=r"in vain waited for .*here/1"),
+    ):
+        member(controller, 0, 2, form_s=0.5)
+    assert 0.4 < time.monotonic() - begin_s < 10.0
+
+
+def test_a_member_that_the_controller_refuses_says_so_at_once() -> None:
+    refused = pytest.raises(CommunicationFailedError, match="w2 is no member of generation 1")
+    with local_controller(is_member=lambda generation, worker: worker == "w1") as controller, refused:
+        member(controller, 1, 2)
+
+
+def test_a_peer_that_does_not_know_the_secret_is_none() -> None:
+    def form(rank: int) -> Any:
+        try:
+            return member(controller, rank, 2, secret=[controller.secret, new_secret()][rank])
+        except CommunicationFailedError as error:
+            return str(error)
+
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(form, range(2)))
+    assert [f"rank {1 - rank} cannot prove that it is a worker of this job" in outcomes[rank] for rank in range(2)]
+
+
+class Held(LocalCaller):
+    """A member that tells the others where it listens, but hears of them only when it is let go."""
+
+    def __init__(self, controller: LocalController, worker: str, go: threading.Event) -> None:
+        super().__init__(controller, worker, 1)
+        self._go, self._asked = go, 0
+        self.listens: dict[str, bytes] = {}
+
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        self._asked += 1
+        if self._asked == 2:  # all are here; now they tell each other where they listen
+            self.tell(tells)
+            self.listens.update(tells)
+            assert self._go.wait(20.0)
+        return super().ask(keys, wait_s, tells)
+
+
+def port_in(told: bytes) -> int:
+    """The port in what gloo tells: a socket's address of 127.0.0.1, as the kernel has it."""
+    at = told.index(socket.inet_aton("127.0.0.1"))
+    return int.from_bytes(told[at - 2 : at], "big")
+
+
+def test_a_stranger_that_takes_a_peer_s_place_is_found_out_and_the_next_generation_forms() -> None:
+    """It connects to every rank that listens, with every number that a peer might have, before any peer does."""
+    go = threading.Event()
+
+    def form(rank: int) -> Any:
+        fields = {"timeout_s": 20.0, "form_timeout_s": 3.0, "host": "127.0.0.1", "secret": controller.secret}
+        try:
+            store = BootstrapStore(callers[rank], 3.0, rank=rank, world_size=2)
+            return Communicator(store, "generation/1", rank=rank, world_size=2, **fields)
+        except CommunicationFailedError as error:
+            return str(error)
+
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        callers = [Held(controller, f"w{rank + 1}", go) for rank in range(2)]
+        works = [pool.submit(form, rank) for rank in range(2)]
+        while not all(caller.listens for caller in callers):
+            time.sleep(0.01)
+        strangers = []
+        for caller in callers:
+            for number in range(4):
+                stranger = socket.create_connection(("127.0.0.1", port_in(next(iter(caller.listens.values())))), 5.0)
+                stranger.sendall(number.to_bytes(8, "little"))
+                strangers.append(stranger)
+        time.sleep(0.3)  # gloo reads what they sent
+        go.set()
+        begin_s = time.monotonic()
+        outcomes = [work.result(30) for work in works]
+        assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
+        assert time.monotonic() - begin_s < 15.0
+        second = list(pool.map(lambda rank: add_up(member(controller, rank, 2, generation=2)), range(2)))
+        assert second == [[3.0] * 3] * 2
+        for stranger in strangers:
+            stranger.close()
+
+
+def listening_ports() -> set[int]:
+    """TCP ports on which this process listens."""
+    import psutil
+
+    return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
+
+
+def test_nobody_can_connect_to_a_group_that_has_formed() -> None:
+    before = listening_ports()
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        formed = list(pool.map(lambda rank: member(controller, rank, 2), range(2)))
+        opened = listening_ports() - before
+        assert len(opened) == 2
+        for port in opened:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), 0.3)
+        assert list(pool.map(add_up, formed)) == [[3.0] * 3] * 2
