@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -143,6 +144,7 @@ def _serve(pipe: Connection) -> None:
             os.environ.pop(name, None)
         os.environ.update(environment)
         set_session(None)
+        gc.collect()  # nothing of the function before is to watch this one
         torch.manual_seed(0)
         try:
             answer = pickle.dumps((True, function(*args)))
