@@ -135,7 +135,6 @@ def _node_of(rank: int) -> str:
 def session_after(earlier: Session) -> Session:
     """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
     assert isinstance(earlier.link, StandaloneLink), "a trainer's session serves one run"
-    earlier.watched.stop()
     earlier.membership.close(broken=False)
     return standalone_session()
 
