@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic_ray.job.held import hold
 from elastic_ray.job.messages import (
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 10.0
 _POLL_S = 0.1
 _PATIENCE_S = 60.0
+_MOST_UNHEARD = 500  # about a second of a controller's time
+_PAUSE_S = 2e-3
 
 
 def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
@@ -102,26 +104,42 @@ class ControllerLink:
         self.told_ready = self.told_failed = None
         self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause, whole=whole))
 
-    def insist_on(self, message: WorkerMessage) -> Any:
-        """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived."""
-        reference = self.push(message)
+    def insist_on(self, message: WorkerMessage) -> None:
+        """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
+
+        Returns at once while few are under way; a loop that reports faster than the controller hears waits for it.
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while len(self._unheard) >= _MOST_UNHEARD and time.monotonic() < deadline_s:
+            self.repeat()
+            time.sleep(_PAUSE_S)
         with self._lock:
             self._sent += 1
-            self._unheard[self._sent] = (message, reference)
-        return reference
+            self._unheard[self._sent] = (message, self.push(message))
 
     def repeat(self) -> bool:
-        """Send again what a controller's end has swallowed; whether everything has arrived. From any thread."""
+        """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
+
+        Raises:
+            RayError: the controller is gone for good.
+        """
         with self._lock:
+            if not self._unheard:
+                return True
+            references = [reference for _, reference in self._unheard.values()]
+            answered, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+            done = set(answered)
             for number, (message, reference) in tuple(self._unheard.items()):
-                arrived, _ = ray.wait([reference], timeout=0)
-                if not arrived:
+                if reference not in done:
                     continue
                 try:
                     ray.get(reference)
                     del self._unheard[number]
                 except ActorUnavailableError:
                     self._unheard[number] = (message, self.push(message))
+                except RayTaskError as error:  # it was heard, and could not be dealt with: nor could it be again
+                    del self._unheard[number]
+                    logger.warning("the controller could not take a message: %s", error)
             return not self._unheard
 
     def flush(self) -> None:
