@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import ray
 
 import elastic_ray as er
+from elastic_ray.job.pool_client import environment_key
 from elastic_ray.job.pool_plan import VARIABLE
 from elastic_ray.job.process_pool import NAME, close_pool, find_pool
 from elastic_ray.job.processes import pool_client, setup_of
@@ -124,18 +126,24 @@ def ready() -> dict[str, int]:
 
 def alive() -> dict[str, int]:
     """Processes that were started for the pool, whoever has them now, and their pids."""
+    return {name: pid for name, pid in actors().items() if name.startswith(f"{NAME}/")}
+
+
+def actors() -> dict[str, int]:
+    """Living actors of ours, and their pids."""
     from ray.core.generated import gcs_pb2
 
     accessor = ray._private.state.state._connect_and_get_accessor()
-    actors = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]
-    living = [a for a in actors if a.state == gcs_pb2.ActorTableData.ActorState.ALIVE and a.ray_namespace == NAMESPACE]
-    return {a.name: a.pid for a in living if a.name.startswith(f"{NAME}/")}
+    table = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]
+    living = [a for a in table if a.state == gcs_pb2.ActorTableData.ActorState.ALIVE and a.ray_namespace == NAMESPACE]
+    return {a.name: a.pid for a in living}
 
 
 def seen(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "seen.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the_job_before(
     pool_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -166,14 +174,16 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "")
+    close_pool()  # of what the test before has left
     node = ray.get_runtime_context().get_node_id()
     client = pool_client(spec(), own_tenancy("job:mine"))
     asyncio.run(client.order({node: 2}))
     before = wait_for(ready)
-    pool = find_pool()
-    assert pool is not None
-    ray.kill(pool, no_restart=False)
+    first = actors()[NAME]
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: actors().get(NAME, first) != first)
     assert wait_for(ready) == before
+    assert {name.split("/")[1] for name in before} == {environment_key({})}
 
     mine = asyncio.run(client.take(node))
     assert mine is not None and not before.keys() & ready().keys()
