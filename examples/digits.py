@@ -1,7 +1,8 @@
 """The main job: three elastic PyTorch jobs share one Ray cluster of 8 slots on this machine.
 
-They arrive and end at different times, so the allocator grows and shrinks them while they train, their batch sizes
-follow the gradient noise, and one worker is killed in mid-training. Takes about a minute and a half on two cores:
+They arrive and end at different times, so the allocator grows and shrinks them while they train, and their batch sizes
+follow the gradient noise. In mid-training one worker is killed, and then a job's controller: training goes on. Takes
+about a minute and a half on two cores:
 
     python examples/digits.py
 """
@@ -16,6 +17,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # One thread per worker, for eight of them share two cores; read when torch is imported, here and in workers.
@@ -29,7 +32,8 @@ import elastic_ray as er
 
 SLOTS = 8
 TARGET_ACCURACY = 0.95
-KILL_AFTER_S = 10.0  # after "cnn" has begun to train
+KILL_AFTER_S = 10.0  # a worker, after "cnn" has begun to train
+KILL_CONTROLLER_AFTER_S = 6.0  # after that
 TIME_LIMIT_S = 170.0
 
 # The cost of a step is that of a larger net on an accelerator, see digits_loop.stand_in_for_a_larger_net.
@@ -56,13 +60,14 @@ class Job:
 
 
 class Demo:
-    """Submits the jobs in time, kills one worker, and shows what happens."""
+    """Submits the jobs in time, kills one worker and one controller, and shows what happens."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.digits = digits()
         self.jobs: dict[str, Job] = {}
-        self.killed = False
+        self.killed_s: float | None = None
+        self.killed_controller = False
         self._start_s = time.monotonic()
 
     @property
@@ -83,8 +88,10 @@ class Demo:
             for name, job in self.jobs.items():
                 if job.ended_s is None:
                     self.look(name, job)
-            if not self.killed:
+            if self.killed_s is None:
                 self.maybe_kill("cnn")
+            elif not self.killed_controller and self.now_s > self.killed_s + KILL_CONTROLLER_AFTER_S:
+                self.kill_controller()
             if self.now_s > TIME_LIMIT_S:
                 raise TimeoutError(f"not all jobs have ended within {TIME_LIMIT_S:g} s")
             time.sleep(0.25)
@@ -128,10 +135,35 @@ class Demo:
             return
         workers = job.handle.workers()
         if len(workers) > 1:
-            self.killed = True
+            self.killed_s = self.now_s
             self.say(name, f"--- kill -9 {workers[-1].pid} (rank {workers[-1].rank} of {len(workers)}) ---")
             with contextlib.suppress(ProcessLookupError):  # it has just left
                 os.kill(workers[-1].pid, signal.SIGKILL)
+
+    def kill_controller(self) -> None:
+        """SIGKILL a process that steers a job. The job's workers train on, and tell the next one who they are."""
+        self.killed_controller = True
+        controllers = [pid for pid in descendants(os.getpid()) if "JobController" in title(pid)]
+        if controllers:
+            self.say("", f"--- kill -9 {controllers[0]} (the controller of a job) ---")
+            os.kill(controllers[0], signal.SIGKILL)
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Processes below this one, as Linux tells of them; none elsewhere."""
+    for path in Path("/proc").glob(f"{pid}/task/*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                yield child
+                yield from descendants(child)
+
+
+def title(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def show(line: str) -> None:
@@ -150,7 +182,7 @@ def describe(event: er.JobEvent) -> str:
         if event.kind is er.EventKind.FAILURE:
             what = f"FAILURE, {what}"
     else:
-        what = event.kind.value
+        what = f"{event.kind.value}, {event.to_workers} workers"
     pause = f", paused {event.pause_s:.2f} s" if event.pause_s else ""
     return f"{what}{pause}  ({event.reason})"
 

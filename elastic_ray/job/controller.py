@@ -21,7 +21,7 @@ import ray
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.background import Background
 from elastic_ray.job.gathering import Gathering
-from elastic_ray.job.journal import Journal, Noted
+from elastic_ray.job.journal import Journal, Noted, delete_train_loop, store_train_loop, stored_train_loop
 from elastic_ray.job.messages import Greeting, Introduction, StateSaved, WorkerMessage
 from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.processes import end_strays
@@ -37,6 +37,9 @@ from placement.text import log_plainly
 logger = logging.getLogger("elastic_ray.job")
 
 _TICK_S = 0.1
+_MOST_INLINE_BYTES = (
+    32 << 10
+)  # Ray puts arguments of 100 KB into its object store, which a restart may not find them in
 _RELEASE_S = 10.0
 _KNOWN_S = 5.0
 _NOTE_S = 1.0  # a control store that is away holds no driver up for longer
@@ -45,6 +48,17 @@ _DRIVER = "driver"
 
 def start(spec: JobSpec) -> Any:
     """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
+    if len(spec.train_loop) <= _MOST_INLINE_BYTES:
+        return _create(spec)
+    key = store_train_loop(spec.train_loop)
+    try:
+        return _create(dataclasses.replace(spec, train_loop=b"", stored_train_loop=key))
+    except BaseException:
+        delete_train_loop(key)
+        raise
+
+
+def _create(spec: JobSpec) -> Any:
     actor: Any = ray.remote(JobController)
     # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
     return actor.options(
@@ -64,6 +78,9 @@ class JobController:
 
     def __init__(self, spec: JobSpec) -> None:
         log_plainly(logging.WARNING)
+        self._stored_train_loop = spec.stored_train_loop
+        if spec.stored_train_loop:
+            spec = dataclasses.replace(spec, train_loop=stored_train_loop(spec.stored_train_loop))
         self._handle = ray.get_runtime_context().current_actor
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         self._background = Background()
@@ -93,8 +110,14 @@ class JobController:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
         except Exception as error:
             logger.warning("job %s: its placement groups were not released: %s", job, error)
-        self._journal.close(delete=True)
+        await asyncio.to_thread(self._forget)
         ray.kill(self._handle)
+
+    def _forget(self) -> None:
+        """There will be no other controller of this job."""
+        self._journal.close(delete=True)
+        if self._stored_train_loop:
+            delete_train_loop(self._stored_train_loop)
 
     def _begin(self, spec: JobSpec, named: int = 0) -> None:
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
@@ -287,7 +310,7 @@ class JobController:
         except Exception:  # whoever waits for it learns of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
-        await asyncio.to_thread(lambda: self._journal.close(delete=True))
+        await asyncio.to_thread(self._forget)
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -105,6 +106,37 @@ class Noted:
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"a note lacks fields: {error}") from None
+
+
+def store_train_loop(packed: bytes) -> str:
+    """Keep a packed train function until :func:`delete_train_loop`; returns its key. Blocks for some milliseconds.
+
+    What an actor is created with is lost with the driver once it is too large for a message, and Ray could not start
+    the actor again. Ray keeps functions that it sends to workers in the same place.
+    """
+    key = f"train_loop/{secrets.token_hex(8)}"
+    internal_kv._internal_kv_put(key.encode(), packed, overwrite=True, namespace=_NAMESPACE)
+    return key
+
+
+def stored_train_loop(key: str) -> bytes:
+    """What :func:`store_train_loop` has kept.
+
+    Raises:
+        LookupError: it is not there (any more).
+    """
+    packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+    if packed is None:
+        raise LookupError(f"the train function is not in Ray's control store any more ({key})")
+    return packed
+
+
+def delete_train_loop(key: str) -> None:
+    """It is not wanted any more."""
+    try:
+        internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)
+    except Exception as error:
+        logger.warning("a train function was not deleted from Ray's control store: %s", error)
 
 
 def plain_value(value: Any) -> Any:

@@ -49,6 +49,7 @@ class JobSpec:
         job: unique name; also the controller's actor name after ``job:``.
         train_loop: cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that
             the function is called without an argument.
+        stored_train_loop: where that is kept instead, if it is too large for a message; else empty.
         min_workers: fewest workers the job may run with.
         max_workers: most workers it may use.
         bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
@@ -97,6 +98,7 @@ class JobSpec:
     submission: str = ""
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)
     shown: bool = False
+    stored_train_loop: str = ""
 
     @property
     def states_kept(self) -> int:
