@@ -186,3 +186,23 @@ def test_a_job_that_has_ended_ends_once(ray_cluster: Any, tmp_path: Path) -> Non
     assert result.error is None and handle.status().phase is JobPhase.FINISHED
     assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == [0, 1]
     assert kinds(handle).count(EventKind.FINISHED) == 1
+
+
+@pytest.mark.slow
+def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path) -> None:
+    """Ray keeps large arguments of an actor in its object store, where they may be gone when it restarts the actor."""
+    handle = start(tmp_path, workers=(1, 2), epochs=100_000, ballast=b"x" * 2_000_000)
+    handle.resize(1)
+    wait_until(lambda: handle.status().step > 5, handle)
+    kill_controller(handle)
+    wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
+    handle.resize(2)  # the joiner gets it, too
+    wait_until(lambda: handle.status().workers == 2, handle, 90)
+    handle.stop()
+    handle.result(timeout=60)
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    deadline = time.monotonic() + 10
+    while left := _internal_kv_list(b"", namespace=b"elastic_ray"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
