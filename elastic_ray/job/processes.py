@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import logging
 import secrets
 import time
@@ -129,8 +130,6 @@ class Processes:
     def __init__(self, spec: JobSpec, controller: Any, crew: str) -> None:
         self._spec = spec
         self._setup, self._setup_of_lent = setup_of(spec, controller=controller, crew=crew), setup_of(spec)
-        self._tenancy = own_tenancy(f"job:{spec.job}")
-        self._pool = pool_client(spec, self._tenancy)
         self._ordering: asyncio.Task[None] | None = None
         self._ordered_s = 0.0
         self._used: dict[str, int] = {}
@@ -143,6 +142,14 @@ class Processes:
         self._cold_until_s: dict[str, float] = {}
         self._background, self._farewell = Background(), Background()
         self._closed = False
+
+    @functools.cached_property
+    def _tenancy(self) -> Tenancy:
+        return own_tenancy(f"job:{self._spec.job}")
+
+    @functools.cached_property
+    def _pool(self) -> PoolClient:
+        return pool_client(self._spec, self._tenancy)
 
     async def take(self, node: str) -> tuple[Any, ProcessFacts]:
         """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""

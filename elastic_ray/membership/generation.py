@@ -319,7 +319,7 @@ class JobMembership(Roster):
         survivors = sorted([*self.members(), *self.entering()], key=lambda w: not w.has_state)
         # Nothing has been trained yet (and some survivor has loaded what the others had), or its joiners hold it.
         fresh = flight is not None and not flight.from_state and any(w.loaded >= flight.loaded for w in survivors)
-        if survivors and (fresh or any(w.has_state for w in survivors)):
+        if survivors and (fresh or any(w.has_state for w in survivors)) and not self._behind(survivors):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
             self._issue(survivors, forced=True, reason=cause, now_s=now_s)
@@ -335,6 +335,13 @@ class JobMembership(Roster):
                 self._call_off(planned)
         else:
             self._end(AllLost(reason=cause))
+
+    def _behind(self, survivors: Sequence[Worker]) -> bool:
+        """Whether all of them only were about to take over a state that one which starts over in place holds now."""
+        if any(w.phase is Phase.MEMBER for w in survivors):
+            return False
+        held = max(w.held for w in survivors)
+        return any(w.held > held for w in self.holders() if w not in survivors)
 
     def _call_off(self, joiners: list[Worker]) -> None:
         if self.in_flight is not None and joiners:

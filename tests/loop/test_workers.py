@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,16 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.context import current_session, set_session
 from elastic_ray.membership.plan import SetBatch
 from tests.loop.ranks import Ranks
+
+
+@pytest.fixture
+def own_server() -> Iterator[None]:
+    """DataLoader workers are not forked from this process: Ray may have left threads in it, whose locks a fork copies."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_forkserver_preload(["torch", __name__])
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 class Redrawn(torch.utils.data.Dataset[Any]):
@@ -122,6 +133,7 @@ def draw_in_worker(dataset: Redrawn, epoch: int) -> None:
     dataset.draw(10 * epoch)
 
 
+@pytest.mark.usefixtures("own_server")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_an_epoch_hook_reaches_every_copy(workers: int, persistent: bool) -> None:
     set_session(None)
@@ -134,6 +146,7 @@ def test_an_epoch_hook_reaches_every_copy(workers: int, persistent: bool) -> Non
             assert set(told.tolist()) == {epoch if persistent else -1}
 
 
+@pytest.mark.usefixtures("own_server")
 def test_worker_processes_go_with_the_loader() -> None:
     set_session(None)
     loader = er.AdaptiveDataLoader(numbers(8), batch_size=4, num_workers=1, persistent_workers=True)
@@ -168,6 +181,7 @@ def of(loader: DataLoader[Any], **options: Any) -> er.AdaptiveDataLoader:
     return er.AdaptiveDataLoader(loader, **options)
 
 
+@pytest.mark.usefixtures("own_server")
 def test_a_data_loader_is_taken_over() -> None:
     given = DataLoader(
         numbers(10), batch_size=4, shuffle=True, num_workers=2, collate_fn=doubled, drop_last=True, prefetch_factor=3
