@@ -36,7 +36,7 @@ class Noted:
         message: of its status.
         submitted_s: when it was submitted [s since the epoch].
         issued: number of its latest generation.
-        announced: whether a generation was announced since its last start.
+        announced: members of the latest generation that was announced since its last start.
         trained: whether one has taken effect since then.
         world_size: workers of the generation in effect.
         named: number of its latest worker.
@@ -66,7 +66,7 @@ class Noted:
     message: str
     submitted_s: float
     issued: int
-    announced: bool
+    announced: tuple[str, ...]
     trained: bool
     world_size: int
     named: int

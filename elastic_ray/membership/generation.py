@@ -6,7 +6,7 @@ Only this machine issues generations, and every one it issues supersedes the one
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.course import first_group, next_group, surplus
@@ -92,7 +92,8 @@ class JobMembership(Roster):
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self.issued = 0
         self.named = named
-        self.announced = self.trained = False
+        self.announced: tuple[str, ...] = ()
+        self.trained = False
         self._not_before_s = 0.0
         self._retry_s = 0.0
         self._suspicion: _Deadline | None = None
@@ -142,7 +143,7 @@ class JobMembership(Roster):
         *,
         issued: int,
         world_size: int,
-        announced: bool,
+        announced: Collection[str],
         trained: bool,
         now_s: float,
     ) -> list[Instruction]:
@@ -153,8 +154,8 @@ class JobMembership(Roster):
             target: where the job was heading.
             issued: the latest generation that was noted down; later ones are known from the workers.
             world_size: workers of the generation in effect, as noted down.
-            announced: whether a generation had been announced since the last start, as noted down; without any worker
-                now, all of them were lost.
+            announced: members of the latest generation that was announced since the last start, as noted down; without
+                one of them now, all were lost, for they may have trained.
             trained: whether one had taken effect; without a worker that holds the state, all of them were lost.
             now_s: the time [s].
         """
@@ -165,9 +166,10 @@ class JobMembership(Roster):
         self.issued = max(issued, found.issued) + _UNKNOWN
         self.named = max([self.named, *map(number, self.workers)])
         self.trained = trained or found.current is not None or found.in_flight is not None
-        self.announced = announced or self.trained
+        self.announced = tuple(announced)
         self._loaded = max((record.loaded for record in self.workers.values()), default=0)
-        if (self.trained or (announced and not witnesses)) and not self._may_go_on():
+        trains = self.trained or (announced and not any(w.worker in announced for w in witnesses))
+        if trains and not self._may_go_on():
             self.current = self.in_flight = None
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
@@ -290,7 +292,7 @@ class JobMembership(Roster):
 
     def _issue(self, members: list[Worker], *, forced: bool, reason: str, now_s: float) -> None:
         # Whoever holds a trained state comes first: rank 0 reports, and holders are never outranked by newcomers.
-        self.issued, self.announced = self.issued + 1, True
+        self.issued, self.announced = self.issued + 1, tuple(w.worker for w in members)
         plan = Plan(
             generation=self.issued,
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
@@ -571,7 +573,7 @@ class JobMembership(Roster):
     def reset(self, *, first_most: int = 0) -> list[Instruction]:
         """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
         self._first_most, self._loaded = first_most, 0
-        self.announced = self.trained = False
+        self.announced, self.trained = (), False
         released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
         self.workers.clear()
         self._idle()

@@ -30,7 +30,7 @@ from tests.loop.ranks import Ranks
 
 @pytest.fixture
 def own_server() -> Iterator[None]:
-    """DataLoader workers are not forked from this process: Ray may have left threads in it, whose locks a fork copies."""
+    """DataLoader workers are not forked from this process: Ray may have left threads in it that hold locks."""
     before = multiprocessing.get_start_method()
     multiprocessing.set_forkserver_preload(["torch", __name__])
     multiprocessing.set_start_method("forkserver", force=True)
