@@ -30,16 +30,6 @@ class Intent(enum.IntEnum):
     END_OF_PASS = 3
     BUFFERS = 4
     FINISH = 5
-    COLLECTIVE = 6
-
-
-class Operation(enum.IntEnum):
-    """A collective that user code asks for."""
-
-    ALL_REDUCE = 1
-    ALL_GATHER = 2
-    BROADCAST = 3
-    BARRIER = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class Announced:
 
     Attributes:
         intent: its kind.
-        index: number of the model, depth of the loader pass, or the operation, by kind.
+        index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
     """
 
@@ -80,9 +70,6 @@ class Announced:
                 return f"brings the buffers of its models along (layout {self.detail:010x})"
             case Intent.FINISH:
                 return "has returned from the train function"
-            case Intent.COLLECTIVE:
-                name = Operation(self.index).name.lower() if self.index in list(Operation) else str(self.index)
-                return f"calls torch.distributed.{name} (sizes {self.detail:010x})"
 
 
 def digest(what: object) -> int:

@@ -10,6 +10,8 @@ import asyncio
 import logging
 from collections.abc import Collection, Mapping
 
+import ray
+
 from placement import groups
 
 logger = logging.getLogger("placement.allocator")
@@ -39,6 +41,11 @@ def orphaned(
     return tuple(sorted(group for group, first_s in since_s.items() if now_s - first_s > _ORPHANED_S))
 
 
+def _controllers() -> int:
+    """Controllers of jobs and trials that Ray knows, restarting ones among them. Blocks for some milliseconds."""
+    return sum(str(named["name"]).startswith("job:") for named in ray.util.list_named_actors(all_namespaces=True))
+
+
 class Orphans:
     """Looks for such groups every few seconds."""
 
@@ -58,7 +65,10 @@ class Orphans:
         self._looked_s = now_s
         try:
             jobs = await asyncio.to_thread(groups.of_jobs)
-            for group in orphaned(jobs, known, self._since_s, now_s):
+            found = orphaned(jobs, known, self._since_s, now_s)
+            if found and await asyncio.to_thread(_controllers) > len(known):
+                return  # a controller that is alive and silent may have them
+            for group in found:
                 logger.warning("the placement group of job %s is released: its controller is gone", jobs[group])
                 await asyncio.to_thread(groups.release, groups.find(group))
         except Exception as error:  # the control store may be away for a moment

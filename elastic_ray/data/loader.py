@@ -310,8 +310,13 @@ class AdaptiveDataLoader:
             self._session.abandon_step(loop)
             raise
         finally:
-            self._feed.end()
+            self._end_reading(loop)
         self._session.end_pass(loop, total)
+
+    def _end_reading(self, loop: LoopProgress) -> None:
+        """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""
+        if self._reading is None or self._reading[0] is loop:
+            self._feed.end()
 
     def _join_present_run(self) -> None:
         self.join(session_of_thread() or self._session)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from typing import Any
+
+logger = logging.getLogger("elastic_ray.job")
 
 
 class Background:
@@ -17,8 +20,13 @@ class Background:
         """Run a coroutine beside the caller."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("work beside a controller's loop failed", exc_info=error)
 
     def cancel(self) -> None:
         """Give up what has not ended."""

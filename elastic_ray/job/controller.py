@@ -21,7 +21,14 @@ import ray
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.background import Background
 from elastic_ray.job.gathering import Gathering
-from elastic_ray.job.journal import Journal, Noted, delete_train_loop, store_train_loop, stored_train_loop
+from elastic_ray.job.journal import (
+    Journal,
+    Noted,
+    delete_train_loop,
+    run_of,
+    store_train_loop,
+    stored_train_loop,
+)
 from elastic_ray.job.messages import Greeting, Introduction, StateSaved, WorkerMessage
 from elastic_ray.job.nodes import may_autoscale
 from elastic_ray.job.processes import end_strays
@@ -96,7 +103,7 @@ class JobController:
         else:
             self._noted = remembered[0]
             self._gathering = Gathering(self._noted)
-            if self._noted.job == spec.job:
+            if self._noted.run == run_of(spec):
                 self._job.recall(*remembered)
             else:
                 life = self._leave
@@ -321,6 +328,7 @@ class JobController:
             try:
                 await self._recover()
             finally:
+                self._gathering = None
                 self._recovered.set()
             opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
             while not self._over():
@@ -329,6 +337,7 @@ class JobController:
                     job.tell_storage(time.monotonic())
                     if opening.done():
                         opening.result()
+                    if opening.done() or job.group.machine.workers:  # those of the controller before train already
                         job.tick()
         except Exception as error:  # a bug of ours must end the job with its reason, not leave it hanging
             logger.exception("job %s: its controller failed", self._spec.job)
@@ -352,13 +361,14 @@ class JobController:
         if not told and not ended:
             await job.open()  # what starts now starts from what is stored
         job.take_over(noted, told)
+        await self._noted_down()
 
     async def _release_others(self, noted: Noted, told: Collection[Introduction]) -> None:
         """Give back what none of these workers holds: reservations, and processes that were only starting."""
 
         def release() -> None:
             groups.release_all(noted.job, but={each.group for each in told})
-            end_strays(noted.job, {noted.processes.get(each.worker, "") for each in told})
+            end_strays(noted.job, {each.process for each in told})
 
         try:
             await asyncio.wait_for(asyncio.to_thread(release), _RELEASE_S)
@@ -381,6 +391,7 @@ class JobController:
         begun = self._begun
         self._journal.begin_again()
         self._begin(self._next.result(), self._job.group.machine.named)
+        await self._noted_down()
         begun.set()
         return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import logging
 import threading
 import time
@@ -39,6 +41,8 @@ _POLL_S = 0.1
 _PATIENCE_S = 60.0
 _MOST_UNHEARD = 500  # about a second of a controller's time
 _PAUSE_S = 2e-3
+_MOST_REPORTED = 2000
+_UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
 
 
 def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
@@ -65,7 +69,8 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
 
 
 class ControllerLink:
-    """A session's link to its job controller; every call but ``report`` returns at once."""
+    """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
+    where too many are under way, or the controller is away."""
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
@@ -82,6 +87,7 @@ class ControllerLink:
         self._paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
         self._sent = 0
+        self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
         self._lock = threading.Lock()
         self.resumed = ""
         self.told_ready: WorkerReady | None = None
@@ -116,6 +122,13 @@ class ControllerLink:
         with self._lock:
             self._sent += 1
             self._unheard[self._sent] = (message, self.push(message))
+
+    def report_again(self) -> None:
+        """A controller has forgotten the reports that the one before it had heard, and not written."""
+        now_s = time.monotonic()
+        for told_s, report in tuple(self._reported):
+            if now_s - told_s < _UNWRITTEN_S:
+                self.push(dataclasses.replace(report, held=None, again=True))
 
     def repeat(self) -> bool:
         """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
@@ -179,6 +192,7 @@ class ControllerLink:
         message = WorkerReport(
             index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept, problem=problem
         )
+        self._reported.append((time.monotonic(), message))
         if self._paced:  # answered after as long as the sweep's scheduler takes to decide
             if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
                 raise WorkerDismissed(stopped=True)
@@ -215,11 +229,13 @@ class Heart:
             report = self._report() if count % self._every == 0 else None
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
-            self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
             try:
+                self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
                 self._link.repeat()
             except RayError as error:  # its controller is gone for good: the leash ends this process
                 logger.info("a message was not delivered: %s", error)
+            except Exception:  # the next beat may come through
+                logger.exception("a beat failed")
 
     def _report(self) -> StepReport | None:
         session = self._session

@@ -104,7 +104,7 @@ class Crew:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Names of the workers' processes, by worker; empty of those that a sweep lends."""
+        """Names of the workers' processes, by worker; empty of those that a sweep lends and has started itself."""
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
     def gpu_type(self, plan: Plan) -> str | None:
@@ -147,13 +147,13 @@ class Crew:
         self._results[worker] = result
         self._on_result(worker, result)
 
-    def adopt(self, told: Introduction, name: str) -> None:
-        """Take over a worker of a controller before this one; ``name`` of its process, empty for a sweep's."""
+    def adopt(self, told: Introduction) -> None:
+        """Take over a worker of a controller before this one."""
         worker = told.worker
         self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
         self._fulfilled.add(worker)
         self._actors[worker], self.facts[worker], self._tokens[worker] = told.actor, told.facts, told.token
-        self._processes.adopt(told.actor, name)
+        self._processes.adopt(told.actor, told.process, lent=told.lent)
         self._background.start(self._watch(worker, told.actor, told.token))
 
     def knows(self, worker: str, token: str) -> bool:
@@ -179,6 +179,8 @@ class Crew:
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
         self._fulfilled.discard(worker)
+        if group is not None:
+            groups.release(group)
         if actor is not None:
             fit = (
                 not kill
@@ -190,8 +192,6 @@ class Crew:
                 self._processes.rest(node, actor)
             else:
                 self._processes.end(actor)
-        if group is not None:
-            groups.release(group)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
         """Whether another process of the worker's node sees its process running; None where none can tell.

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from elastic_ray.events import Report
 from elastic_ray.job.tail import MOST, Tail
+
+_MISSING_S = 5.0
+_LOOK_S = 1.0
 
 
 class ReportFeed:
@@ -25,6 +29,7 @@ class ReportFeed:
         self._ahead = ahead
         self._reports: Tail[Report] = Tail(keep if ahead is None else max(keep, ahead + 2))
         self._open = True
+        self._hole: tuple[int, float] | None = None
         self._changed = asyncio.Event()
 
     def put(self, report: Report) -> None:
@@ -71,14 +76,25 @@ class ReportFeed:
             self._wake()
         deadline_s = asyncio.get_running_loop().time() + wait_s
         while after + 1 not in self._reports and self._open and not self.gone(after + 1):
-            left_s = deadline_s - asyncio.get_running_loop().time()
-            if left_s <= 0:
+            now_s = asyncio.get_running_loop().time()
+            if (later := self._past_a_hole(after + 1, now_s)) is not None:
+                return later
+            if now_s >= deadline_s:
                 return None
-            try:
-                await asyncio.wait_for(self._changed.wait(), left_s)
-            except asyncio.TimeoutError:
-                return None
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(deadline_s - now_s, _LOOK_S))
         return self._reports.get(after + 1)
+
+    def _past_a_hole(self, number: int, now_s: float) -> Report | None:
+        """The report after a missing one, if that has been missing for a while: its controller has died with it."""
+        if self._reports.last <= number:
+            self._hole = None
+            return None
+        if self._hole is None or self._hole[0] != number:
+            self._hole = (number, now_s)
+        if now_s - self._hole[1] < _MISSING_S:
+            return None
+        return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
         """There will be no more reports; nobody waits any longer."""

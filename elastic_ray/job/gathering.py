@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
 import ray
@@ -10,6 +11,8 @@ import ray
 from elastic_ray.job.journal import Noted
 from elastic_ray.job.messages import Introduction
 from placement.actor import NAMESPACE
+
+logger = logging.getLogger("elastic_ray.job")
 
 _POLL_S = 0.05
 _LOOK_S = 0.5  # between two questions whether the silent are alive
@@ -61,4 +64,6 @@ def _lives(process: str) -> bool:
         ray.get_actor(process, namespace=NAMESPACE)
     except ValueError:
         return False
+    except Exception as error:  # the control store does not answer: nobody knows
+        logger.info("process %s could not be looked up: %s", process, error)
     return True

@@ -190,7 +190,7 @@ class WorkerGroup:
     def take_over(self, told: Sequence[Introduction], noted: Noted) -> None:
         """Go on with the workers of a controller before this one, which are all that live."""
         for each in told:
-            self._crew.adopt(each, noted.processes.get(each.worker, ""))
+            self._crew.adopt(each)
             self._pulse.heard(each.worker)
             if each.ready is not None:
                 self._desk.open(each.ready.loader)

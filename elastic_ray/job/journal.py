@@ -7,6 +7,7 @@ with Redis behind that also through its restart, and is deleted when the control
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import secrets
@@ -18,12 +19,14 @@ from typing import Any
 from ray.experimental import internal_kv
 
 from elastic_ray.events import JobEvent
+from elastic_ray.job.spec import JobSpec
 
 logger = logging.getLogger("elastic_ray.job")
 
 _NAMESPACE = b"elastic_ray"
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
+_MOST_VALUE = 1 << 16  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,7 @@ class Noted:
 
     Attributes:
         job: its name.
+        run: its run (:func:`run_of`); a trial that is paused and goes on has another one.
         phase: value of its ``JobPhase``.
         message: of its status.
         submitted_s: when it was submitted [s since the epoch].
@@ -62,6 +66,7 @@ class Noted:
     """
 
     job: str
+    run: str
     phase: str
     message: str
     submitted_s: float
@@ -139,10 +144,16 @@ def delete_train_loop(key: str) -> None:
         logger.warning("a train function was not deleted from Ray's control store: %s", error)
 
 
+def run_of(spec: JobSpec) -> str:
+    """What tells a run of a job, or of a trial, from the others that a controller may have."""
+    return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
+
+
 def plain_value(value: Any) -> Any:
-    """The value, if JSON gives it back as it is; else None."""
+    """The value, if it is small and JSON gives it back as it is; else None."""
     try:
-        return value if json.loads(json.dumps(value)) == value else None
+        text = json.dumps(value)
+        return value if len(text) <= _MOST_VALUE and json.loads(text) == value else None
     except (TypeError, ValueError):
         return None
 

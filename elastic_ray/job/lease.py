@@ -143,9 +143,10 @@ class LeaseKeeper:
             self._away_since_s = None
             if self.last.phase.ended:
                 self._collect()
-        except GetTimeoutError:
+        except GetTimeoutError as error:
             if self.answered:  # else it is still starting
                 logger.warning("job %s: its controller has not answered for %g s", self._job, self._lease_s)
+                self._away(error)
         except ActorUnavailableError as error:
             self._away(error)
         except RayActorError as error:
@@ -161,7 +162,7 @@ class LeaseKeeper:
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s
-            logger.info("job %s: its controller is being restarted", self._job)
+            logger.info("job %s: its controller does not answer; it may be restarted now", self._job)
         elif now_s - self._away_since_s > self._away_s:
             self.lost(error)
 

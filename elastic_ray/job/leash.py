@@ -41,6 +41,7 @@ class Leash:
 
     Args:
         introduce: what to tell a controller that has lost its memory; None while no run is under way.
+        introduced: called when it knows.
         give_back: releases the reservation of the run under way, before the process ends.
         timeout_s: longest time without an answer from a controller that may come back.
     """
@@ -48,11 +49,13 @@ class Leash:
     def __init__(
         self,
         introduce: Callable[[], Introduction | None],
+        introduced: Callable[[], None],
         give_back: Callable[[], None],
         *,
         timeout_s: float,
     ) -> None:
         self._introduce = introduce
+        self._introduced = introduced
         self._give_back = give_back
         self._timeout_s = timeout_s
         self._tie: Tie | None = None
@@ -70,7 +73,11 @@ class Leash:
             tie = self._tie
             if tie is None:
                 continue
-            why = self._ask(tie)
+            try:
+                why = self._ask(tie)
+            except Exception:  # whatever it is, the next question may be answered
+                logger.exception("a worker process could not ask its controller")
+                continue
             if why and tie is self._tie:
                 self._end(why)
 
@@ -80,6 +87,7 @@ class Leash:
             greeting: Greeting = ray.get(tie.controller.greet.remote(tie.worker, tie.token), timeout=_ANSWER_S)
             if greeting is Greeting.INTRODUCE and (told := self._introduce()) is not None:
                 ray.get(tie.controller.introduce.remote(told), timeout=_ANSWER_S)
+                self._introduced()
         except ActorDiedError:
             return "its controller has ended"
         except (RayError, TimeoutError) as error:  # it may be on its way back

@@ -204,7 +204,8 @@ class WorkerReport:
 
     ``held`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why the
     checkpoint was given up.
-    Ray may deliver calls to an async actor out of order, hence the number.
+    Ray may deliver calls to an async actor out of order, hence the number. ``again``: a controller before this one has
+    heard it, and may not have written it.
     """
 
     index: int
@@ -212,6 +213,7 @@ class WorkerReport:
     checkpoint: str | None
     resume_point: Mapping[str, Any]
     held: Any = None
+    again: bool = False
     problem: str = ""
 
 
@@ -250,6 +252,8 @@ class Introduction:
         node: node id it runs on.
         group: hex id of its placement group.
         actor: handle of its process.
+        process: name of that.
+        lent: whether a sweep has lent it.
         facts: of its process.
         plan: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
@@ -264,6 +268,8 @@ class Introduction:
     node: str
     group: str
     actor: Any
+    process: str
+    lent: bool
     facts: ProcessFacts
     plan: Plan | None = None
     switched: int = 0

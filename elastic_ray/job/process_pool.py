@@ -35,6 +35,7 @@ from elastic_ray.job.pool_plan import (
 )
 from placement.actor import NAMESPACE
 from placement.snapshot import on_head, read_nodes
+from placement.text import log_plainly
 
 NAME = "process-pool"
 
@@ -109,7 +110,7 @@ class ProcessPool:
     """Actor class; use :func:`get_or_create_pool`."""
 
     def __init__(self) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
         self._config: PoolConfig = read_config(os.environ)
         self._held: dict[str, _Held] = {}

@@ -224,12 +224,12 @@ class Processes:
         self._lent[actor] = _Lent.READY
         return facts
 
-    def adopt(self, actor: Any, name: str) -> None:
-        """A process that a controller before this one has started, or, without a name, borrowed."""
-        if name:
-            self._names[actor] = name
-        else:
+    def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
+        """A process that a controller before this one has started, or borrowed."""
+        if lent:
             self._lent[actor] = _Lent.READY
+        else:
+            self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
         """A process is not used any more, and could be again."""

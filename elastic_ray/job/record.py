@@ -138,19 +138,21 @@ class JobRecord:
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
         """Take rank 0's report; returns the checkpoints that are not kept any more."""
-        report = Report(
-            index=message.index,
-            metrics=message.metrics,
-            checkpoint=message.checkpoint,
-            workers=workers,
-            epochs_done=int(message.resume_point.get("epoch", 0)),
-        )
+        report = _report(message, workers)
         self._put(report)
         if report.checkpoint is None:
             return ()
         self._resume = message.resume_point
         self._since_checkpoint.clear()
         return self._book.add(report.checkpoint, report.metrics)
+
+    def report_again(self, message: WorkerReport, workers: int) -> Report | None:
+        """Take a report that may be known, and may not; returns it if it was not."""
+        if message.index in self._reports:
+            return None
+        report = _report(message, workers)
+        self._put(report)
+        return report
 
     def _put(self, report: Report) -> None:
         self._reports.put(report.index, report)  # a restart repeats reports after its checkpoint: the later ones count
@@ -183,8 +185,11 @@ class JobRecord:
         for line in lines:
             self.unwritten_events.add(line)
         for report in reports:
+            if report.index in self._reports:
+                continue  # heard again, or later
             self._reports.put(report.index, report)
-            self.metrics = report.metrics
+            if report.index >= self._reports.last:
+                self.metrics = report.metrics
         if first_report:
             self._reports.first = first_report
 
@@ -222,3 +227,13 @@ class JobRecord:
     def outcome(self) -> JobOutcome | None:
         """How the job ended; None before."""
         return self._outcome
+
+
+def _report(message: WorkerReport, workers: int) -> Report:
+    return Report(
+        index=message.index,
+        metrics=message.metrics,
+        checkpoint=message.checkpoint,
+        workers=workers,
+        epochs_done=int(message.resume_point.get("epoch", 0)),
+    )

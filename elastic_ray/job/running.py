@@ -17,7 +17,7 @@ from elastic_ray.job.background import Background
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.feed import ReportFeed
 from elastic_ray.job.group import WorkerGroup
-from elastic_ray.job.journal import Journal, Noted, plain_value
+from elastic_ray.job.journal import Journal, Noted, plain_value, run_of
 from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import (
     Beat,
@@ -58,6 +58,7 @@ from placement.jobs import JobView
 logger = logging.getLogger("elastic_ray.job")
 
 _STOP_GRACE_S = 10.0
+_NOTE_S = 0.5
 _REVIVALS_WITHIN_S = 300.0
 _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 _LOOK_AGAIN_S = 10.0
@@ -204,6 +205,9 @@ class RunningJob:
 
     async def _report(self, message: WorkerReport) -> None:
         trial, workers = self._spec.trial, self.group.machine.world_size
+        if message.again:
+            self._report_again(message, workers)
+            return
         self._scribe.delete(self.record.report(message, workers))
         if message.problem:
             self._of_storage(message.problem)
@@ -219,6 +223,11 @@ class RunningJob:
             )
         )
         await self.feed.turn(message.index)
+
+    def _report_again(self, message: WorkerReport, workers: int) -> None:
+        """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
+        if (report := self.record.report_again(message, workers)) is not None:
+            self.feed.put(report)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
@@ -408,6 +417,7 @@ class RunningJob:
         machine, history, goal = self.group.machine, self.group.history, self.group.goal
         return Noted(
             job=self._spec.job,
+            run=run_of(self._spec),
             phase=self.record.phase.value,
             message=self.record.message,
             submitted_s=self._submitted_s,
@@ -501,7 +511,7 @@ class RunningJob:
                 self._end_again()
             return
         self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
-        self.feed.begin_after(self._begun_after)
+        self.feed.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self.group.machine.workers:
             self.group.machine.reset(first_most=self.record.workers_at_most)
 
@@ -589,6 +599,7 @@ class RunningJob:
         self.feed.close()
         self._desk.close()
         self.note_down()
+        self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
         if phase is JobPhase.FINISHED and self._spec.states_kept:
             self._scribe.delete_states()
         self._written = self._background.start(self._scribe.finish())

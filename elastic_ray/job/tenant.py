@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray._private import worker as _ray_worker
 from ray.actor import ActorClass
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError
 
 from elastic_ray.job.messages import Tenancy
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
 _FAREWELL_S = 1.5
+_UNUSED_S = 120.0
 _UNWANTED_S = 60.0  # its pool asks every few seconds
 
 
@@ -40,6 +41,8 @@ class Tenant:
     def __init__(self, tenancy: Tenancy | None) -> None:
         self._tenancy = tenancy
         self._wanted_s = time.monotonic()
+        self._begun_s: float | None = None
+        self._prepared = False
         self._thread = threading.Thread(target=self._watch, name="tenant", daemon=True)
         self._thread.start()
 
@@ -47,6 +50,10 @@ class Tenant:
         """Somebody keeps it for later; whether it belongs to nobody yet."""
         self._wanted_s = time.monotonic()
         return self._tenancy is None
+
+    def prepared(self) -> None:
+        """It has been told what its job is."""
+        self._prepared = True
 
     def move_in(self, tenancy: Tenancy) -> bool:
         """Belong to this one; whether it does."""
@@ -66,7 +73,11 @@ class Tenant:
             if self._tenancy is None:
                 if time.monotonic() - self._wanted_s > _UNWANTED_S:
                     os._exit(0)
-            elif self._tenancy.owner is not None and _is_gone(self._tenancy.owner):
+                continue
+            self._begun_s = self._begun_s or time.monotonic()
+            if not self._prepared and time.monotonic() - self._begun_s > _UNUSED_S:
+                os._exit(0)  # whoever has claimed it has forgotten it
+            if self._tenancy.owner is not None and _is_gone(self._tenancy.owner):
                 time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``elastic_ray.job.leash``)
                 os._exit(0)
 
@@ -76,8 +87,8 @@ def _is_gone(owner: Any) -> bool:
         ray.get(owner.__ray_ready__.remote(), timeout=_ANSWER_S)
     except ActorDiedError:  # not ActorUnavailableError: that one may come back
         return True
-    except RayError:
-        pass
+    except Exception as error:  # it may be on its way back
+        logger.debug("the owner of this process does not answer: %s", error)
     return False
 
 

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
+_REGROUP_S = 30.0  # of a controller that has come back
 
 
 class Worker:
@@ -69,7 +70,9 @@ class Worker:
         self._result: tuple[str, str, RunResult] | None = None
         self._graveyard = Graveyard()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._leash = Leash(self._introduce, self._give_back, timeout_s=setup.elastic.controller_timeout_s)
+        self._leash = Leash(
+            self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
+        )
         self._leash.tie(self._idle)
 
     @property
@@ -130,6 +133,8 @@ class Worker:
             node=assignment.node,
             group=assignment.group,
             actor=ray.get_runtime_context().current_actor,
+            process=ray.get_runtime_context().get_actor_name() or "",
+            lent=self._setup.controller is None,
             facts=facts,
             plan=membership.current if membership is not None else None,
             switched=link.told_switched,
@@ -138,6 +143,11 @@ class Worker:
             failed=link.told_failed,
             starts_over=link.starts_over,
         )
+
+    def _report_again(self) -> None:
+        link = self._link
+        if link is not None:
+            link.report_again()
 
     def _give_back(self) -> None:
         assignment = self._assignment
@@ -279,7 +289,8 @@ class Worker:
             kept=kept,
             kept_from=source,
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
-            regroup_timeout_s=elastic.switch_timeout_s * 3,
+            # Only the controller announces generations, and it may be away.
+            regroup_timeout_s=max(elastic.switch_timeout_s * 3, elastic.controller_timeout_s + _REGROUP_S),
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
             job=assignment.job,
             expected=assignment.expected,

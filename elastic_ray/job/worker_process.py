@@ -55,6 +55,7 @@ class WorkerProcess:
         from elastic_ray.job.worker import Worker
 
         with self._lock:
+            self._tenant.prepared()
             if self._worker is None:
                 self._worker = Worker(setup)
         return self._worker.prepare()

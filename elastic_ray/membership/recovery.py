@@ -86,12 +86,11 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
         now_s: the time [s].
     """
     plans = {w.plan.generation: w.plan for w in witnesses if w.plan is not None and w.veteran}
-    records = {
-        w.worker: _record(w, max(plans, default=0), now_s) for w in sorted(witnesses, key=lambda w: number(w.worker))
-    }
-    if not plans:
+    newest = plans[max(plans)] if plans else None
+    records = {w.worker: _record(w, newest, now_s) for w in sorted(witnesses, key=lambda w: number(w.worker))}
+    if newest is None:
         return Recovered(workers=records, current=None, in_flight=None, issued=_latest(witnesses), gone=(), since=())
-    newest, by_name = plans[max(plans)], {w.worker: w for w in witnesses}
+    by_name = {w.worker: w for w in witnesses}
     members = [by_name[m.worker] for m in newest.members if m.worker in by_name]
     through = [w for w in members if w.switched == newest.generation]
     before = plans.get(max((w.switched for w in witnesses if w.veteran and w.switched < newest.generation), default=0))
@@ -119,8 +118,10 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
     )
 
 
-def _record(witness: Witness, newest: int, now_s: float) -> Worker:
-    if witness.leaving:
+def _record(witness: Witness, newest: Plan | None, now_s: float) -> Worker:
+    # Whoever trained in a generation before, and is no member of the newest, leaves, or the others have gone on.
+    passed_over = witness.veteran and newest is not None and newest.rank_of(witness.worker) is None
+    if witness.leaving or passed_over:
         phase = Phase.LEAVING
     elif witness.veteran:
         phase = Phase.MEMBER
@@ -134,7 +135,7 @@ def _record(witness: Witness, newest: int, now_s: float) -> Worker:
         has_state=witness.has_state or witness.starts_over or witness.veteran,
         loaded=witness.loaded,
         failed_in=witness.failed,
-        held=max(newest, 1) if witness.starts_over else 0,
+        held=(newest.generation if newest is not None else 1) if witness.starts_over else 0,
     )
 
 

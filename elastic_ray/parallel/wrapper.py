@@ -90,6 +90,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             _check_process_group(session.place.world_size)
         trainable = Trainable(module, optimizer)
         # Not attributes that nn.Module would walk: none of these is a module.
+        self._called = False
         self._session: Session = session
         self._optimizer = optimizer
         self._scaler = grad_scaler
@@ -117,6 +118,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         self._session.moment("forward")
+        self._called = True
         self._reducer.follow()
         if self._sync_batch_norm:
             _check_process_group(self._session.world_size)
@@ -197,6 +199,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._reducer.close()
+        called, self._called = self._called, False
+        if not called and self._trainable.changed():
+            raise RuntimeError(
+                "parameters became trainable, but the model is not called through AdaptiveDataParallel, which would "
+                "take them in: call the wrapped model, model(x), not the one inside it"
+            )
         self._trainable.drop_strangers()
         if not session.may_apply():
             return None

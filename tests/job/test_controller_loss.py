@@ -191,6 +191,12 @@ def test_a_job_that_has_ended_ends_once(ray_cluster: Any, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path) -> None:
     """Ray keeps large arguments of an actor in its object store, where they may be gone when it restarts the actor."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    def noted() -> set[bytes]:
+        return set(_internal_kv_list(b"", namespace=b"elastic_ray"))
+
+    before = noted()
     handle = start(tmp_path, workers=(1, 2), epochs=100_000, ballast=b"x" * 2_000_000)
     handle.resize(1)
     wait_until(lambda: handle.status().step > 5, handle)
@@ -200,9 +206,7 @@ def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path)
     wait_until(lambda: handle.status().workers == 2, handle, 90)
     handle.stop()
     handle.result(timeout=60)
-    from ray.experimental.internal_kv import _internal_kv_list
-
     deadline = time.monotonic() + 10
-    while left := _internal_kv_list(b"", namespace=b"elastic_ray"):
+    while left := noted() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)

@@ -82,3 +82,20 @@ def test_whoever_waits_is_told_at_once_that_nothing_comes_any_more() -> None:
 
 def test_waiting_ends_in_time() -> None:
     assert asyncio.run(ReportFeed().next(None, 0.01)) is None
+
+
+def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.job.feed._MISSING_S", 0.2)
+
+    async def scenario() -> None:
+        feed = ReportFeed()
+        for index in (1, 2, 4, 5):
+            feed.put(report(index))
+        assert await _take(feed, 2) == [1, 2]
+        assert await feed.next(2, 0.05) is None, "it may only be late"
+        found = await feed.next(2, 5.0)
+        assert found is not None and found.index == 4
+        following = await feed.next(4, 1.0)
+        assert following is not None and following.index == 5
+
+    asyncio.run(scenario())

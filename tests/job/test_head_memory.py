@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,6 @@ def private_mb(actor: Any) -> tuple[float, list[str]]:
     return found
 
 
-_HOLDS_STORE = importlib.util.find_spec("elastic_ray.membership.store") is not None
-
-
-@pytest.mark.xfail(_HOLDS_STORE, reason="the controller holds a TCPStore, of torch", strict=True)
 def test_a_hundred_jobs_fit_on_a_small_head(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     class Empty:  # what Ray itself needs; a class of the module's would come with all that the module imports
         pass

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_ray as er
 from elastic_ray.context import current_session
-from elastic_ray.intents import Announced, Intent, Operation, RanksDisagreeError, digest, disagreement
+from elastic_ray.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -242,7 +242,7 @@ def test_what_is_announced_survives_its_number(intent: Intent) -> None:
 
 
 def test_a_rank_s_steps_are_told_where_they_differ() -> None:
-    code = Announced(Intent.COLLECTIVE, Operation.BARRIER).code
-    assert "rank 0 calls torch.distributed.barrier (sizes 0000000000) after 4 edges" in disagreement([code] * 2, [4, 5])
+    code = Announced(Intent.EDGE, 1).code
+    assert "rank 0 has come to the end of a step after 4 edges" in disagreement([code] * 2, [4, 5])
     many = disagreement([code] * 11 + [Announced(Intent.FINISH).code], [3] * 12)
-    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more calls" in many and "rank 11 has returned" in many
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more has come" in many and "rank 11 has returned" in many
