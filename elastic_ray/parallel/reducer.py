@@ -60,6 +60,8 @@ class GradientReducer:
         self._number = number
         self._check_finite = check_finite
         self._told = False
+        self._unmet = False  # announced, and not yet answered
+        self._met: tuple[int, Announced] | None = None  # the group and layout in which all have met
         self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
         self._session = session
         self._noise = noise
@@ -190,8 +192,23 @@ class GradientReducer:
             return
         try:
             self._session.announce(self._announced)
+            self._unmet = True
         except CommunicationFailedError as error:
             self._give_up(str(error))
+
+    def _met_before(self) -> bool:
+        """Whether reductions may begin before the others have answered.
+
+        Whoever does something else waits for this rank's announcement, and begins nothing that could meet these
+        reductions; only reductions of another layout do not, and there is none once all have had this one.
+        """
+        return self._met == (id(self._session.communicator), self._announced) and len(self._session.models.told) == 1
+
+    def _meet(self) -> None:
+        """Wait until all ranks have announced the same."""
+        self._unmet = False
+        self._session.agreed()
+        self._met = (id(self._session.communicator), self._announced)
 
     def _begin_step(self, step: Step) -> None:
         self._step = step
@@ -236,8 +253,8 @@ class GradientReducer:
         if self._session.failed:
             return
         try:
-            if self._launched == 0 and self._buckets[0].pending == 0:
-                self._session.agreed()
+            if self._launched == 0 and self._buckets[0].pending == 0 and not self._met_before():
+                self._meet()
             while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
                 bucket = self._buckets[self._launched]
                 self._fill(bucket)
@@ -302,6 +319,8 @@ class GradientReducer:
         if session.failed:
             return
         try:
+            if self._unmet:
+                self._meet()
             for work in self._works:
                 session.communicator.wait(work)
             if self._check_finite and not whole_is_finite(self._buckets):
