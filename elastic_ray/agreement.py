@@ -15,7 +15,7 @@ from elastic_ray.parallel.announcer import ROOM
 from elastic_ray.run_progress import agreed_lead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption.
-CONTROL_SIZE = 6
+CONTROL_SIZE = 7
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
@@ -32,6 +32,7 @@ class Agreement:
         stop: the job stops at the next edge, for good.
         preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
+        reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -39,6 +40,7 @@ class Agreement:
         self.generation = 0
         self.stop = False
         self.preempted = False
+        self.reports = 0
         self.batch: BatchChoice | None = None
 
     def begin(self) -> None:
@@ -62,6 +64,7 @@ class Agreement:
             float(wish.atomic_bsz) if wish else 0.0,
             float(wish.accum_steps) if wish else 0.0,
             float(membership.preempting),
+            float(self.reports) if rank == 0 else 0.0,
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -71,6 +74,7 @@ class Agreement:
             self.generation = self._membership.generation + lead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
+        self.reports = max(self.reports, round(sums[6]))
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

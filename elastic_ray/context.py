@@ -155,7 +155,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     session = current_session()
     if session.replaying:
         return  # the job has had this report before this worker came (back)
-    session.progress.reports += 1
+    session.progress.reports = max(session.progress.reports, session.agreement.reports) + 1
+    session.agreement.reports = session.progress.reports
     if session.place.rank == 0:
         plain = {name: _plain(value) for name, value in metrics.items()}
         session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)

@@ -89,7 +89,7 @@ def disagreement(codes: Sequence[int], ticks: Sequence[int]) -> str:
         f"the ranks do different things in step {min(ticks)} (steps of all loaders counted), so that their "
         f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
         "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
-        "Accumulator's sums, not from a rank's own samples, rank or clock"
+        "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"
     )
 
 

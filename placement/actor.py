@@ -425,5 +425,6 @@ class Allocator:
             if self._controllers.get(job) is controller:
                 logger.warning("job %s: its controller is gone", job)
                 self._forget(job)
+                self._spawn(self._orphans.release(job))
         except Exception as error:  # also a time-out: the next heartbeat leads to a reminder
             logger.warning("job %s: its controller did not answer: %r", job, error)

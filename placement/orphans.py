@@ -53,6 +53,13 @@ class Orphans:
         self._since_s: dict[str, float] = {}
         self._looked_s = 0.0
 
+    async def release(self, job: str) -> None:
+        """Release what a job has whose controller is known to be gone for good."""
+        try:
+            await asyncio.to_thread(groups.release_all, job)
+        except Exception as error:  # they are found again before long
+            logger.warning("the placement groups of job %s were not released: %s", job, error)
+
     async def look(self, known: Collection[str], now_s: float) -> None:
         """Release what has had no job for long.
 

@@ -54,7 +54,8 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) 
 def open_append(path: str, *, private: bool) -> int:
     """The descriptor of a local file, to be written at its end."""
     mode = FILE_MODE if private else 0o666
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, mode)
+    links = os.O_NOFOLLOW if private else 0  # whoever may write in the directory could make us write elsewhere
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, mode)
     if private:
         tighten(descriptor)
     return descriptor
@@ -68,4 +69,4 @@ def tighten(path: str | int) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)

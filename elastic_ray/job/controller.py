@@ -354,6 +354,8 @@ class JobController:
         if self._gathering is None or self._noted is None:
             return
         job, noted = self._job, self._noted
+        job.note_revival(noted)
+        await asyncio.to_thread(self._journal.flush, _NOTE_S)
         ended = job.record.phase.ended
         told = () if ended else await self._gathering.complete()
         await self._release_others(noted, told)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ray.job.background import Background
@@ -141,6 +141,10 @@ class Crew:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
                     await running  # it could not even begin
+        except RayTaskError as error:  # it has ended, and nobody can be told how: it would be so again
+            result = RunResult(
+                kind="error", error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}")
+            )
         except (RayError, asyncio.TimeoutError) as error:
             self._tell(Lost(worker=worker, cause=_first_line(error)))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,8 @@ class RunningJob:
         self._claimed: set[int] = set()
         self._opened = False
         self._first_report: int | None = None
+        self._caught_up = False
+        self._error: BaseException | None = None
         self._return_value: Any = None
         self._begun_after = 0
         self._looking = False
@@ -460,10 +463,15 @@ class RunningJob:
         self._claimed, self._first_report = set(noted.claimed), noted.first_report
         self._return_value = noted.return_value
 
+    def note_revival(self, noted: Noted) -> None:
+        """Before anything is heard that might end this controller as the one before."""
+        self._journal.note(dataclasses.replace(noted, revivals=self._revivals))
+
     def _end_again(self) -> None:
-        """The controller before this one died after the job's end, and before its driver had fetched the outcome."""
-        phase, message = self.record.phase, self.record.message
-        error = RuntimeError(message) if phase is JobPhase.FAILED else None
+        """The job had ended before this controller knew all that the one before it did."""
+        phase, message, error = self.record.phase, self.record.message, self._error
+        if error is None and phase is JobPhase.FAILED:
+            error = RuntimeError(message)
         self.record.end(phase, error=error, return_value=self._return_value, message=message)
         if phase is JobPhase.FINISHED and self._spec.states_kept:
             self._scribe.delete_states()
@@ -506,6 +514,7 @@ class RunningJob:
                 logger.warning("job %s: what is stored of it cannot be read: %s", self._spec.job, error)
             else:
                 self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
+        self._caught_up = True
         if self.record.phase.ended:
             if self.record.outcome() is None:
                 self._end_again()
@@ -595,14 +604,19 @@ class RunningJob:
             return
         reason = views.explain(error, phase)
         self._event(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
-        self.record.end(phase, error=error, return_value=self._return_value, message=reason)
+        self._error = error
+        if self._first_report is None or self._caught_up:
+            self.record.end(phase, error=error, return_value=self._return_value, message=reason)
+        else:  # what the controller before this one has heard is still being read
+            self.record.phase, self.record.message = phase, reason
         self.feed.close()
         self._desk.close()
         self.note_down()
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
         if phase is JobPhase.FINISHED and self._spec.states_kept:
             self._scribe.delete_states()
-        self._written = self._background.start(self._scribe.finish())
+        if self.record.outcome() is not None:
+            self._written = self._background.start(self._scribe.finish())
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())
         else:

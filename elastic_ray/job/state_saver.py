@@ -66,6 +66,7 @@ class StateSaver:
         self._writing: Call | None = None
         self._closed = threading.Event()
         self._off = False
+        self._failing = False
 
     def between_steps(self) -> None:
         """Begin a checkpoint if one is due. Costs nothing otherwise."""
@@ -184,8 +185,12 @@ class StateSaver:
             self._give_up(str(error))
             return
         except Exception as error:  # a full disk, a lost connection: the next one may do better
+            if not self._failing:
+                self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
+            self._failing = True
             logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
             return
+        self._failing = False
         cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
         try:
@@ -208,6 +213,7 @@ class StateSaver:
 
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._off = True
+        self._session.tell("storage", f"the job has no automatic checkpoints: {why}")
         logger.warning(
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,

@@ -204,6 +204,7 @@ class Worker:
             value = train_loop.call(assignment.train_loop)
             session.finish()
             link.flush()
+            _check_return_value(value)
             return _result("finished", value=value)
         except WorkerDismissed as dismissed:
             if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
@@ -329,6 +330,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch's CPU allocator raises a plain RuntimeError
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _check_return_value(value: Any) -> None:
+    """Raise TypeError for one that cannot be sent to the driver."""
+    try:
+        ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(
+            f"the train function must return something that can be pickled, but returned a {type(value).__name__}: {error}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

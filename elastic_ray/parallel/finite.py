@@ -109,11 +109,15 @@ class FiniteWatch:
         """
         if not self.looks:
             return
-        bad = [name for name, p in self._module.named_parameters() if p.requires_grad and not bool(p.isfinite().all())]
+        held: list[tuple[str, torch.Tensor]] = [
+            (name, p) for name, p in self._module.named_parameters() if p.requires_grad
+        ]
+        held += [(name, b) for name, b in self._module.named_buffers() if b.is_floating_point()]
+        bad = [name for name, tensor in held if not bool(tensor.isfinite().all())]
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteParametersError(
-                f"training has ended with parameters of model {self._model} that are NaN or infinite: "
+                f"training has ended with parameters or buffers of model {self._model} that are NaN or infinite: "
                 f'{", ".join(bad[:5])}{more}. AdaptiveDataParallel(..., nonfinite="skip") leaves out updates that '
                 'are not finite, "raise" ends the job at the first, "ignore" takes such a result for a success'
             )

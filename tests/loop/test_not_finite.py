@@ -75,7 +75,9 @@ def test_by_default_they_are_told_and_such_a_job_is_no_success(ranks: Ranks, wor
     first = results if world is None else results[0]
     assert len(first["told"]) == 1 and first["told"][0][1].endswith("in step 3; they were applied")
     for result in [results] if world is None else results:
-        assert result["error"].startswith("NonFiniteParametersError: training has ended with parameters of model 0")
+        assert result["error"].startswith(
+            "NonFiniteParametersError: training has ended with parameters or buffers of model 0"
+        )
         assert "0.weight" in result["error"]
 
 
