@@ -338,7 +338,7 @@ def _check_return_value(value: Any) -> None:
         ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise TypeError(
-            f"the train function must return something that can be pickled, but returned a {type(value).__name__}: {error}"
+            f"a train function must return what can be pickled, but this one returned a {type(value).__name__}: {error}"
         ) from error
 
 

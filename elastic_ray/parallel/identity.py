@@ -94,8 +94,8 @@ class Replicas:
             f"{'' if len(others) > 1 else 's'} the same parameters as the others after {self._checked} steps: "
             f"{', '.join(differing[:_NAMED])}{more}. Everything that changes parameters must do so alike on every "
             "rank: learning rates, noise and in-place changes that follow from rank, clock or unseeded random numbers "
-            "do not, nor do gradients that are changed on one rank alone after backward(), nor what follows from a count "
-            "of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
+            "do not, nor do gradients that are changed on one rank alone after backward(), nor what follows from a "
+            "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
         )
 
     def _sums(self) -> list[int]:
