@@ -210,3 +210,26 @@ def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path)
     while left := noted() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_what_was_reported_before_is_part_of_the_result(ray_cluster: Any, tmp_path: Path) -> None:
+    """The job ends so soon after its controller is back that this one may still read what the one before has heard."""
+    handle = start(tmp_path, workers=2, epochs=8, checkpoint=True)
+    wait_until(lambda: handle.status().epoch >= 5, handle)
+    kill_controller(handle)
+    result = handle.result(timeout=90)
+    assert result.metrics is not None and result.metrics["epoch"] == 7
+    assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == list(range(8))
+    assert result.checkpoint is not None and result.checkpoint.path.endswith("checkpoint_000008")
+
+
+@pytest.mark.slow
+def test_another_rank_0_counts_reports_on(ray_cluster: Any, tmp_path: Path) -> None:
+    """Only rank 0 reports, as scripts for DistributedDataParallel do; the one that takes its place never has before."""
+    handle = start(tmp_path, workers=2, epochs=10, checkpoint=True, rank_0_reports=True)
+    wait_until(lambda: handle.status().epoch >= 4, handle)
+    os.kill(handle.workers()[0].pid, signal.SIGKILL)
+    result = handle.result(timeout=90)
+    assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == list(range(10))
+    assert result.checkpoint is not None and result.checkpoint.path.endswith("checkpoint_000010")

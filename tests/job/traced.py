@@ -22,7 +22,7 @@ def train(config: dict[str, Any]) -> str:
     checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
     build its model runs out of memory), tear_at (step), tear (ranks that then run out of memory half-way through
     optimizer.step(), once each), skip_at and return_at (steps at which rank 1 does something else than the others),
-    nan_at (step at which rank 1's loss is NaN), nonfinite.
+    nan_at (step at which rank 1's loss is NaN), nonfinite, rank_0_reports (no other rank calls ``report``).
     """
     import torch
 
@@ -84,7 +84,8 @@ def train(config: dict[str, Any]) -> str:
             if config.get("raise_at") == context.get_global_step() and context.get_world_rank() == 1:
                 raise KeyError("the user's own mistake")
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
-        er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
+        if not config.get("rank_0_reports") or context.get_world_rank() == 0:
+            er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
     final = state_hash(model, optimizer, scheduler)
     told = current_session().progress.told()
     trace.write("final", hash=final, done=told.done, epoch_ends=told.epoch_ends)
