@@ -14,7 +14,8 @@ from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.announcer import ROOM
 from elastic_ray.run_progress import agreed_lead, names_agree, names_ballot
 
-# What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption.
+# What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption, and
+# how often rank 0 has reported.
 CONTROL_SIZE = 7
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.

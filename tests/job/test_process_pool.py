@@ -185,7 +185,7 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     assert wait_for(ready) == before
     assert {name.split("/")[1] for name in before} == {environment_key({})}
 
-    mine = asyncio.run(client.take(node))
+    mine, _ = asyncio.run(client.take(node))
     assert mine is not None and not before.keys() & ready().keys()
     assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=60).pid in before.values()
     assert not ray.get(mine.claim.remote(own_tenancy("job:another")), timeout=60), "one process, two jobs"

@@ -24,6 +24,10 @@ class Rank0:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self.captures = 0
+        self.told: list[str] = []
+
+    def tell(self, kind: str, text: str) -> None:
+        self.told.append(f"{kind}: {text}")
 
     @property
     def shared(self) -> Rank0:

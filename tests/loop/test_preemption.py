@@ -115,10 +115,10 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
 
 def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> None:
     agreement = session_of().agreement
-    agreement.conclude([0, 0, 0, 0, 0, 1], world_size=3)
+    agreement.conclude([0, 0, 0, 0, 0, 1, 0], world_size=3)
     assert agreement.preempted and not agreement.stop
-    agreement.conclude([0, 0, 1, 0, 0, 0], world_size=3)
-    assert agreement.preempted and agreement.stop
+    agreement.conclude([0, 0, 1, 0, 0, 0, 4], world_size=3)
+    assert agreement.preempted and agreement.stop and agreement.reports == 4
 
 
 def test_who_waits_for_a_cure_of_its_group_is_not_woken_by_a_preemption() -> None:
