@@ -277,7 +277,7 @@ class Processes:
             for actor in self._warm.pop(node):
                 self._kill(actor)
         wanted = self._spec.elastic.warm_workers_per_node
-        if not wanted:
+        if not wanted or not nodes:
             return
         if self._pool.on:
             self._order({node: max(wanted, workers) for node, workers in nodes.items()})
