@@ -44,8 +44,10 @@ def test_one_that_hangs_is_given_up_and_named_while_others_go_on() -> None:
 
 def test_who_waits_too_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     free = threading.Event()
+    begun = threading.Event()
     calls = StorageCalls("disk")
-    call = calls.start("writing events", free.wait)
+    call = calls.start("writing events", lambda: (begun.set(), free.wait()))
+    assert begun.wait(10), "a call counts as heard of when it begins"
     assert calls.waiting() == ""
     call.heard_s -= 12.0
     assert calls.waiting() == "storage disk has not answered for 12 s: writing events"
