@@ -33,6 +33,8 @@ from elastic_ray.wrapped import Noise, WrappedModels
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _PARTING_WAIT_S = 0.5
+# Edges at which a planned change of group waits for gradients that are different on each rank.
+_LONGEST_WAIT = 1000
 
 
 class Buffers(Protocol):
@@ -44,6 +46,17 @@ class Buffers(Protocol):
 
     def __call__(self, communicator: Communicator) -> None:
         """Synchronise."""
+
+
+class Carried(Protocol):
+    """One model's gradients that user code adds up over several steps."""
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank."""
+
+    def enter(self) -> None:
+        """A group was entered."""
 
 
 class Session:
@@ -102,6 +115,7 @@ class Session:
         self.between_steps: list[Callable[[], None]] = []
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Buffers] = []
+        self.carried: list[Carried] = []
         self.replicas = Replicas()
         self.watched = OptimizerWatch(self)
         self.before_the_end: list[Callable[[], None]] = []
@@ -109,6 +123,7 @@ class Session:
         self._abandoned = 0
         self._put_off: Callable[[int], bool] | None = None
         self._left = 0
+        self._waited = 0
         self._replay: tuple[int, dict[tuple[int, int], dict[str, float]], int] | None = None
         self.applying = False
         self._ordinals_run = False
@@ -465,10 +480,17 @@ class Session:
         for each in self.between_steps:
             each()
         if agreement.generation:
-            self._passage.switch(agreement.take_generation(), can_switch)
+            generation = agreement.take_generation()
+            if not self._waits_for_gradients():
+                self._passage.switch(generation, can_switch)
         elif agreement.batch is not None and agreement.batch != self.shape:
             self._set_shape(agreement.batch)
         agreement.batch = None
+
+    def _waits_for_gradients(self) -> bool:
+        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""
+        self._waited = self._waited + 1 if any(each.local for each in self.carried) else 0
+        return 0 < self._waited <= _LONGEST_WAIT
 
     # -- optimizer steps ---------------------------------------------------------------------------------------
 
@@ -599,6 +621,9 @@ class Session:
         """Exchange state in a freshly formed group until all ranks are bit-identical."""
         self.moment("receiving")
         exchanged = self.shared.exchange(communicator)
+        self._waited = 0
+        for each in self.carried:
+            each.enter()
         self.replicas.begin()
         if communicator.world_size > 1:
             self.agree_on(Announced(Intent.BUFFERS, 0, self._layout_of_buffers()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import logging
@@ -79,12 +80,14 @@ class StateSaver:
         try:
             trees, point = self._session.shared.capture(), self._session.resume_point()
             skeleton, tensors = pack(trees)
-            if not self._fit(tensors):
+            buffers = self._fit(tensors)
+            if buffers is None:
                 # Fresh memory is several times slower to write to than known memory: have it made meanwhile.
                 self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
                 self._since_s = now_s - self._interval_s
                 return
-            copied = unpack(skeleton, self._copy(tensors))
+            _copy(buffers, tensors)
+            copied = unpack(skeleton, buffers)
             pause_s = time.monotonic() - now_s
             self._writing = self._calls.start_long(
                 f"writing the automatic checkpoint at step {point['steps']}",
@@ -139,11 +142,13 @@ class StateSaver:
 
     # -- the copy ----------------------------------------------------------------------------------------------
 
-    def _fit(self, tensors: list[torch.Tensor]) -> bool:
-        return len(self._buffers) == len(tensors) and all(
-            buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-            for buffer, tensor in zip(self._buffers, tensors, strict=True)
-        )
+    def _fit(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """A buffer for each tensor; others stay free, such as those for gradients that are added up at times only."""
+        free = collections.defaultdict(list)
+        for buffer in reversed(self._buffers):
+            free[buffer.shape, buffer.dtype].append(buffer)
+        found = [free[t.shape, t.dtype].pop() for t in tensors if free[t.shape, t.dtype]]
+        return found if len(found) == len(tensors) else None
 
     def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
         self._buffers = []  # those of another shape: not both at once
@@ -156,16 +161,6 @@ class StateSaver:
             except Exception as error:
                 why = str(error)
         self._give_up(f"there is no memory for a copy of the state: {why}")
-
-    def _copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = sorted(zip(self._buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
-            other = pool.submit(_copy_all, pairs[1::2])
-            _copy_all(pairs[::2])
-            other.result()
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.synchronize()
-        return self._buffers
 
     # -- the thread --------------------------------------------------------------------------------------------
 
@@ -218,6 +213,16 @@ class StateSaver:
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,
         )  # fmt: skip
+
+
+def _copy(buffers: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    pairs = sorted(zip(buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
+        other = pool.submit(_copy_all, pairs[1::2])
+        _copy_all(pairs[::2])
+        other.result()
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
 
 
 def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -19,6 +19,7 @@ from elastic_ray.agreement import CONTROL_SIZE
 from elastic_ray.intents import Announced, Intent, digest
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.parallel.buckets import Bucket, build_buckets
+from elastic_ray.parallel.carried import CarriedGradients
 from elastic_ray.parallel.finite import own_is_finite, whole_is_finite
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.trainable import Trainable
@@ -40,6 +41,7 @@ class GradientReducer:
 
     Args:
         trainable: the model's trainable parameters.
+        carried: what user code adds up over several steps.
         session: the run.
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
@@ -50,6 +52,7 @@ class GradientReducer:
     def __init__(
         self,
         trainable: Trainable,
+        carried: CarriedGradients,
         session: Session,
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
@@ -64,6 +67,7 @@ class GradientReducer:
         self._met: tuple[int, Announced] | None = None  # the group and layout in which all have met
         self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
         self._session = session
+        self._carried = carried
         self._noise = noise
         self._grad_scale = grad_scale
         self._trainable = trainable
@@ -137,12 +141,16 @@ class GradientReducer:
     def close(self) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
         self._open = False
+        self._carried.taken()
 
     # -- during backward ---------------------------------------------------------------------------------------
 
-    def _on_gradient(self, bucket: Bucket, _param: torch.Tensor) -> None:
+    def _on_gradient(self, bucket: Bucket, param: torch.Tensor) -> None:
+        if self._carried.watched is param:
+            self._carried.look(param)
         if not self._running:
             if not self._sync:
+                self._carried.add(self._session.step, local=True)
                 return
             self._begin()
         bucket.pending -= 1
@@ -175,6 +183,7 @@ class GradientReducer:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
+        self._carried.add(step)
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
@@ -334,6 +343,7 @@ class GradientReducer:
         self._noise.take_shared(values[self._shared])
         self._write_back(lambda: [count > 0 for count in self._tail[self._shared.stop :].tolist()])
         session.reduced()
+        self._carried.reduced()
         if step is not None:
             self._statistics(step, values[self._norms])
 

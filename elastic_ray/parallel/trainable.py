@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.parallel.state import OptimizerState
+from elastic_ray.parallel.state import OptimizerState, Stateful
 
 
 class Trainable:
@@ -109,15 +109,25 @@ class Trainable:
 
 
 class TrainedState(OptimizerState):
-    """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are."""
+    """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trainable: Trainable, rebuild: Callable[[], None]) -> None:
+    ``carried``: gradients that wait for an optimizer step to come.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trainable: Trainable,
+        rebuild: Callable[[], None],
+        carried: Stateful,
+    ) -> None:
         super().__init__(optimizer)
         self._trainable = trainable
         self._rebuild = rebuild
+        self._carried = carried
 
     def capture(self) -> Any:
-        return {**super().capture(), "trainable": self._trainable.capture()}
+        return {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}
 
     def restore(self, tree: Any) -> None:
         theirs = tree.get("trainable")  # not in a checkpoint of an earlier version
@@ -125,3 +135,4 @@ class TrainedState(OptimizerState):
             self._trainable.restore(theirs)
             self._rebuild()
         super().restore(tree)
+        self._carried.restore(tree.get("carried", {}))

@@ -14,6 +14,7 @@ from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.context import session_of_new_model
 from elastic_ray.nonfinite import check_choice
 from elastic_ray.parallel.buffers import BufferSync
+from elastic_ray.parallel.carried import CarriedGradients
 from elastic_ray.parallel.finite import FiniteWatch
 from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.reducer import GradientReducer
@@ -104,8 +105,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._finite = FiniteWatch(session, module, self._index, nonfinite)
         session.before_the_end.append(self._finite.check_parameters)
         session.watched.add(optimizer)
+        self._carried = CarriedGradients(session, optimizer)
+        session.carried.append(self._carried)
         self._reducer = GradientReducer(
-            trainable, session, self._tracker, self._grad_scale, self._index, check_finite=self._finite.looks
+            trainable,
+            self._carried,
+            session,
+            self._tracker,
+            self._grad_scale,
+            self._index,
+            check_finite=self._finite.looks,
         )
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
@@ -158,7 +167,9 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _register(self, lr_scheduler: Any) -> None:
         shared, index, optimizer = self._session.shared, self._index, self._optimizer
         shared.register(f"model/{index}", ModuleState(self.module))
-        shared.register(f"optimizer/{index}", TrainedState(optimizer, self._trainable, self._reducer.rebuild))
+        trained = TrainedState(optimizer, self._trainable, self._reducer.rebuild, self._carried)
+        shared.register(f"optimizer/{index}", trained)
+        shared.register_rollback(self._carried.remember, self._carried.roll_back)
         shared.register(f"noise/{index}", self._tracker)
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
@@ -208,6 +219,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._trainable.drop_strangers()
         if not session.may_apply():
             return None
+        self._carried.applied = True
         if self._finite.are_finite(self._trainable.params, self._reducer.not_finite):
             self._tracker.applied()
         else:

@@ -70,3 +70,15 @@ def test_a_copy_does_without_pinned_memory_where_there_is_none(tmp_path: Path) -
     saver = saver_of(Rank0(state), tmp_path, [])
     saver._make_buffers([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned
     assert saver._fit([state]) and not saver._off
+
+
+def test_buffers_serve_a_state_that_holds_gradients_at_times(tmp_path: Path) -> None:
+    weight, moment, gradient = torch.ones(3), torch.ones(2), torch.ones(3)
+    saver = saver_of(Rank0(weight), tmp_path, [])
+    assert saver._fit([weight, moment]) is None
+    saver._make_buffers([(t.shape, t.dtype, t.is_cuda) for t in (weight, moment, gradient)])
+    for tensors in ([weight, moment, gradient], [weight, moment], [gradient, weight]):
+        found = saver._fit(tensors)
+        assert found is not None and [f.shape for f in found] == [t.shape for t in tensors]
+        assert len({f.data_ptr() for f in found}) == len(tensors)
+    assert saver._fit([weight, gradient, torch.ones(3)]) is None

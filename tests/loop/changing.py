@@ -1,0 +1,206 @@
+"""A job whose workers are threads: they join, leave and die at fixed steps, over real gloo groups. No Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_ray.context import set_session
+from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.passage import WorkerDismissed
+from elastic_ray.session import Session
+from tests.membership.groups import LocalController, local_controller, member
+
+_WAIT_S = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """The job is to have these workers after its step number ``step`` (workers count from 1)."""
+
+    step: int
+    workers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kill:
+    """A worker dies when it has committed ``step`` steps and comes to ``moment``; ``last``: as the last of all."""
+
+    step: int
+    worker: int
+    moment: str
+    last: bool = False
+
+
+class _Killed(BaseException):
+    pass
+
+
+@dataclasses.dataclass(slots=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        results: what the train function returned, by worker.
+        told: what the job's user was told: kind, text and numbers.
+        groups: the workers of each group, in order.
+    """
+
+    results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    told: list[tuple[str, str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+
+
+class _Link:
+    """One worker's way to the job."""
+
+    def __init__(self, job: _Job, worker: int) -> None:
+        self._job, self._worker = job, worker
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        self._job.is_ready(self._worker)
+
+    def failed(self, generation: int, cause: str) -> None: ...
+
+    def switched(self, generation: int, pause_s: float) -> None: ...
+
+    def observe(self, report: StepReport) -> None: ...
+
+    def report(
+        self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int
+    ) -> None: ...
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        self._job.outcome.told.append((kind, text, dict(detail)))
+
+    def claim_fault(self, index: int) -> bool:
+        return False
+
+
+class _Script:
+    """Takes the place of a worker's scripted faults: every moment of its run comes by here."""
+
+    def __init__(self, job: _Job, worker: int) -> None:
+        self._job, self._worker = job, worker
+
+    def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
+        self._job.moment(self._worker, moment, step)
+
+
+class _Job:
+    def __init__(self, train: Callable[[], Any], script: Sequence[Change | Kill], controller: LocalController) -> None:
+        self._train, self._controller = train, controller
+        self._kills = [each for each in script if isinstance(each, Kill)]
+        self._changes = {each.step: each.workers for each in script if isinstance(each, Change)}
+        self._lock = threading.RLock()
+        self._sessions: dict[int, Session] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        self._ready: dict[int, threading.Event] = {}
+        self._errors: list[BaseException] = []
+        self._generation = 0
+        self._reached: set[tuple[int, str, int]] = set()
+        self._announced: dict[int, int] = {}  # generation that a step's change leads to
+        self.members: tuple[int, ...] = ()
+        self.outcome = Outcome()
+
+    def run(self, first: Sequence[int]) -> Outcome:
+        for worker in first:
+            self.start(worker)
+        self.announce(tuple(first))
+        while any(thread.is_alive() for thread in self._threads.values()):
+            for thread in list(self._threads.values()):
+                thread.join(0.05)
+            if self._errors:
+                raise self._errors[0]
+        return self.outcome
+
+    def start(self, worker: int) -> None:
+        """Start a worker, and wait until it has built its model."""
+        self._ready[worker] = threading.Event()
+
+        def form(plan: Plan, rank: int) -> Communicator:
+            return member(
+                self._controller, rank, plan.world_size, generation=plan.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
+            )
+
+        membership = Membership(f"w{worker}", form, lambda generation, cause: None)
+        session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
+        self._sessions[worker] = session
+        self._threads[worker] = threading.Thread(target=self._work, args=(worker, session), daemon=True)
+        self._threads[worker].start()
+        assert self._ready[worker].wait(_WAIT_S), self._errors
+
+    def _work(self, worker: int, session: Session) -> None:
+        set_session(session)
+        try:
+            self.outcome.results[worker] = self._train()
+            session.finish()
+        except WorkerDismissed:
+            session.membership.close(broken=False)
+        except _Killed:
+            session.membership.close(broken=True)
+            with self._lock:
+                self.announce(tuple(each for each in self.members if each != worker), void=True)
+        except BaseException as error:
+            self._errors.append(error)
+            self._ready[worker].set()
+
+    def is_ready(self, worker: int) -> None:
+        self._ready[worker].set()
+
+    def announce(self, workers: tuple[int, ...], *, void: bool = False) -> int:
+        """Tell everybody of the next group."""
+        self._generation += 1
+        concerned = dict.fromkeys([*self.members, *workers])
+        self.members = workers
+        self.outcome.groups.append(workers)
+        plan = Plan(
+            generation=self._generation,
+            members=tuple(Member(worker=f"w{each}", node="here") for each in workers),
+            void_below=self._generation if void else 0,
+        )
+        for each in concerned:
+            self._sessions[each].membership.post(plan)
+        return self._generation
+
+    def moment(self, worker: int, moment: str, step: int) -> None:
+        self._reached.add((worker, moment, step))
+        for kill in list(self._kills):
+            if (kill.worker, kill.step, kill.moment) == (worker, step, moment):
+                self._kills.remove(kill)
+                if kill.last:
+                    _wait(lambda: all((each, moment, step) in self._reached for each in self.members))
+                raise _Killed
+        if moment == "forward" and step in self._changes:
+            self._prepare(worker, step)
+
+    def _prepare(self, worker: int, step: int) -> None:
+        """Hold each worker in the step until it has formed the group to go to, so that the step's end is where."""
+        membership = self._sessions[worker].membership
+        with self._lock:
+            if step not in self._announced:
+                for each in self._changes[step]:
+                    if each not in self.members:
+                        self.start(each)
+                self._announced[step] = self.announce(self._changes[step])
+        generation = self._announced[step]
+        _wait(lambda: membership.generation >= generation or membership.prepared_plan(generation) is not None)
+
+
+def _wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while not until():
+        assert time.monotonic() < deadline, "the other workers have not come so far"
+        time.sleep(0.002)
+
+
+def run_job(train: Callable[[], Any], script: Sequence[Change | Kill] = (), *, first: Sequence[int] = (1,)) -> Outcome:
+    """Run a train function in a thread for each worker, while the script says which workers there are."""
+    with local_controller() as controller:
+        return _Job(train, script, controller).run(first)

@@ -1,0 +1,255 @@
+"""Gradients that user code adds up over several steps of a loader: the same however the group changes within."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elastic_ray as er
+from elastic_ray.context import current_session
+from elastic_ray.job.state_saver import StateSaver
+from elastic_ray.membership.plan import Stop
+from elastic_ray.parallel.saved_state import read_state
+from elastic_ray.passage import WorkerDismissed
+from elastic_ray.state_files import state_files
+from elastic_ray.storage import RunStorage
+from tests.loop.changing import Change, Kill, Outcome, run_job
+from tests.loop.test_preemption import session_of
+
+SAMPLES, BATCH, EPOCHS, EVERY = 48, 8, 2, 4
+STEPS = SAMPLES // BATCH * EPOCHS
+
+
+def net() -> nn.Module:
+    """The same small model each time; torch's own generator belongs to all threads."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.linspace(-0.5, 0.6, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.03 * number)
+    return model
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    """Fixed rows."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.utils.data.TensorDataset(torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64))
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters, flat."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class Loop:
+    """One way to write such a loop; returns the parameters.
+
+    Args:
+        order: where the optimizer steps: "after" a step's backward, or "before" it.
+        set_to_none: how gradients are zeroed.
+        no_sync: whether only the last step of an accumulation is to synchronise.
+        inside: called in each step, behind its backward.
+    """
+
+    def __init__(
+        self,
+        order: str = "after",
+        set_to_none: bool = True,
+        no_sync: bool = False,
+        inside: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._order, self._set_to_none, self._no_sync, self._inside = order, set_to_none, no_sync, inside
+
+    def __call__(self) -> Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3)
+        context = er.get_context()
+        for _ in er.remaining_epochs_until(EPOCHS):
+            if context.get_global_step() % EVERY == 0:
+                optimizer.zero_grad(set_to_none=self._set_to_none)
+            for (x,) in loader:
+                step = context.get_global_step()
+                if self._order == "before" and step % EVERY == 0:
+                    self._apply(optimizer)
+                last = (step + 1) % EVERY == 0
+                with self._quiet(wrapped, last):
+                    (wrapped(x).square().mean() / EVERY).backward()
+                self._inside(step)
+                if self._order == "after" and last:
+                    self._apply(optimizer)
+        return weights(model)
+
+    def _quiet(self, wrapped: er.AdaptiveDataParallel, last: bool) -> AbstractContextManager[None]:
+        return wrapped.no_sync() if self._no_sync and not last else nullcontext()
+
+    def _apply(self, optimizer: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=self._set_to_none)
+
+
+def check(loop: Callable[[], Tensor], script: Sequence[Change | Kill], first: Sequence[int]) -> Outcome:
+    """The parameters are those of a job that nobody has disturbed, on all ranks bit by bit."""
+    wanted = run_job(loop).results[1]
+    outcome = run_job(loop, script, first=first)
+    assert sorted(outcome.results) == sorted(outcome.groups[-1])
+    found = list(outcome.results.values())
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0], wanted, rtol=0, atol=1e-9)
+    return outcome
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize("step", [4, 5, 6, 7])
+def test_a_joiner_has_what_was_added_up_before(step: int, order: str, set_to_none: bool) -> None:
+    check(Loop(order, set_to_none), [Change(step, (1, 2))], first=(1,))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [((1, 2), (1, 2, 3)), ((1, 2, 3), (1, 2)), ((1, 2), (1,)), ((1, 2), (2, 3))]
+)
+def test_any_change_in_the_middle(first: tuple[int, ...], then: tuple[int, ...]) -> None:
+    check(Loop(), [Change(5, then)], first=first)
+
+
+ANYWHERE = [(step, moment) for step in (4, 5, 7) for moment in ("forward", "backward", "allreduce", "edge")]
+IN_OPTIMIZER = {"after": 7, "before": 4}
+
+
+@pytest.mark.parametrize(
+    ("order", "step", "moment"),
+    [(order, *where) for order in IN_OPTIMIZER for where in ANYWHERE]
+    + [(*where, moment) for where in IN_OPTIMIZER.items() for moment in ("optimizer_step", "after_step")],
+)
+def test_a_lost_step_leaves_nothing_behind(step: int, moment: str, order: str) -> None:
+    check(Loop(order), [Kill(step, 2, moment)], first=(1, 2, 3))
+
+
+def test_a_whole_story() -> None:
+    script = [Change(1, (1, 2)), Change(2, (1, 2, 3)), Kill(5, 1, "backward"), Change(6, (2, 3, 4)), Change(9, (4,))]
+    outcome = check(Loop(), script, first=(1,))
+    assert outcome.told == []
+
+
+# -- gradients that differ by rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "then"), [((1,), (1, 2)), ((1, 2), (1, 2, 3, 4)), ((1, 2), (1,)), ((1, 2), (2, 3))])
+def test_a_change_waits_for_gradients_that_are_not_reduced(first: tuple[int, ...], then: tuple[int, ...]) -> None:
+    assert check(Loop(no_sync=True), [Change(5, then)], first=first).told == []
+
+
+def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.session._LONGEST_WAIT", 1)
+    outcome = run_job(Loop(no_sync=True), [Change(4, (1, 2, 3))], first=(1, 2))
+    ((kind, text, detail),) = outcome.told
+    assert kind == "warning" and text.startswith("gradients of 2 steps are lost") and detail == {"steps": 2}
+    assert torch.equal(outcome.results[1], outcome.results[3])
+
+
+@pytest.mark.parametrize("moment", ["forward", "edge"])
+def test_a_failure_that_loses_them_is_told(moment: str) -> None:
+    outcome = run_job(Loop(no_sync=True), [Kill(6, 2, moment)], first=(1, 2, 3))
+    ((kind, text, detail),) = outcome.told
+    assert kind == "warning" and text.startswith("gradients of 2 steps are lost") and detail == {"steps": 2}
+    wanted = run_job(Loop(), first=(1,)).results[1]
+    assert not torch.allclose(outcome.results[1], wanted), "else nothing was lost"
+
+
+@pytest.mark.parametrize("moment", ["optimizer_step", "after_step", "edge"])
+def test_a_failure_after_they_were_reduced_loses_nothing(moment: str) -> None:
+    assert check(Loop(no_sync=True), [Kill(7, 2, moment, last=True)], first=(1, 2)).told == []
+
+
+def test_a_checkpoint_that_lacks_them_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def save(step: int) -> None:
+        if step == 5 and current_session().rank == 0:
+            kept.append(copy.deepcopy(current_session().shared.capture()))
+
+    run_job(Loop(no_sync=True, inside=save), first=(1, 2))
+    session_of(kept[0])
+    Loop(no_sync=True)()
+    assert [each for each in caplog.messages if "gradients of 2 steps are lost" in each]
+
+
+# -- gradients that nobody wants -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_is_left_behind_the_optimizer_s_step_and_thrown_away_costs_nothing(
+    set_to_none: bool, no_sync: bool
+) -> None:
+    carried: list[int] = []
+    worlds: dict[int, int] = {}
+
+    def loop() -> Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        session = current_session()
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3):
+                worlds[session.progress.steps] = session.world_size
+                loss = wrapped(x).square().mean()
+                optimizer.zero_grad(set_to_none=set_to_none)
+                loss.backward()
+                optimizer.step()
+                with wrapped.no_sync() if no_sync else nullcontext():
+                    wrapped(x).sum().backward()  # as a GAN's generator does to its discriminator
+                carried.append(len(session.shared.capture()["optimizer/0"]["carried"]))
+        return weights(model)
+
+    check(loop, [Change(5, (1, 2, 3))], first=(1, 2))
+    assert worlds[5] == 2 and worlds[6] == 3
+    carried.clear()
+    run_job(loop)
+    assert carried == [2] + [0] * (STEPS - 1)
+
+
+# -- another time, another process ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [4, 5, 6, 7])
+def test_a_job_that_is_preempted_in_the_middle_goes_on_with_them(at: int, tmp_path: Path) -> None:
+    wanted = run_job(Loop()).results[1]
+    session = session_of()
+    saver = StateSaver(session, RunStorage(str(tmp_path)), lambda saved: 1e5, keep=2, interval_s=None)
+
+    def preempt(step: int) -> None:
+        if step == at:
+            session.membership.post(Stop(save=True))
+
+    with pytest.raises(WorkerDismissed):
+        Loop(inside=preempt)()
+    assert saver.save() == ""
+    (state,) = state_files(RunStorage(str(tmp_path)))
+    session_of(read_state(RunStorage(str(tmp_path)), state))
+    assert torch.equal(Loop()(), wanted)
+
+
+@pytest.mark.parametrize("at", [4, 6])
+def test_a_worker_that_ran_out_of_memory_goes_on_with_them(at: int) -> None:
+    wanted = run_job(Loop()).results[1]
+    session = session_of()
+
+    def starve(step: int) -> None:
+        if step == at:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        Loop(inside=starve)()
+    kept = session.keep_state()
+    assert kept is not None
+    session_of(kept[0])
+    assert torch.equal(Loop()(), wanted)
