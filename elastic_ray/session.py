@@ -116,6 +116,7 @@ class Session:
         self.before_first_epoch: list[Callable[[], None]] = []
         self.buffers: list[Buffers] = []
         self.carried: list[Carried] = []
+        self.left_out: list[Callable[[], None]] = []  # called when an update is left out, of whichever model
         self.replicas = Replicas()
         self.watched = OptimizerWatch(self)
         self.before_the_end: list[Callable[[], None]] = []

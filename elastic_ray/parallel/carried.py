@@ -37,6 +37,11 @@ class CarriedGradients:
     # -- what the step in progress does ------------------------------------------------------------------------
 
     @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for the optimizer."""
+        return self._steps > 0
+
+    @property
     def local(self) -> bool:
         """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
         return self._local

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, Scaling
 from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.context import session_of_new_model
 from elastic_ray.nonfinite import check_choice
-from elastic_ray.parallel.buffers import BufferSync
+from elastic_ray.parallel.buffers import BufferSync, KeptBuffers
 from elastic_ray.parallel.carried import CarriedGradients
 from elastic_ray.parallel.finite import FiniteWatch
 from elastic_ray.parallel.noise import NoiseTracker
@@ -58,8 +58,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             schedulers set are those at the initial batch size.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
-            leaves such updates out on all ranks, ``"raise"`` ends the training. Unless it is ``"ignore"``, a train
-            function that returns with parameters that are not finite fails. What AMP's scaler leaves out is no fault.
+            leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
+            training. Unless it is ``"ignore"``, a train function that returns with parameters that are not finite
+            fails. What AMP's scaler leaves out is no fault.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -116,6 +117,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._index,
             check_finite=self._finite.looks,
         )
+        self._kept = KeptBuffers(module) if self._finite.skips else None
         self._register(lr_scheduler)
         session.buffers.append(BufferSync(module))
         session.on_shape_change.append(self._tracker.invalidate)
@@ -129,6 +131,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._session.moment("forward")
         self._called = True
         self._reducer.follow()
+        if self._kept is not None and self.module.training:
+            self._kept.keep(self._session.outermost_step, goes_on=self._carried.is_open)
         if self._sync_batch_norm:
             _check_process_group(self._session.world_size)
         return self.module(*args, **kwargs)
@@ -181,7 +185,13 @@ class AdaptiveDataParallel(torch.nn.Module):
             shared.register_rollback(self._rates, self._set_rates)
         else:
             self._session.before_first_epoch.append(self._check_scheduler)
+        kept = self._kept
+        if kept is not None:
+            self._session.left_out.append(kept.restore)
+            shared.register_rollback(lambda: None, lambda _: kept.mend())
         if self._scaler is not None:
+            if kept is not None:
+                _after_step(self._scaler, optimizer, kept.mend)
             _keep_scale_while_accumulating(self._scaler, self._session)
             shared.register(f"grad_scaler/{index}", DictState(self._scaler))
             shared.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
@@ -224,9 +234,14 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._tracker.applied()
         else:
             self._tracker.invalidate()  # what it has measured is of no use
-            if self._finite.skips:
+            if self._kept is not None:
+                for undo in session.left_out:
+                    undo()
+                self._kept.forget()
                 session.applied()
                 return None
+        if self._kept is not None:
+            self._kept.forget()
         step = session.outermost_step
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
@@ -322,6 +337,20 @@ def _keep_scale_while_accumulating(scaler: Any, session: Session) -> None:
             self.load_state_dict(before)
 
     _override(scaler, update=update)
+
+
+def _after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
+    """Call ``then`` when the scaler has stepped this optimizer, or left the step out by itself."""
+    original = type(scaler).step
+
+    @functools.wraps(original)
+    def step(self: Any, stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, stepped, *args, **kwargs)
+        if stepped is optimizer:
+            then()
+        return result
+
+    _override(scaler, step=step)
 
 
 def _override(target: Any, **methods: Any) -> None:

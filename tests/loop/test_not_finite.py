@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.context import current_session
 from elastic_ray.nonfinite import describe_gradients
+from tests.loop.changing import Kill, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
 BAD_AT = (3, 4, 7)
@@ -92,6 +93,95 @@ def test_they_can_end_the_training_at_once(ranks: Ranks, world: int | None) -> N
 def test_nobody_needs_to_look(ranks: Ranks) -> None:
     for result in ranks.run(train, "ignore", 0, float("nan"), world=2):
         assert (result["told"], result["error"]) == ([], "") and result["state"].isnan().any()
+
+
+def normalised(kind: str, nonfinite: str, bad_rank: int, finishes: bool = True) -> dict[str, Any]:
+    """Bad samples go through BatchNorm; `kind` says how the loop adds up gradients, `finishes` who ends the run."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(norm, nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "amp")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, nonfinite=nonfinite)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8)
+    if kind == "micro-steps":
+        loader.autoscale_batch_size(8, local_bsz_bounds=(1, 2), gradient_accumulation=True)
+    session = current_session()
+    seen: list[int] = []  # batches that the statistics hold
+    error = ""
+    try:
+        for _epoch in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                step = session.progress.steps
+                if kind == "by hand" and step % 3 == 0:
+                    optimizer.zero_grad()
+                if step in BAD_AT and session.rank == bad_rank and session.outermost_step.micro == 0:
+                    x = x * float("nan")
+                if kind != "by hand":
+                    optimizer.zero_grad()
+                scaler.scale(wrapped(x).square().mean()).backward()
+                if kind != "by hand" or step % 3 == 2:
+                    scaler.step(optimizer)
+                    scaler.update()
+                seen.append(int(norm.num_batches_tracked))
+        if finishes:
+            session.finish()
+    except FloatingPointError as raised:
+        error = str(raised)
+    return {"seen": seen, "error": error, "buffers": [b.clone() for b in model.buffers()]}
+
+
+@pytest.mark.parametrize("kind", ["plain", "by hand", "micro-steps", "amp"])
+@pytest.mark.parametrize("world", [None, 2])
+def test_an_update_that_is_left_out_leaves_no_statistics(ranks: Ranks, world: int | None, kind: str) -> None:
+    results = ranks.run(normalised, kind, "skip", 0 if world is None else 1, world=world)
+    batches = {"plain": 9, "amp": 9, "by hand": 6, "micro-steps": 9 * (4 if world is None else 2)}[kind]
+    for rank, result in enumerate([results] if world is None else results):
+        assert result["error"] == "" and all(buffer.isfinite().all() for buffer in result["buffers"])
+        if kind != "amp" or rank == (world or 1) - 1:  # what the scaler leaves out harms the bad rank's alone
+            assert result["seen"][-1] == batches
+
+
+def two_models(_: int) -> list[torch.Tensor]:
+    """A generator's bad output passes through the discriminator's BatchNorm as well."""
+    torch.manual_seed(1)
+    g, d = nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    opt_g, opt_d = (torch.optim.SGD(each.parameters(), 0.01) for each in (g, d))
+    wrapped_g = er.AdaptiveDataParallel(g, opt_g, nonfinite="skip")
+    wrapped_d = er.AdaptiveDataParallel(d, opt_d, nonfinite="skip")
+    session = current_session()
+    for _epoch in er.remaining_epochs_until(1):
+        for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8):
+            opt_d.zero_grad()
+            wrapped_d(x).square().mean().backward()
+            opt_d.step()
+            bad = session.progress.steps in BAD_AT and session.rank == 0
+            opt_g.zero_grad()
+            wrapped_d(wrapped_g(x) * (float("nan") if bad else 1.0)).square().mean().backward()
+            opt_g.step()
+    session.finish()
+    return [b.clone() for b in d.buffers()]
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_nor_do_they_stay_in_another_model(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(two_models, 0, world=world)
+    for buffers in [results] if world is None else results:
+        assert all(buffer.isfinite().all() for buffer in buffers) and int(buffers[2]) == 12 + 9
+
+
+@pytest.mark.parametrize("moment", ["backward", "edge"])
+def test_nor_do_those_of_a_lost_step_reach_the_other_ranks(moment: str) -> None:
+    outcome = run_job(lambda: normalised("plain", "skip", 0, finishes=False), [Kill(4, 2, moment)], first=(1, 2, 3))
+    for result in outcome.results.values():
+        assert result["error"] == "" and all(buffer.isfinite().all() for buffer in result["buffers"])
+
+
+@pytest.mark.parametrize("world", [None, 2])
+def test_other_choices_leave_the_statistics_alone(ranks: Ranks, world: int | None) -> None:
+    results = ranks.run(normalised, "plain", "warn", 0, world=world)
+    for result in [results] if world is None else results:
+        assert "parameters or buffers" in result["error"] and result["seen"][-1] == 12
 
 
 def scaled(_: int) -> dict[str, Any]:
