@@ -101,7 +101,7 @@ def normalised(kind: str, nonfinite: str, bad_rank: int, finishes: bool = True) 
     norm = nn.BatchNorm1d(2)
     model = nn.Sequential(norm, nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "amp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if kind == "amp" else None
     wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, nonfinite=nonfinite)
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8)
     if kind == "micro-steps":
@@ -119,10 +119,15 @@ def normalised(kind: str, nonfinite: str, bad_rank: int, finishes: bool = True) 
                     x = x * float("nan")
                 if kind != "by hand":
                     optimizer.zero_grad()
-                scaler.scale(wrapped(x).square().mean()).backward()
-                if kind != "by hand" or step % 3 == 2:
+                loss = wrapped(x).square().mean()
+                if scaler is not None:
+                    scaler.scale(loss).backward()
                     scaler.step(optimizer)
                     scaler.update()
+                else:
+                    loss.backward()
+                    if kind != "by hand" or step % 3 == 2:
+                        optimizer.step()
                 seen.append(int(norm.num_batches_tracked))
         if finishes:
             session.finish()
