@@ -38,9 +38,12 @@ def first_step(kind: type[Job], folder: Path, name: str, *, workers: tuple[int, 
 
 def end(running: Job) -> None:
     """End a job and wait until it has gone."""
-    running.stop()
     if isinstance(running, ElasticJob):
+        running.stop()
         running.handle.wait(60.0)
+    else:
+        assert isinstance(running, RayTrainJob)
+        running.end()
     time.sleep(2.0)
 
 
