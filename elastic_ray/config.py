@@ -15,7 +15,8 @@ class ElasticConfig:
 
     Attributes:
         warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
-            its nodes, or as many as it has workers there if those are more; 0 asks for none. The pool serves all jobs;
+            its nodes beside as many as it has workers there, for the next job to start in; 0 asks for none. The pool
+            serves all jobs;
             its bounds are the cluster's: environment variable ``ELASTIC_RAY_POOL`` of its nodes
             (:func:`elastic_ray.job.pool_plan.read_config`). With ``ELASTIC_RAY_POOL=off`` the job keeps so many idle
             processes of its own.

@@ -562,11 +562,36 @@ class Session:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: what was announced before was not done.
         """
-        at_end = what.intent is Intent.END_OF_PASS and self.depth == 0
         fingerprint = 0
-        if at_end or what.intent is Intent.GRADIENTS:
-            fingerprint = self.replicas.fingerprint_if_due(self.progress.steps, at_end=at_end)
+        if self._compares(what):
+            fingerprint = self.replicas.fingerprint(self.progress.steps)
         self.announcer.start(what, self.progress.ticks, fingerprint=fingerprint, payload=payload)
+
+    def announce_reductions(self, what: Announced, *, known: bool) -> bool:
+        """Tell the other ranks that gradients are reduced next here, where that has to be said.
+
+        Args:
+            what: the reductions.
+            known: all ranks have made these before, and can make no others.
+
+        Returns:
+            Whether :meth:`agreed` must be asked before their results are used.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: what was announced before was not done.
+        """
+        if known and not self._compares(what):
+            self.announcer.start_quietly(what, self.progress.ticks)
+            return False
+        self.announce(what)
+        return True
+
+    def _compares(self, what: Announced) -> bool:
+        """Whether parameters are compared with this announcement."""
+        at_end = what.intent is Intent.END_OF_PASS and self.depth == 0
+        asked = at_end or what.intent is Intent.GRADIENTS
+        return asked and self.replicas.due(self.progress.steps, at_end=at_end)
 
     def agreed(self) -> list[float]:
         """Wait until all ranks have announced the same; returns the sums of what rode along.

@@ -280,7 +280,8 @@ class Processes:
         if not wanted or not nodes:
             return
         if self._pool.on:
-            self._order({node: max(wanted, workers) for node, workers in nodes.items()})
+            # As many as its next start would take, and beside them those with which it then grows and replaces at once.
+            self._order({node: wanted + workers for node, workers in nodes.items()})
         elif not self._warming:
             self._warm_one(nodes, wanted)
 

@@ -6,6 +6,7 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -36,6 +37,9 @@ class CommunicationFailedError(Exception):
 
 class Communicator:
     """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
+
+    Gradients have a lane of their own: connections that nothing else uses. Ranks that disagree, of which one reduces
+    gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
     Args:
         store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
@@ -75,6 +79,7 @@ class Communicator:
         self._voided = threading.Event()
         self._wake = threading.Event()
         self._gloo: Any = None
+        self._gradients: Any = None
         self._nccl: Any = None
         if world_size == 1:
             return
@@ -83,13 +88,17 @@ class Communicator:
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         try:
             nonces = _meet(named, rank, world_size)
-            self._gloo = _form_gloo(named, rank, world_size, host, until_s)
+            device = dist.ProcessGroupGloo.create_device(hostname=host)
+            self._gloo = _form_gloo(named, rank, world_size, device, until_s)
+            lane = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
+            self._gradients = _form_gloo(lane, rank, world_size, device, until_s)
             if secret:
                 self._prove_each_other(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 close_door(store.told.values())
                 store.waits = False  # NCCL's first rank tells, and asks for nothing
-            self._gloo._set_default_timeout(timedelta(seconds=timeout_s))
+            for backend in (self._gloo, self._gradients):
+                backend._set_default_timeout(timedelta(seconds=timeout_s))
             if cuda:
                 self._nccl = _form_nccl(named, rank, world_size, timeout_s)
         except (RuntimeError, ValueError) as error:
@@ -105,21 +114,24 @@ class Communicator:
             RuntimeError: a peer has not answered in time.
         """
 
-        def facts(source: int, destination: int) -> tuple[str | int | bytes, ...]:
-            return "peer", prefix, source, destination, nonces[source], nonces[destination]
+        def facts(backend: int, source: int, destination: int) -> tuple[str | int | bytes, ...]:
+            return "peer", prefix, backend, source, destination, nonces[source], nonces[destination]
 
         timeout = timedelta(seconds=max(0.1, min(_PROOF_TIMEOUT_S, until_s - time.monotonic())))
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        mine = [
-            torch.frombuffer(bytearray(prove(secret, *facts(self.rank, peer))), dtype=torch.uint8) for peer in peers
-        ]
-        theirs = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in peers]
-        works = [self._gloo.recv([proof], peer, _PROOF_TAG) for peer, proof in zip(peers, theirs, strict=True)]
-        works += [self._gloo.send([proof], peer, _PROOF_TAG) for peer, proof in zip(peers, mine, strict=True)]
+        works, mine, theirs = [], [], {}  # gloo reads from what it sends until the work is done
+        for number, backend in enumerate((self._gloo, self._gradients)):
+            for peer in range(self.world_size):
+                if peer == self.rank:
+                    continue
+                proof = bytearray(prove(secret, *facts(number, self.rank, peer)))
+                mine.append(torch.frombuffer(proof, dtype=torch.uint8))
+                theirs[number, peer] = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
+                works.append(backend.recv([theirs[number, peer]], peer, _PROOF_TAG))
+                works.append(backend.send([mine[-1]], peer, _PROOF_TAG))
         for work in works:
             work.wait(timeout)
-        for peer, proof in zip(peers, theirs, strict=True):
-            if not proves(proof.numpy().tobytes(), secret, *facts(peer, self.rank)):
+        for (number, peer), told in theirs.items():
+            if not proves(told.numpy().tobytes(), secret, *facts(number, peer, self.rank)):
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
@@ -152,6 +164,11 @@ class Communicator:
             options.timeout = timedelta(seconds=timeout_s)
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
+    def reduce_gradients(self, tensor: torch.Tensor) -> Any:
+        """As :meth:`all_reduce`, on the lane of the gradients."""
+        backend = self._nccl if tensor.is_cuda else self._gradients
+        return self._guard(lambda: backend.allreduce([tensor]))
+
     def leave_behind(self, work: Any, wait_s: float) -> bool:
         """Whether a started operation ends within ``wait_s``; else the group is kept for it, unused, until it does."""
         deadline = time.monotonic() + wait_s
@@ -179,26 +196,34 @@ class Communicator:
         """Start receiving into ``tensor`` from one rank; for :meth:`wait_all`."""
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
-    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's ``values`` (the same number on each), in rank order."""
+    def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
+        """Every rank's ``values`` (the same number on each), in rank order; by choice on the lane of the gradients."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
-            self.wait(self.all_reduce(mine))
+            self.wait(self.reduce_gradients(mine) if with_gradients else self.all_reduce(mine))
         return [[int(v) for v in row] for row in mine]
 
-    def wait(self, work: Any) -> None:
-        """Wait for a started operation.
+    def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:
+        """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
+
+        Args:
+            work: the operation.
+            patience_s: return after this time in any case.
+            since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
 
         Raises:
             CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
         if not self._waited_briefly(work):
-            self._block(work)
+            now_s = time.monotonic()
+            if not self._block(work, now_s + patience_s, (since_s or now_s) + self.timeout_s + 1.0):
+                return False
         if self._voided.is_set() and not work.is_completed():
             self.broken = True
             raise CommunicationFailedError("the generation was called off")
         self._guard(work.wait)
+        return True
 
     def wait_all(self, works: Sequence[Any]) -> None:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
@@ -238,7 +263,7 @@ class Communicator:
             return bool(work.is_completed())  # a wait that times out leaves the operation as it is
         return True
 
-    def _block(self, work: Any) -> None:
+    def _block(self, work: Any, until_s: float, deadline: float) -> bool:
         # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that
         # the abort can set too, instead of the blocking work.wait().
         self._wake.clear()
@@ -254,13 +279,15 @@ class Communicator:
             work.get_future().add_done_callback(finish)
         else:
             poll_s = _CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
-        deadline = time.monotonic() + self.timeout_s + 1.0
         while not (finished or work.is_completed() or self._voided.is_set()):
             wake.wait(poll_s)
             wake.clear()
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(until_s, deadline):
+                if until_s < deadline:
+                    return False
                 self.broken = True
                 raise CommunicationFailedError(f"a collective took longer than collective_timeout_s={self.timeout_s}")
+        return True
 
     def _guard(self, operation: Callable[[], Any]) -> Any:
         if self._voided.is_set():
@@ -308,12 +335,12 @@ def _meet(store: Any, rank: int, world_size: int) -> list[bytes]:
     return [bytes(store.get(key)) for key in keys]
 
 
-def _form_gloo(store: Any, rank: int, world_size: int, host: str, until_s: float) -> Any:
+def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
     """A gloo backend of all ranks, connected by ``until_s``."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # gloo takes it for the rendezvous too
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._devices = [device]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 

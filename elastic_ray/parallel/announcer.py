@@ -1,10 +1,12 @@
-"""Before every collective of a group, its ranks tell each other what it is: one small all-reduce of a fixed size.
+"""Before the collectives of a group, its ranks tell each other what they are: a small all-reduce of a fixed size.
 
-Since all of them make this one before any other, ranks that disagree still meet in it, and each learns who does what.
+Reductions of gradients are announced the first time, and from then on only by who waits for them for long: they have a
+lane of their own, where ranks that do something else cannot meet them, so that waiting is all that can happen.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +18,22 @@ from elastic_ray.membership.rendezvous import CommunicationFailedError, Communic
 # Values that ride along, added up over the ranks.
 ROOM = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
+# So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
 _PARTING_S = 7 * 24 * 3600.0
+# A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
+_PATIENCE_S = 2.0
+_HEARING_S = 0.2
+_TURN = 64
 
 
 class Announcer:
     """The announcements of one rank in one group.
 
-    Three numbers of each rank stand at its place: what it does, how many edges it has committed, and a fingerprint of
-    its parameters (0 where none is asked for). A phase is an announcement and the collectives that it is about;
-    phases follow each other, and the next cannot begin before the last is over.
+    Four numbers of each rank stand at its place: what it does, how many edges it has committed, a fingerprint of its
+    parameters (0 where none is asked for), and the number of its phase. A phase is what a rank announces, or might, and
+    the collectives that it is about; phases follow each other, and the next cannot begin before the last is over. An
+    announcement that was made while waiting may be outdated when the others come to make theirs: then the numbers of
+    the phases differ, and all repeat theirs.
 
     Args:
         communicator: the group, of at least two.
@@ -33,10 +42,14 @@ class Announcer:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._world = communicator.world_size
-        self._tensor = torch.zeros(3 * self._world + ROOM, dtype=torch.float64)
+        self._tensor = torch.zeros(4 * self._world + ROOM, dtype=torch.float64)
         self._values = self._tensor.numpy()
         self._work: Any = None
+        self._phase = 0
+        self._entry: tuple[int, int, int] = (0, 0, 0)
+        self._payload: Sequence[float] = ()
         self._open: Announced | None = None
+        self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
 
     def start(self, what: Announced, ticks: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
@@ -46,18 +59,17 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not done what it announced before.
         """
-        if self._refused is not None:
-            raise self._refused  # user code has caught it the first time
-        if self._open is not None:
-            self._refused = self._unfinished(what)
-            raise self._refused
-        self._open = what
-        values, world, rank = self._values, self._world, self.communicator.rank
-        values.fill(0.0)
-        values[rank], values[world + rank], values[2 * world + rank] = what.code, ticks, fingerprint
-        if payload:
-            values[3 * world : 3 * world + len(payload)] = payload
-        self._work = self.communicator.all_reduce(self._tensor)
+        self._begin(what, ticks, fingerprint, payload)
+        if self._work is None:
+            self._post()
+
+    def start_quietly(self, what: Announced, ticks: int) -> None:
+        """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
+
+        Raises:
+            RanksDisagreeError: this rank has not done what it announced before.
+        """
+        self._begin(what, ticks, 0, ())
 
     def agree(self) -> list[float]:
         """Wait for all ranks' announcements; returns the sums of what rode along.
@@ -66,17 +78,28 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: they do different things; raised on every rank.
         """
-        work, self._work = self._work, None
-        if work is None:
+        if self._work is None:
             raise CommunicationFailedError("the announcement was given up")
-        self.communicator.wait(work)
-        values, world = self._values, self._world
-        codes, ticks = values[:world], values[world : 2 * world]
-        if (codes != codes[0]).any() or (ticks != ticks[0]).any():
-            told = disagreement([int(code) for code in codes], [int(tick) for tick in ticks])
-            self._refused = RanksDisagreeError(told)
-            raise self._refused
-        return values[3 * world :].tolist()  # type: ignore[no-any-return]
+        while True:
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self.communicator.left_behind = None
+            if self._all_in_phase():
+                return self._values[4 * self._world :].tolist()  # type: ignore[no-any-return]
+            self._post()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a reduction of what was started quietly; tell the others what for, if it takes long.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they do different things; raised on every rank.
+        """
+        since_s = time.monotonic()
+        patience_s = _PATIENCE_S
+        while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
+            self._speak()
+            patience_s = _HEARING_S
 
     def done(self) -> None:
         """The collectives that were announced are all on their way."""
@@ -95,22 +118,94 @@ class Announcer:
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.
         """
-        if self._refused is not None:
-            raise self._refused
-        if self._open is not None:
-            raise self._unfinished(what)
-        values, world, rank = self._values, self._world, self.communicator.rank
-        values.fill(0.0)
-        values[rank], values[world + rank] = what.code, ticks
+        self._begin(what, ticks, 0, ())
+        self._open = None
+        until_s = time.monotonic() + wait_s
+        outdated, self._work = self._work, None
         try:
-            self._work = self.communicator.all_reduce(self._tensor, timeout_s=_PARTING_S)
-            if not self.communicator.leave_behind(self._work, wait_s):
-                return False
-            self._open = what
-            self.agree()
+            if outdated is not None:  # this one stands behind it
+                self._tensor = torch.zeros_like(self._tensor)
+                self._values = self._tensor.numpy()
+            while True:
+                self._post(timeout_s=_PARTING_S)
+                if not self.communicator.leave_behind(self._work, until_s - time.monotonic()):
+                    return False
+                self.communicator.wait(self._work)
+                if self._all_in_phase():
+                    self._open = what
+                    return True
         except CommunicationFailedError:
             return False  # whoever is gone does not matter any more
+
+    def check_turn(self, turns: Sequence[float]) -> None:
+        """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`turn`.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they have not; raised on every rank.
+        """
+        total, squares = turns
+        if self._world * squares == total * total:
+            return
+        rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
+        self._refuse([code for code, _ in rows], [ticks for _, ticks in rows])
+
+    @staticmethod
+    def turn(ticks: int) -> tuple[float, float]:
+        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other."""
+        turn = float(ticks % _TURN)
+        return turn, turn * turn
+
+    # -- posting and hearing -----------------------------------------------------------------------------------
+
+    def _begin(self, what: Announced, ticks: int, fingerprint: int, payload: Sequence[float]) -> None:
+        if self._refused is not None:
+            raise self._refused  # user code has caught it the first time
+        if self._open is not None:
+            self._refused = self._unfinished(what)
+            raise self._refused
+        self._open = what
+        self._phase += 1
+        self._entry, self._payload = (what.code, ticks, fingerprint), payload
+
+    def _post(self, *, timeout_s: float | None = None) -> None:
+        values, world, rank = self._values, self._world, self.communicator.rank
+        values.fill(0.0)
+        values[rank : 4 * world : world] = *self._entry, self._phase
+        if self._payload:
+            values[4 * world : 4 * world + len(self._payload)] = self._payload
+        self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
+
+    def _speak(self) -> None:
+        if self._work is not None:
+            if not self._work.is_completed():
+                return
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self.communicator.left_behind = None
+            if self._all_in_phase():
+                self._heard = self._phase
+        if self._heard < self._phase:
+            self._post(timeout_s=_PARTING_S)
+            self.communicator.left_behind = self._work  # the others may need no announcement for as long as they train
+
+    def _all_in_phase(self) -> bool:
+        """Whether all ranks have announced the same phase.
+
+        Raises:
+            RanksDisagreeError: they have, but not the same in it.
+        """
+        values, world = self._values, self._world
+        codes, ticks, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
+        if (phases != self._phase).any():
+            return False
+        if (codes != codes[0]).any() or (ticks != ticks[0]).any():
+            self._refuse([int(code) for code in codes], [int(tick) for tick in ticks])
         return True
+
+    def _refuse(self, codes: Sequence[int], ticks: Sequence[int]) -> None:
+        self._refused = RanksDisagreeError(disagreement(codes, ticks))
+        raise self._refused
 
     def _unfinished(self, what: Announced) -> RanksDisagreeError:
         return RanksDisagreeError(

@@ -46,20 +46,19 @@ class Replicas:
         """A group was entered: what was checked in another does not count."""
         self._checked = -1
 
-    def fingerprint_if_due(self, steps: int, *, at_end: bool = False) -> int:
-        """A fingerprint of all parameters if they are to be compared after ``steps`` steps, else 0.
+    def due(self, steps: int, *, at_end: bool = False) -> bool:
+        """Whether all parameters are to be compared after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
             at_end: of a loader's pass.
         """
         due = at_end or steps in _EARLY or steps % _EVERY == 0
-        if not due or steps == self._checked or not self._modules:
-            return 0
-        self._checked = steps
-        return self._fingerprint()
+        return due and steps != self._checked and bool(self._modules)
 
-    def _fingerprint(self) -> int:
+    def fingerprint(self, steps: int) -> int:
+        """A fingerprint of all parameters after ``steps`` steps, never 0."""
+        self._checked = steps
         digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
 

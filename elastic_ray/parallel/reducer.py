@@ -64,7 +64,7 @@ class GradientReducer:
         self._check_finite = check_finite
         self._told = False
         self._unmet = False  # announced, and not yet answered
-        self._met: tuple[int, Announced] | None = None  # the group and layout in which all have met
+        self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
         self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
         self._session = session
         self._carried = carried
@@ -90,12 +90,14 @@ class GradientReducer:
         """Lay out buckets for the parameters that are trainable now."""
         groups = self._trainable.groups
         params = sum(map(len, groups))
-        # Control values, squared norms of local gradients, rank 0's noise scale, and which parameters were used.
+        # Control values, squared norms of local gradients, rank 0's noise scale, whose turn it is, and which parameters
+        # were used.
         self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
         self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
         self._nothing_to_share = [0.0] * (2 * len(groups))
         self._all_used = [1.0] * params
-        self._buckets, self._tail = build_buckets(groups, self._shared.stop + params)
+        self._turn = slice(self._shared.stop, self._shared.stop + 2)
+        self._buckets, self._tail = build_buckets(groups, self._turn.stop + params)
         last = self._buckets[-1]
         self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
         self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
@@ -200,8 +202,7 @@ class GradientReducer:
         if not self._reduces:
             return
         try:
-            self._session.announce(self._announced)
-            self._unmet = True
+            self._unmet = self._session.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
@@ -211,13 +212,14 @@ class GradientReducer:
         Whoever does something else waits for this rank's announcement, and begins nothing that could meet these
         reductions; only reductions of another layout do not, and there is none once all have had this one.
         """
-        return self._met == (id(self._session.communicator), self._announced) and len(self._session.models.told) == 1
+        met = self._met == (self._session.membership.generation, self._announced)
+        return met and len(self._session.models.told) == 1
 
     def _meet(self) -> None:
         """Wait until all ranks have announced the same."""
         self._unmet = False
         self._session.agreed()
-        self._met = (id(self._session.communicator), self._announced)
+        self._met = (self._session.membership.generation, self._announced)
 
     def _begin_step(self, step: Step) -> None:
         self._step = step
@@ -262,7 +264,7 @@ class GradientReducer:
         if self._session.failed:
             return
         try:
-            if self._launched == 0 and self._buckets[0].pending == 0 and not self._met_before():
+            if self._launched == 0 and self._buckets[0].pending == 0 and self._unmet and not self._met_before():
                 self._meet()
             while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
                 bucket = self._buckets[self._launched]
@@ -271,9 +273,9 @@ class GradientReducer:
                 last = self._launched == len(self._buckets)
                 if last:
                     self._fill_tail()
-                self._works.append(self._session.communicator.all_reduce(bucket.flat))
+                self._works.append(self._session.communicator.reduce_gradients(bucket.flat))
                 if last and not self._tail_rides:
-                    self._works.append(self._session.communicator.all_reduce(self._tail))
+                    self._works.append(self._session.communicator.reduce_gradients(self._tail))
                 if last:
                     self._session.announcer.done()
                 if self._launched == 1:
@@ -285,7 +287,8 @@ class GradientReducer:
     def _fill_tail(self) -> None:
         session = self._session
         shared = self._noise.shared_values() if session.rank == 0 else self._nothing_to_share
-        head = [*session.agreement.values(session.rank), *self._no_norms, *shared]
+        turn = session.announcer.turn(session.progress.ticks)
+        head = [*session.agreement.values(session.rank), *self._no_norms, *shared, *turn]
         if self._complete:
             flags = self._all_used
         else:
@@ -331,17 +334,19 @@ class GradientReducer:
             if self._unmet:
                 self._meet()
             for work in self._works:
-                session.communicator.wait(work)
+                session.announcer.wait(work)
+            values = self._tail[: self._turn.stop].tolist()
+            session.announcer.check_turn(values[self._turn])
             if self._check_finite and not whole_is_finite(self._buckets):
-                rows = session.communicator.gather_ints([int(not own_is_finite(self._buckets))])
+                own = [int(not own_is_finite(self._buckets))]
+                rows = session.communicator.gather_ints(own, with_gradients=True)
                 self.not_finite = [rank for rank, (bad,) in enumerate(rows) if bad]
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
-        values = self._tail[: self._shared.stop].tolist()
         session.agreement.conclude(values[:CONTROL_SIZE], session.world_size)
         self._noise.take_shared(values[self._shared])
-        self._write_back(lambda: [count > 0 for count in self._tail[self._shared.stop :].tolist()])
+        self._write_back(lambda: [count > 0 for count in self._tail[self._turn.stop :].tolist()])
         session.reduced()
         self._carried.reduced()
         if step is not None:

@@ -1,7 +1,8 @@
 """From submission to the first training step with two workers, against Ray Train, and what follows in the first minute.
 
-Bars: on a cluster where another job has run, a fifth of Ray Train's time in the same run; a worker killed in the first
-seconds of the second job is replaced within 3 s; growth takes that, and what the allocator needs to see the room.
+Bars: on a cluster where another job has run, a fifth of Ray Train's time in the same run; the second job grows in its
+first seconds within 5 s, for the allocator has to see the room, and replaces a worker that is killed within 3 s, once
+the process that growth took has been replaced in the pool.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ def first_step(kind: type[Job], folder: Path, name: str, *, workers: tuple[int, 
 
 def end(running: Job) -> None:
     """End a job and wait until it has gone."""
-    running.stop()
     if isinstance(running, ElasticJob):
+        running.stop()
         running.handle.wait(60.0)
+    else:
+        assert isinstance(running, RayTrainJob)
+        running.end()
     time.sleep(2.0)
 
 
@@ -91,7 +95,7 @@ def measure(kind: type[Job]) -> list[dict[str, Any]]:
         running, took_s = first_step(kind, folder, "first", workers=(WORKERS, WORKERS))
         note("first job", took_s)
         if isinstance(running, ElasticJob):
-            wait_until(lambda: pool_is_filled(WORKERS), POOL_TIMEOUT_S)
+            wait_until(lambda: pool_is_filled(WORKERS + 1), POOL_TIMEOUT_S)
         end(running)
         if not isinstance(running, ElasticJob):
             running, took_s = first_step(kind, folder, "second", workers=(WORKERS, WORKERS))
@@ -105,6 +109,9 @@ def measure(kind: type[Job]) -> list[dict[str, Any]]:
             ("growth", functools.partial(_grow, running, other)),
             ("replacement", functools.partial(_kill, running)),
         ):
+            begin_s = time.monotonic()
+            wait_until(lambda: pool_is_filled(1), POOL_TIMEOUT_S)
+            note(f"until a process is warm for {event}", time.monotonic() - begin_s)
             outcome = observe(running, act, event=event, world=WORKERS + 1, timeout_s=EVENT_TIMEOUT_S)
             note(event, outcome.pause.reached_s)
         end(running)

@@ -44,6 +44,9 @@ def train_loop(config: dict[str, Any]) -> None:
                 log.append(world=world, step=int(model.steps))
             if int(model.steps) % common.CHECKPOINT_EVERY == 0:
                 _report(model, optimizer, rank)
+                last = Path(config["last"])
+                if last.exists() and int(model.steps) >= int(last.read_text()):
+                    return
 
 
 def _restore(model: Any, optimizer: Any) -> None:
@@ -85,9 +88,10 @@ class RayTrainJob:
         folder.mkdir(parents=True)
         self.log = StepLog(folder / "steps")
         self._members = folder / "members"
+        self._last = folder / "last"
         head = ray.get_runtime_context().get_node_id()
         strategy = NodeAffinitySchedulingStrategy(node_id=head, soft=False)
-        config = {"log": str(self.log.path), "members": str(self._members)}
+        config = {"log": str(self.log.path), "members": str(self._members), "last": str(self._last)}
         driver = ray.remote(num_cpus=0)(_Driver).options(scheduling_strategy=strategy)
         self._driver = driver.remote()
         self._fit = self._driver.fit.remote(config, workers, str(folder))
@@ -112,6 +116,16 @@ class RayTrainJob:
         if done:
             ray.get(self._fit)
             raise RuntimeError("the Ray Train run ended although its loop never does")
+
+    def end(self) -> None:
+        """Let the loop come to its end, so that its resources are free: a driver that is killed leaves its bundles."""
+        import ray
+
+        writing = self._last.with_suffix(".new")
+        writing.write_text(str(self.log.read()[-1].step + 4 * common.CHECKPOINT_EVERY))  # ahead of every rank
+        writing.rename(self._last)
+        ray.get(self._fit, timeout=60.0)
+        self.stop()
 
     def stop(self) -> None:
         """End the run with everything that it owns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.context import current_session
 from elastic_ray.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
+from elastic_ray.parallel import announcer
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -30,12 +31,12 @@ def net(seed: int = 1) -> nn.Module:
 
 
 class Setting:
-    """Two models, a loader and one for evaluation."""
+    """One or two models, a loader and one for evaluation."""
 
-    def __init__(self, *, frozen: bool = False) -> None:
+    def __init__(self, *, models: int = 2, frozen: bool = False) -> None:
         self.rank = er.get_context().get_world_rank()
         self.models, self.optimizers = [], []
-        for seed in (1, 2):
+        for seed in range(1, models + 1):
             model = net(seed)
             model[0].weight.requires_grad_(not frozen)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -123,9 +124,11 @@ def more_buffers(it: Setting, number: int, x: torch.Tensor) -> bool:
     return True
 
 
-def run(case: Callable[..., bool], swallow: bool = False, told: Path | None = None) -> tuple[str, float]:
+def run(
+    case: Callable[..., bool], swallow: bool = False, told: Path | None = None, models: int = 2
+) -> tuple[str, float]:
     """What a rank is told, and after how long [s]."""
-    it = Setting(frozen=case is unfreezes)
+    it = Setting(models=models, frozen=case is unfreezes)
     begin_s = time.monotonic()
     try:
         for epoch in er.remaining_epochs_until(3):
@@ -161,16 +164,23 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("case", list(CASES), ids=lambda case: case.__name__)
-def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Callable[..., bool]) -> None:
-    for told, took_s in ranks.run(run, case, world=2):
+def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Callable[..., bool], models: int) -> None:
+    if case is another_model and models == 1:
+        pytest.skip("there is no other model")
+    heard = ranks.run(run, case, False, None, models, world=2)
+    if case is returns and models == 1:
+        heard = heard[:1]  # the one that has returned does not wait for the other
+    for told, took_s in heard:
         for words in CASES[case]:
             assert words in told
         assert took_s < 10
 
 
-def test_with_three_ranks_those_that_agree_are_named_together(ranks: Ranks) -> None:
-    for told, _ in ranks.run(run, skips, world=3):
+@pytest.mark.parametrize("models", [1, 2])
+def test_with_three_ranks_those_that_agree_are_named_together(ranks: Ranks, models: int) -> None:
+    for told, _ in ranks.run(run, skips, False, None, models, world=3):
         assert "ranks 0, 2 reduce" in told.replace("reduces", "reduce")
 
 
@@ -185,6 +195,48 @@ def test_an_error_caught_in_the_middle_of_backward_is_told_at_the_next_step(rank
 def test_ranks_cannot_go_on_after_a_disagreement(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match="the ranks do different things"):
         ranks.run(run, skips, True, world=2)
+
+
+def slow(naps: Sequence[tuple[int, int]], then: Callable[..., bool] | None) -> tuple[str, float]:
+    """Ranks take their time before some of their backward passes, so that the others say what they wait for."""
+    announcer._PATIENCE_S, announcer._HEARING_S = 0.15, 0.1
+    it = Setting(models=1)
+    totals = er.Accumulator()
+    try:
+        for epoch in er.remaining_epochs_until(3):
+            for number, (x,) in enumerate(it.loader):
+                if (it.rank, 4 * epoch + number) in naps:
+                    time.sleep(0.6)
+                if epoch == 2 and then is not None:
+                    then(it, number, x)
+                else:
+                    it.train(x)
+                if epoch == 1:
+                    totals["x"] += x.sum().item()
+        session = current_session()
+        session.finish()
+        session.membership.close(broken=False)
+    except RanksDisagreeError as error:
+        return str(error), 0.0
+    return "", totals["x"]
+
+
+NAPS = [
+    pytest.param([(1, 2)], id="one"),
+    pytest.param([(0, 1), (1, 2), (0, 3)], id="in turns"),
+    pytest.param([(2, 1), (2, 2), (1, 3), (2, 5), (0, 11)], id="up to the end"),
+]
+
+
+@pytest.mark.parametrize("naps", NAPS)
+def test_slow_ranks_are_no_disagreement(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
+    assert ranks.run(slow, naps, None, world=3) == [("", float(sum(range(48))))] * 3
+
+
+@pytest.mark.parametrize("naps", NAPS)
+def test_a_disagreement_is_told_after_ranks_were_slow(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
+    for told, _ in ranks.run(slow, naps, skips, world=3):
+        assert "ranks 0, 2 reduce" in told.replace("reduces", "reduce") and "rank 1 has come to the end" in told
 
 
 def many_sums(names: int) -> dict[str, float]:
