@@ -6,6 +6,7 @@ with Redis behind that also through its restart, and is deleted when the control
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -14,19 +15,19 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from ray.experimental import internal_kv
 
 from elastic_ray.events import JobEvent
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.sealed import Sealed
 
 logger = logging.getLogger("elastic_ray.job")
 
 _NAMESPACE = b"elastic_ray"
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
-_MOST_VALUE = 1 << 16  # characters
+_MOST_VALUE = 1 << 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class Noted:
         revivals: when controllers were restarted [s since the epoch].
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
-        return_value: what rank 0's train function returned, of a job that has ended, as far as JSON can hold it.
+        return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
     """
 
     job: str
@@ -93,7 +94,7 @@ class Noted:
     revivals: tuple[float, ...] = ()
     claimed: tuple[int, ...] = ()
     first_report: int = 0
-    return_value: Any = None
+    return_value: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Noted:
@@ -149,13 +150,14 @@ def run_of(spec: JobSpec) -> str:
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
-def plain_value(value: Any) -> Any:
-    """The value, if it is small and JSON gives it back as it is; else None."""
-    try:
-        text = json.dumps(value)
-        return value if len(text) <= _MOST_VALUE and json.loads(text) == value else None
-    except (TypeError, ValueError):
-        return None
+def as_text(value: Sealed | None) -> str | None:
+    """For a note, what a train function returned, if it is small; else None."""
+    return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
+
+
+def from_text(text: str | None) -> Sealed | None:
+    """The inverse of :func:`as_text`."""
+    return Sealed(pickled=base64.b64decode(text)) if text is not None else None
 
 
 class Journal:

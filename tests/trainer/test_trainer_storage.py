@@ -14,6 +14,7 @@ import ray.train
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.results import make_result
+from elastic_ray.sealed import Raised, Sealed, seal, seal_error
 from elastic_ray.storage import EVENTS_FILE, PROGRESS_FILE, RunStorage, resolve
 
 
@@ -163,7 +164,7 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
         reports=reports,
         first_report=3,
         checkpoints=((kept.path, {"loss": 0.4}),),
-        return_value=42,
+        return_value=seal(42),
     )
     result = make_result(outcome, storage)
     assert isinstance(result, ray.train.Result)
@@ -180,8 +181,31 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
 def test_result_of_a_failed_job(storage: RunStorage) -> None:
     error = TrainFunctionError.from_exception(ValueError("x"), rank=0, node="n")
     assert make_result(JobOutcome(phase=JobPhase.FAILED, error=error), storage).error is error
+    raised = seal_error(ValueError("x"), rank=2, node="n")
+    opened = make_result(JobOutcome(phase=JobPhase.FAILED, error=raised), storage).error
+    assert isinstance(opened, TrainFunctionError) and isinstance(opened, ValueError) and opened.rank == 2
+    unknown = Raised(traceback_text="Traceback\nNoSuchError: x", rank=2, node="n", pickled=b"cno_such\nmodule\n.")
+    told = make_result(JobOutcome(phase=JobPhase.FAILED, error=unknown), storage).error
+    assert type(told) is TrainFunctionError and "NoSuchError: x" in str(told)
     plain = make_result(JobOutcome(phase=JobPhase.FAILED, error=OSError("x")), storage).error
     assert isinstance(plain, ray.train.TrainingFailedError)
+
+
+def test_a_return_value_that_this_process_cannot_read_costs_nothing_else(
+    storage: RunStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = JobOutcome(
+        phase=JobPhase.FINISHED, metrics={"loss": 0.3}, return_value=Sealed(pickled=b"cno_such\nmodule\n.")
+    )
+    result = make_result(outcome, storage)
+    assert result.metrics == {"loss": 0.3} and result.return_value is None
+    assert "cannot be unpickled in this process" in caplog.text and "no_such" in caplog.text
+
+
+def test_a_very_long_traceback_is_told_by_its_ends() -> None:
+    raised = seal_error(ValueError("a" + "b" * 10**6 + "c"), rank=0, node="n")
+    assert len(raised.traceback_text) < 300_000
+    assert raised.traceback_text.startswith("ValueError: ab") and raised.traceback_text.endswith("bc\n")
 
 
 def test_the_note_is_json(storage: RunStorage, source: Path) -> None:
