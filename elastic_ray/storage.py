@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
-from elastic_ray.copying import copy_directory
+from elastic_ray.copying import MissingSourceError, copy_directory, reading_source
 from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.line_files import LineFile
 from elastic_ray.run_progress import check_resume_point
@@ -216,7 +216,8 @@ class RunStorage:
             The checkpoint in the run's directory.
 
         Raises:
-            FileNotFoundError: if ``source`` is no directory, or this node does not see the run's directory.
+            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
+                run's directory.
         """
         from ray.train import Checkpoint
 
@@ -224,8 +225,10 @@ class RunStorage:
             origin, origin_path = resolve(source.path, source.filesystem)
         else:
             origin, origin_path = pyarrow.fs.LocalFileSystem(), os.path.abspath(source)
-        if origin.get_file_info(origin_path).type != pyarrow.fs.FileType.Directory:
-            raise FileNotFoundError(
+        with reading_source():
+            found = origin.get_file_info(origin_path)
+        if found.type != pyarrow.fs.FileType.Directory:
+            raise MissingSourceError(
                 f"a checkpoint must be a directory, but there is none at {origin_path!r} "
                 f"({origin.type_name}); keep the directory until report() has returned"
             )
