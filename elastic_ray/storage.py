@@ -19,7 +19,7 @@ from elastic_ray.copying import MissingSourceError, copy_directory, reading_sour
 from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.line_files import LineFile
 from elastic_ray.run_progress import check_resume_point
-from placement.private_files import make_directory, open_output
+from placement.private_files import ForeignDirectoryError, check_own, make_directory, open_output
 from placement.storage_calls import call_storage
 
 if TYPE_CHECKING:
@@ -116,11 +116,16 @@ class RunStorage:
         """Create the directory and the marker by which a worker sees that it reaches the same one.
 
         Raises:
-            OSError: if the directory cannot be written; the message names it.
+            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
+                names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
+            if self.private and self.local:
+                check_own(self.path)
             self._write(posixpath.join(self.path, MARKER_FILE), "")
+        except ForeignDirectoryError:
+            raise
         except OSError as error:
             raise OSError(
                 f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "

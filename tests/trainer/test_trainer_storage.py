@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,29 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"cannot be written.*set RunConfig\(storage_path\)"):
         RunStorage(str(tmp_path / "file" / "run")).create()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+def test_a_run_directory_of_somebody_else_is_refused_before_anything_is_written(tmp_path: Path, mode: int) -> None:
+    (run := tmp_path / "run").mkdir()
+    run.chmod(mode)
+    os.chown(run, 12345, -1)
+    with pytest.raises(PermissionError, match=r"'/.*/run' belongs to uid 12345, .*storage_path.*private_files=False"):
+        RunStorage(str(run)).create()
+    assert list(run.iterdir()) == [] and stat.S_IMODE(run.stat().st_mode) == mode
+    RunStorage(str(run), private=False).create()
+    os.chown(run, 0, -1)
+    RunStorage(str(run)).create()
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700, "one of our own that all may write is made private"
+
+
+def test_storage_that_knows_us_by_another_number_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS that maps users does, and FUSE: whatever we write there belongs to the directory's owner."""
+    RunStorage(str(tmp_path / "run")).create()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    RunStorage(str(tmp_path / "run")).create()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".elastic_ray_run"]
 
 
 def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
