@@ -66,8 +66,6 @@ class ReportedCheckpoints:
                 if isinstance(error, StorageTimeoutError):
                     self._given_up = call
                 elif time.monotonic() < until_s:
-                    if is_stopping():
-                        raise WorkerDismissed(stopped=True) from None
                     time.sleep(_AGAIN_S)
                     continue
                 self._fails = True
