@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from elastic_ray.metrics import plain_metrics
+
 if TYPE_CHECKING:
     from ray.train import Checkpoint
 
@@ -139,16 +141,21 @@ def get_context() -> ElasticContext:
 
 
 def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
-    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded, scalar tensors as numbers.
+    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+
+    Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB as JSON
+    in all: they are read by processes of the cluster that run no user's code. NumPy's scalars, and arrays and tensors
+    of one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
 
     Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
     stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
-    Storage that is silent, or fails, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which an event of
-    kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
+    Storage that is silent, fails, or is not there, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which
+    an event of kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
 
     Raises:
-        TypeError: ``metrics`` is no mapping.
-        FileNotFoundError: the checkpoint is no directory, or this node does not see the run's storage.
+        TypeError: ``metrics`` is no mapping, or rank 0's hold something else; the message names it.
+        ValueError: they are too large, nested deeper than 20 levels, or one holds itself.
+        FileNotFoundError: the checkpoint is no directory. PermissionError: it may not be read.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
@@ -158,14 +165,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     session.progress.reports = max(session.progress.reports, session.agreement.reports) + 1
     session.agreement.reports = session.progress.reports
     if session.place.rank == 0:
-        plain = {name: _plain(value) for name, value in metrics.items()}
+        plain = plain_metrics(metrics)
         session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
-
-
-def _plain(value: Any) -> Any:
-    """A number for a tensor of one element: whoever reads it, such as the controller, would have to import torch."""
-    is_tensor = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numel")
-    return value.item() if is_tensor and value.numel() == 1 else value
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -191,7 +192,7 @@ def remaining_epochs_until(epochs: int) -> Iterator[int]:
         raise TypeError(f"epochs must be an integer, but got {epochs!r}")
     if epochs < 0:
         raise ValueError(f"epochs must be 0 or more, but got {epochs}")
-    return _epochs(current_session(), epochs)
+    return _epochs(current_session(), int(epochs))
 
 
 def _epochs(session: Session, epochs: int) -> Iterator[int]:

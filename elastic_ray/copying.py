@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import posixpath
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pyarrow.fs
 
@@ -13,6 +14,29 @@ from placement.storage_calls import StorageCalls
 
 _PIECE_BYTES = 16 << 20
 _THREADS = 4
+
+
+class SourceError(OSError):
+    """What is to be copied is not there, or may not be read; waiting for the storage that gets the copy is no help."""
+
+
+class MissingSourceError(SourceError, FileNotFoundError):
+    """It is not there."""
+
+
+class DeniedSourceError(SourceError, PermissionError):
+    """It may not be read."""
+
+
+@contextlib.contextmanager
+def reading_source() -> Iterator[None]:
+    """Tell what is wrong with the source from what is wrong with the target."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingSourceError(str(error)) from error
+    except PermissionError as error:
+        raise DeniedSourceError(str(error)) from error
 
 
 def copy_directory(
@@ -35,12 +59,14 @@ def copy_directory(
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
     Raises:
-        InterruptedError: ``go_on`` said no.
+        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, or may not be read.
     """
     make_directory(target_filesystem, target, private=private)
     files = []
     source = source.rstrip("/") or "/"
-    for entry in origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True)):
+    with reading_source():
+        entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
+    for entry in entries:
         copy = posixpath.join(target, entry.path[len(source) :].lstrip("/"))
         if entry.type == pyarrow.fs.FileType.Directory:
             make_directory(target_filesystem, copy, private=private)
@@ -48,10 +74,9 @@ def copy_directory(
             files.append((entry.path, copy))
 
     def copy_file(pair: tuple[str, str]) -> None:
-        with (
-            origin.open_input_stream(pair[0]) as read,
-            open_output(target_filesystem, pair[1], private=private) as written,
-        ):
+        with reading_source():
+            opened = origin.open_input_stream(pair[0])
+        with opened as read, open_output(target_filesystem, pair[1], private=private) as written:
             while piece := read.read(_PIECE_BYTES):
                 if not go_on():
                     raise InterruptedError("the copy was given up")

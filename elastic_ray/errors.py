@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import traceback
 from typing import Any
 
 import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from elastic_ray.access import AccessRefusedError as AccessRefusedError
+from elastic_ray.sealed import Raised, pickled_error, seal_error
 from placement.text import printable, printable_lines
 
 
@@ -73,7 +73,7 @@ class WorkersLostError(TrainingFailedError):
 class TrainFunctionError(TrainingFailedError):
     """The user's train function raised; never retried, for it would raise again.
 
-    Instances come from :meth:`from_exception` and are, wherever Python allows it, of the user's type as well:
+    Instances come from :meth:`of` and are, wherever Python allows it, of the user's type as well:
     both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
 
     Attributes:
@@ -85,33 +85,27 @@ class TrainFunctionError(TrainingFailedError):
 
     def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:
         text = printable_lines(traceback_text.rstrip())
-        message = f"the train function raised on rank {rank} (node {node}):\n\n{text}"
+        message = f"{Raised(traceback_text=text, rank=rank, node=node)}\n\n{text}"
         Exception.__init__(self, message)  # not super(): next could be the __init__ of the user's type
         self.traceback_text, self.rank, self.node, self.cause = traceback_text, rank, node, cause
         self.__cause__ = cause
 
     @classmethod
+    def of(cls, raised: Raised) -> TrainFunctionError:
+        """What a worker has told, with its cause if this process can load it: only for the user's own processes."""
+        return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
+
+    @classmethod
     def from_exception(cls, error: BaseException, *, rank: int, node: str) -> TrainFunctionError:
-        """Wrap what the train function raised, on the worker, while its traceback is still there."""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return _train_function_error(_dumps(error), text, rank, node)
+        """Wrap what a train function raised, while its traceback is still there."""
+        return cls.of(seal_error(error, rank=rank, node=node))
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        payload = None if self.cause is None else _dumps(self.cause)
+        payload = None if self.cause is None else pickled_error(self.cause)
         return _train_function_error, (payload, self.traceback_text, self.rank, self.node)
-
-
-def _dumps(error: BaseException) -> bytes | None:
-    """The exception pickled, or None if it cannot make the round trip (a lock inside...)."""
-    try:
-        payload = bytes(ray.cloudpickle.dumps(error))  # type: ignore[no-untyped-call]
-        ray.cloudpickle.loads(payload)
-    except Exception:
-        return None
-    return payload
 
 
 def _train_function_error(payload: bytes | None, text: str, rank: int, node: str) -> TrainFunctionError:

@@ -7,7 +7,10 @@ import dataclasses
 import enum
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ray.sealed import Raised, Sealed
 
 
 class EventKind(str, enum.Enum):
@@ -206,7 +209,7 @@ class JobOutcome:
 
     Attributes:
         phase: FINISHED, FAILED or STOPPED.
-        error: the exception that ended the job, None when it finished or was stopped.
+        error: what ended the job, None when it finished or was stopped.
         metrics: rank 0's last reported metrics.
         reports: the last reports of rank 0, in order; those before are in the run's ``reports.jsonl``.
         first_report: ``Report.index`` of the first report of this run.
@@ -215,12 +218,12 @@ class JobOutcome:
     """
 
     phase: JobPhase
-    error: BaseException | None = None
+    error: BaseException | Raised | None = None
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reports: tuple[Report, ...] = ()
     first_report: int = 1
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    return_value: Any = None
+    return_value: Sealed | None = None
 
 
 def plain(value: Any) -> Any:

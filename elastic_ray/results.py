@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.events import JobOutcome, Report
+from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.storage import RunStorage
 from placement.storage_calls import call_storage
 
@@ -27,13 +28,17 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
     from ray.train.v2.api.exceptions import TrainingFailedError
     from ray.train.v2.api.result import Result
 
+    from elastic_ray.errors import TrainFunctionError
+
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints
     ]
     error = outcome.error
-    if error is not None and not isinstance(error, TrainingFailedError):
-        error = TrainingFailedError(f"{type(error).__name__}: {error}")
-        error.__cause__ = outcome.error
+    if isinstance(error, Raised):
+        error = TrainFunctionError.of(error)
+    elif error is not None and not isinstance(error, TrainingFailedError):
+        cause, error = error, TrainingFailedError(f"{type(error).__name__}: {error}")
+        error.__cause__ = cause
     rows = [dict(report.metrics) for report in all_reports(outcome, storage, timeout_s=timeout_s)]
     return Result(
         metrics=dict(outcome.metrics),
@@ -42,9 +47,17 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
         path=storage.path,
         metrics_dataframe=pd.DataFrame(rows) if rows else None,
         best_checkpoints=kept,
-        return_value=outcome.return_value,
+        return_value=_opened(outcome.return_value),
         _storage_filesystem=storage.filesystem,
     )
+
+
+def _opened(value: Sealed | None) -> Any:
+    try:
+        return value.open() if value is not None else None
+    except Exception as error:  # the job has its result all the same
+        logger.warning("what the train function returned cannot be unpickled in this process: %r", error)
+        return None
 
 
 def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
-from elastic_ray.copying import copy_directory
+from elastic_ray.copying import MissingSourceError, copy_directory, reading_source
 from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.line_files import LineFile
 from elastic_ray.run_progress import check_resume_point
-from placement.private_files import make_directory, open_output
+from placement.private_files import ForeignDirectoryError, check_own, make_directory, open_output
 from placement.storage_calls import call_storage
 
 if TYPE_CHECKING:
@@ -116,11 +116,16 @@ class RunStorage:
         """Create the directory and the marker by which a worker sees that it reaches the same one.
 
         Raises:
-            OSError: if the directory cannot be written; the message names it.
+            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
+                names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
+            if self.private and self.local:
+                check_own(self.path)
             self._write(posixpath.join(self.path, MARKER_FILE), "")
+        except ForeignDirectoryError:
+            raise
         except OSError as error:
             raise OSError(
                 f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "
@@ -216,7 +221,8 @@ class RunStorage:
             The checkpoint in the run's directory.
 
         Raises:
-            FileNotFoundError: if ``source`` is no directory, or this node does not see the run's directory.
+            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
+                run's directory.
         """
         from ray.train import Checkpoint
 
@@ -224,8 +230,10 @@ class RunStorage:
             origin, origin_path = resolve(source.path, source.filesystem)
         else:
             origin, origin_path = pyarrow.fs.LocalFileSystem(), os.path.abspath(source)
-        if origin.get_file_info(origin_path).type != pyarrow.fs.FileType.Directory:
-            raise FileNotFoundError(
+        with reading_source():
+            found = origin.get_file_info(origin_path)
+        if found.type != pyarrow.fs.FileType.Directory:
+            raise MissingSourceError(
                 f"a checkpoint must be a directory, but there is none at {origin_path!r} "
                 f"({origin.type_name}); keep the directory until report() has returned"
             )

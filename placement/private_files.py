@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ import pyarrow.fs
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+
+
+class ForeignDirectoryError(PermissionError):
+    """A directory that is to be private belongs to another user."""
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
@@ -59,6 +64,34 @@ def open_append(path: str, *, private: bool) -> int:
     if private:
         tighten(descriptor)
     return descriptor
+
+
+def check_own(path: str) -> None:
+    """Refuse a directory of another user: its owner could read, replace and delete whatever is written into it.
+
+    Raises:
+        ForeignDirectoryError: it is one; the message says what to do.
+    """
+    owner = os.stat(path).st_uid
+    if owner not in (os.geteuid(), _uid_on(path)):
+        raise ForeignDirectoryError(
+            f"{path!r} belongs to uid {owner}, who could read, replace and delete what this user (uid {os.geteuid()}) "
+            "writes there. Choose another RunConfig(name) or RunConfig(storage_path), give the directory to this user "
+            "(chown), or set ElasticConfig(private_files=False) if that user is to share it"
+        )
+
+
+def _uid_on(path: str) -> int | None:
+    """Whom our files in a directory belong to: NFS may map users, and FUSE may know only one."""
+    try:
+        descriptor, probe = tempfile.mkstemp(prefix=".owner_", dir=path)
+    except OSError:
+        return None
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(probe)
 
 
 def tighten(path: str | int) -> None:

@@ -75,6 +75,17 @@ def read_nodes() -> tuple[RawNode, ...]:
     )
 
 
+def is_dead(actor: str) -> bool:
+    """Whether Ray knows the actor with this hex id, and knows that it will never run again. Blocks for a moment.
+
+    Not one that Ray is restarting, or has forgotten, or that cannot be asked for now.
+    """
+    try:
+        return bool(_STATE.actor_table(actor).get("State") == "DEAD")
+    except ValueError:  # no id of an actor
+        return False
+
+
 def on_head() -> dict[str, Any]:
     """Actor options that keep an actor on the head node; none if Ray does not tell which node that is.
 

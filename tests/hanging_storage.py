@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ class HangingHandler(pyarrow.fs.FileSystemHandler):
     Args:
         root: the directory.
         marker: file that makes calls hang whose path contains its text, until it is gone. Where the text begins with
-            "fail " such calls fail instead.
+            "fail " or "deny " such calls fail instead.
     """
 
     def __init__(self, root: str, marker: str) -> None:
@@ -34,8 +35,10 @@ class HangingHandler(pyarrow.fs.FileSystemHandler):
                 text = Path(self.marker).read_text()
             except FileNotFoundError:
                 return self._files
-            if not any(text.removeprefix("fail ") in path for path in paths):
+            if not any(text.removeprefix("fail ").removeprefix("deny ") in path for path in paths):
                 return self._files
+            if text.startswith("deny "):
+                raise PermissionError(errno.EACCES, "the storage has denied", paths[0])
             if text.startswith("fail "):
                 raise OSError(f"the storage has a bad moment: {paths}")
             time.sleep(0.02)
@@ -101,6 +104,10 @@ class HangingStorage:
     def fail(self, paths: str = "") -> None:
         """Refuse them."""
         self._say(f"fail {paths}")
+
+    def deny(self, paths: str = "") -> None:
+        """Refuse them, as what this user may not touch."""
+        self._say(f"deny {paths}")
 
     def _say(self, text: str) -> None:
         part = self._marker.with_suffix(".part")

@@ -12,6 +12,7 @@ PACKAGES = ("elastic_ray", "placement", "tuning")
 ALLOWED = {
     "elastic_ray/job/train_loop.py": "the user's function and its config, which came through Ray to be run",
     "elastic_ray/errors.py": "the user's exception, which comes through Ray as part of a pickle of Ray's",
+    "elastic_ray/sealed.py": "what the user's function returned, in the user's driver; a copy of an exception",
     "elastic_ray/data/arrow.py": "a copy of an object of this process",
     "elastic_ray/trainer.py": "a copy of an object of this process: whether it can be sent at all",
     "placement/parcel.py": "the user's policy, which came through Ray to be run in the allocator",

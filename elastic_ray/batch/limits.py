@@ -40,6 +40,10 @@ class BatchLimits:
                 )
         if self.local_bsz_bounds is not None:
             self._check_bounds(self.local_bsz_bounds)
+        # Controllers read them, which are not to import the user's IntEnum for that.
+        object.__setattr__(self, "init_batch_size", int(self.init_batch_size))
+        if self.max_batch_size is not None:
+            object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
 
     def _check_bounds(self, bounds: Any) -> None:
         if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
@@ -47,7 +51,8 @@ class BatchLimits:
         for name, value in zip(("least", "largest"), bounds, strict=True):
             if value is not None:
                 _positive(f"the {name} of local_bsz_bounds", value)
-        object.__setattr__(self, "local_bsz_bounds", tuple(bounds))
+        exact = tuple(None if value is None else int(value) for value in bounds)
+        object.__setattr__(self, "local_bsz_bounds", exact)
         least, largest = self.lower, self.upper
         if largest is not None and least > largest:
             raise ValueError(f"local_bsz_bounds must be (least, largest) with least <= largest, but got {bounds!r}")

@@ -94,6 +94,8 @@ class JobController:
         self._journal = Journal(ray.get_runtime_context().get_actor_id() or self._name)
         self._recovered = asyncio.Event()
         remembered = self._journal.read()
+        if self._stored_train_loop:
+            self._journal.note_train_loop(self._stored_train_loop)
         self._gathering: Gathering | None = None
         self._noted: Noted | None = None
         self._begin(spec)

@@ -1,11 +1,13 @@
 """SHELL: what a job's controller notes down for the controller that Ray starts in its place, in Ray's control store.
 
 It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
-with Redis behind that also through its restart, and is deleted when the controller ends.
+with Redis behind that also through its restart. It is deleted when the controller ends; where that is ended for good
+from outside, the allocator does it (``placement.notes``).
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -14,19 +16,19 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from ray.experimental import internal_kv
 
 from elastic_ray.events import JobEvent
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.sealed import Sealed
+from placement.notes import NAMESPACE, TRAIN_LOOP, key_of
 
 logger = logging.getLogger("elastic_ray.job")
 
-_NAMESPACE = b"elastic_ray"
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
-_MOST_VALUE = 1 << 16  # characters
+_MOST_VALUE = 1 << 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Noted:
         revivals: when controllers were restarted [s since the epoch].
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
-        return_value: what rank 0's train function returned, of a job that has ended, as far as JSON can hold it.
+        return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
     """
 
     job: str
@@ -93,7 +95,7 @@ class Noted:
     revivals: tuple[float, ...] = ()
     claimed: tuple[int, ...] = ()
     first_report: int = 0
-    return_value: Any = None
+    return_value: str | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Noted:
@@ -120,7 +122,7 @@ def store_train_loop(packed: bytes) -> str:
     the actor again. Ray keeps functions that it sends to workers in the same place.
     """
     key = f"train_loop/{secrets.token_hex(8)}"
-    internal_kv._internal_kv_put(key.encode(), packed, overwrite=True, namespace=_NAMESPACE)
+    internal_kv._internal_kv_put(key.encode(), packed, overwrite=True, namespace=NAMESPACE)
     return key
 
 
@@ -130,7 +132,7 @@ def stored_train_loop(key: str) -> bytes:
     Raises:
         LookupError: it is not there (any more).
     """
-    packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+    packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:
         raise LookupError(f"the train function is not in Ray's control store any more ({key})")
     return packed
@@ -139,7 +141,7 @@ def stored_train_loop(key: str) -> bytes:
 def delete_train_loop(key: str) -> None:
     """It is not wanted any more."""
     try:
-        internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)
+        internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
     except Exception as error:
         logger.warning("a train function was not deleted from Ray's control store: %s", error)
 
@@ -149,13 +151,14 @@ def run_of(spec: JobSpec) -> str:
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 
-def plain_value(value: Any) -> Any:
-    """The value, if it is small and JSON gives it back as it is; else None."""
-    try:
-        text = json.dumps(value)
-        return value if len(text) <= _MOST_VALUE and json.loads(text) == value else None
-    except (TypeError, ValueError):
-        return None
+def as_text(value: Sealed | None) -> str | None:
+    """For a note, what a train function returned, if it is small; else None."""
+    return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
+
+
+def from_text(text: str | None) -> Sealed | None:
+    """The inverse of :func:`as_text`."""
+    return Sealed(pickled=base64.b64decode(text)) if text is not None else None
 
 
 class Journal:
@@ -166,7 +169,7 @@ class Journal:
     """
 
     def __init__(self, controller: str) -> None:
-        self._prefix = f"controller/{controller}/"
+        self._controller = controller
         self._lock = threading.Condition()
         self._noted: str | None = None
         self._pending: dict[str, str] = {}
@@ -176,11 +179,11 @@ class Journal:
 
     def read(self) -> tuple[Noted, tuple[JobEvent, ...]] | None:
         """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
-        text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=_NAMESPACE)
+        text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None
-        keys = sorted(internal_kv._internal_kv_list(self._key("event/"), namespace=_NAMESPACE) or ())
-        lines = [internal_kv._internal_kv_get(key, namespace=_NAMESPACE) for key in keys]
+        keys = sorted(internal_kv._internal_kv_list(self._key("event/"), namespace=NAMESPACE) or ())
+        lines = [internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys]
         events = tuple(JobEvent.from_json(line.decode()) for line in lines if line is not None)
         self._events = len(events)
         return Noted.from_json(text.decode()), events
@@ -196,6 +199,10 @@ class Journal:
         """Add an event; returns at once."""
         self._put(f"event/{self._events:08d}", event.to_json())
         self._events += 1
+
+    def note_train_loop(self, key: str) -> None:
+        """Note where the train function is kept, which goes with the notes; returns at once."""
+        self._put(TRAIN_LOOP, key)
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything is written; whether it is. Blocks."""
@@ -221,12 +228,12 @@ class Journal:
 
     def _delete(self, prefix: str) -> None:
         try:
-            internal_kv._internal_kv_del(self._key(prefix), del_by_prefix=True, namespace=_NAMESPACE)
+            internal_kv._internal_kv_del(self._key(prefix), del_by_prefix=True, namespace=NAMESPACE)
         except Exception as error:
             logger.warning("a controller's notes were not deleted: %s", error)
 
     def _key(self, name: str) -> bytes:
-        return f"{self._prefix}{name}".encode()
+        return key_of(self._controller, name)
 
     def _put(self, name: str, text: str) -> None:
         with self._lock:
@@ -244,7 +251,7 @@ class Journal:
                     return
                 name, text = next(iter(self._pending.items()))
             try:
-                internal_kv._internal_kv_put(self._key(name), text.encode(), overwrite=True, namespace=_NAMESPACE)
+                internal_kv._internal_kv_put(self._key(name), text.encode(), overwrite=True, namespace=NAMESPACE)
             except Exception as error:  # the control store is away: it is tried again
                 if self._closed:
                     return

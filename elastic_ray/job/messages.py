@@ -1,4 +1,8 @@
-"""What workers tell their controller, and what they are started with: plain values."""
+"""What workers tell their controller, and what they are started with: plain values.
+
+What a user's train function makes is told as plain data of bounded size (``elastic_ray.metrics``), or closed
+(``elastic_ray.sealed``): Ray unpickles a message in the controller before anybody can look at it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 from elastic_ray.config import ElasticConfig
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Place, Plan
+from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state_files import StateFile
 
 
@@ -109,15 +114,15 @@ class RunResult:
         kind: "finished", "left", "stopped", "preempted", "saved" (rank 0's of a preempted job), "error" (the user's),
             "lost" (the group's) or "no room" (out of memory before its first generation).
         value: what the train function returned.
-        error: the user's exception, wrapped.
+        error: what it raised, or what went wrong beside it.
         cause: why a run was lost, found no room or could not be saved, as a sentence.
         memory_bytes: resident memory of the process afterwards.
         cuda_used: whether the process holds a CUDA context.
     """
 
     kind: str
-    value: Any = None
-    error: BaseException | None = None
+    value: Sealed | None = None
+    error: BaseException | Raised | None = None
     cause: str = ""
     memory_bytes: int = 0
     cuda_used: bool = False

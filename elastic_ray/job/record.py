@@ -12,6 +12,7 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.stored import StoredRun
 from elastic_ray.job.tail import Tail
 from elastic_ray.retention import CheckpointBook
+from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state_files import StateFile
 from elastic_ray.storage import StoredCheckpoint
 
@@ -211,7 +212,9 @@ class JobRecord:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def end(self, phase: JobPhase, *, error: BaseException | None, return_value: Any, message: str) -> None:
+    def end(
+        self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
+    ) -> None:
         """The job has ended."""
         self.phase, self.message = phase, message
         self._outcome = JobOutcome(

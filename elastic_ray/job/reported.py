@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic_ray.copying import SourceError
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.storage import RunStorage
 from placement.storage_calls import Call, StorageCalls, StorageTimeoutError
@@ -45,7 +46,8 @@ class ReportedCheckpoints:
             Path of the stored checkpoint; or None, and why it was given up.
 
         Raises:
-            WorkerDismissed: the job ends. FileNotFoundError, PermissionError: see ``RunStorage.persist_checkpoint``.
+            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
+                run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"
@@ -58,8 +60,8 @@ class ReportedCheckpoints:
                 path = str(call.answer.result().path)
                 self._fails = False
                 return path, ""
-            except (FileNotFoundError, PermissionError):
-                raise  # it was never there, or the storage is not this user's
+            except SourceError:
+                raise
             except OSError as error:
                 if isinstance(error, StorageTimeoutError):
                     self._given_up = call

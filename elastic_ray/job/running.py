@@ -18,7 +18,7 @@ from elastic_ray.job.background import Background
 from elastic_ray.job.desk import BatchDesk
 from elastic_ray.job.feed import ReportFeed
 from elastic_ray.job.group import WorkerGroup
-from elastic_ray.job.journal import Journal, Noted, plain_value, run_of
+from elastic_ray.job.journal import Journal, Noted, as_text, from_text, run_of
 from elastic_ray.job.losses import Losses
 from elastic_ray.job.messages import (
     Beat,
@@ -53,6 +53,7 @@ from elastic_ray.membership.signals import (
     Switched,
     Target,
 )
+from elastic_ray.sealed import Raised, Sealed
 from placement.actor import Answer
 from placement.jobs import JobView
 
@@ -106,8 +107,8 @@ class RunningJob:
         self._opened = False
         self._first_report: int | None = None
         self._caught_up = False
-        self._error: BaseException | None = None
-        self._return_value: Any = None
+        self._error: BaseException | Raised | None = None
+        self._return_value: Sealed | None = None
         self._begun_after = 0
         self._looking = False
         self._later: Target | None = None
@@ -447,7 +448,7 @@ class RunningJob:
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
             first_report=self.record.first_report,
-            return_value=plain_value(self._return_value) if self.record.phase.ended else None,
+            return_value=as_text(self._return_value) if self.record.phase.ended else None,
         )
 
     def recall(self, noted: Noted, events: tuple[JobEvent, ...]) -> None:
@@ -461,7 +462,7 @@ class RunningJob:
         self.group.history.recall(noted)
         self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed, self._first_report = set(noted.claimed), noted.first_report
-        self._return_value = noted.return_value
+        self._return_value = from_text(noted.return_value)
 
     def note_revival(self, noted: Noted) -> None:
         """Before anything is heard that might end this controller as the one before."""
@@ -598,7 +599,7 @@ class RunningJob:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
+    def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
         """The job is over; nothing happens if it was before."""
         if self.record.phase.ended:
             return

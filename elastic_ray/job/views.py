@@ -15,6 +15,7 @@ from elastic_ray.job.record import JobRecord
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership
 from elastic_ray.run_progress import RunProgress
+from elastic_ray.sealed import Raised
 from placement.facts import Progress
 from placement.jobs import JobView
 
@@ -147,7 +148,7 @@ def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, Proce
     )
 
 
-def explain(error: BaseException | None, phase: JobPhase) -> str:
+def explain(error: BaseException | Raised | None, phase: JobPhase) -> str:
     """Why a job has ended, on one line; of a train function's error also what the function raised."""
     if error is None:
         return f"the job has {phase.value}"

@@ -37,6 +37,7 @@ from elastic_ray.parallel.saved_state import read_state
 from elastic_ray.parallel.watch import watch_optimizers
 from elastic_ray.passage import WorkerDismissed
 from elastic_ray.run_progress import RunProgress
+from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session import Session
 from elastic_ray.state_files import CorruptStateError
 from placement import groups
@@ -204,8 +205,7 @@ class Worker:
             value = train_loop.call(assignment.train_loop)
             session.finish()
             link.flush()
-            _check_return_value(value)
-            return _result("finished", value=value)
+            return _result("finished", value=seal(value))
         except WorkerDismissed as dismissed:
             if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
                 return _preempted(session, link, saver)
@@ -219,11 +219,9 @@ class Worker:
             whole = not session.applying
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
-                from elastic_ray.errors import TrainFunctionError  # imports ray.train, which a start must not wait for
-
-                wrapped = TrainFunctionError.from_exception(error, rank=session.place.rank, node=self._host)
+                raised = seal_error(error, rank=session.place.rank, node=self._host)
                 joining = _is_out_of_memory(error) and not session.synced
-                return _result("no room" if joining else "error", error=wrapped, cause=_first_line(error))
+                return _result("no room" if joining else "error", error=raised, cause=_first_line(error))
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
@@ -332,18 +330,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def _check_return_value(value: Any) -> None:
-    """Raise TypeError for one that cannot be sent to the driver."""
-    try:
-        ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-    except Exception as error:
-        raise TypeError(
-            f"a train function must return what can be pickled, but this one returned a {type(value).__name__}: {error}"
-        ) from error
-
-
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+    # A text of the user's own class would have to be imported to be read: str's own methods give none.
+    return str.strip(str(error)).split("\n", 1)[0] or type(error).__name__
 
 
 def _let_go(error: BaseException) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_DEEPEST = 100
+DEEPEST = 100
 _LENGTH = struct.Struct("<Q")
 _DOUBLE = struct.Struct("<d")
 _NUMBERS = "biufc"  # kinds of NumPy's types that are nothing but numbers
@@ -33,6 +33,11 @@ class Slot:
     """Stands for the n-th tensor of a state."""
 
     index: int
+
+
+def too_deep(where: str) -> NotPlainError:
+    """What to raise for a value that is nested too deeply."""
+    return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
 
 
 def encode(value: Any) -> bytes:
@@ -84,8 +89,8 @@ def dtype_of(name: Any) -> torch.dtype:
 
 def _write(out: bytearray, value: Any, where: str, depth: int) -> None:
     kind = type(value)
-    if depth > _DEEPEST:
-        raise NotPlainError(f"{where[:80]}... is nested deeper than {_DEEPEST} levels, or holds itself")
+    if depth > DEEPEST:
+        raise too_deep(where)
     if value is None:
         out += b"N"
     elif kind is bool:
@@ -183,8 +188,8 @@ class _Reader:
         self.at = 0
 
     def value(self, depth: int) -> Any:
-        if depth > _DEEPEST:
-            raise ValueError(f"no plain value: nested deeper than {_DEEPEST} levels")
+        if depth > DEEPEST:
+            raise ValueError(f"no plain value: nested deeper than {DEEPEST} levels")
         tag = self._take(1)
         if tag in b"NTF":
             return {b"N": None, b"T": True, b"F": False}[tag]

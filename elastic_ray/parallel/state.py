@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.parallel.plain import NotPlainError, Slot, decode, dtype_name, dtype_of, encode
+from elastic_ray.parallel.plain import DEEPEST, NotPlainError, Slot, decode, dtype_name, dtype_of, encode, too_deep
 
 # Tensors under this size travel in one message together.
 _SMALL_BYTES = 1 << 18
@@ -90,20 +90,26 @@ def check_plain(trees: Mapping[str, Any]) -> None:
 
 
 def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Split a tree into its skeleton (small) and its tensors in order."""
+    """Split a tree into its skeleton (small) and its tensors in order.
+
+    Raises:
+        NotPlainError: it is nested too deeply, or holds itself.
+    """
     tensors: list[torch.Tensor] = []
 
-    def visit(node: Any) -> Any:
+    def visit(node: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > DEEPEST:
+            raise too_deep("".join(f"[{key!r}]" for key in path))
         if isinstance(node, torch.Tensor):
             tensors.append(node.detach())
             return Slot(len(tensors) - 1)
         if isinstance(node, Mapping):
-            return _alike(type(node), {key: visit(value) for key, value in node.items()})
+            return _alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
-            return type(node)(visit(value) for value in node)
+            return type(node)(visit(value, (*path, index)) for index, value in enumerate(node))
         return node
 
-    return visit(tree), tensors
+    return visit(tree, ()), tensors
 
 
 def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:

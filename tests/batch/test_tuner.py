@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 import pickle
 from typing import Any
@@ -330,3 +331,14 @@ def test_good_limits() -> None:
     assert BatchLimits(init_batch_size=64).fixed
     with pytest.raises(ValueError, match="accum_steps must be 0 or more"):
         choice(1, -1)
+
+
+class Size(enum.IntEnum):
+    SMALL = 8
+    LARGE = 32
+
+
+def test_limits_are_integers_that_any_process_can_read() -> None:
+    limits = BatchLimits(init_batch_size=Size.SMALL, max_batch_size=Size.LARGE, local_bsz_bounds=(None, Size.SMALL))
+    assert limits == BatchLimits(init_batch_size=8, max_batch_size=32, local_bsz_bounds=(None, 8))
+    assert b"Size" not in pickle.dumps(limits)

@@ -171,6 +171,47 @@ def test_nothing_is_left_when_the_controller_never_comes_back(ray_cluster: Any, 
         handle.result(timeout=30)
 
 
+def notes() -> set[bytes]:
+    """Keys of all that controllers keep in Ray's control store."""
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    return set(_internal_kv_list(b"", namespace=b"elastic_ray"))
+
+
+def test_notes_of_a_controller_that_never_comes_back_are_deleted_and_no_others(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+
+    before = notes()
+    stranger = b"controller/" + b"f" * 32 + b"/job"  # Ray may not know one for a moment
+    _internal_kv_put(stranger, b"{}", namespace=b"elastic_ray")
+    lives, dies = tmp_path / "lives", tmp_path / "dies"
+    lives.mkdir(), dies.mkdir()
+    living = start(lives, workers=1, epochs=100_000, ballast=b"x" * 200_000)
+    wait_until(lambda: living.status().step > 5, living)
+    kept = notes()
+    dying = start(dies, workers=1, epochs=100_000, ballast=b"x" * 200_000)
+    wait_until(lambda: dying.status().step > 5, dying)
+    assert {key.split(b"/")[0] for key in notes() - kept} == {b"controller", b"train_loop"}
+    kill_controller(living)  # which comes back, and is not dead meanwhile
+    ray.kill(find_controller(dying.job), no_restart=True)
+    deadline = time.monotonic() + 60
+    while left := {key for key in notes() - kept if b"/event/" not in key}:
+        assert time.monotonic() < deadline, left
+        assert kept <= notes()
+        time.sleep(0.1)
+    wait_until(lambda: EventKind.RECOVERED in kinds(living), living)
+    assert kept <= notes()
+    living.stop()
+    living.result(timeout=60)
+    _internal_kv_del(stranger, namespace=b"elastic_ray")
+    deadline = time.monotonic() + 10
+    while left := notes() - before:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 def test_a_job_that_has_ended_ends_once(ray_cluster: Any, tmp_path: Path) -> None:
     """Its controller dies before the driver has fetched the outcome: the driver looks every few seconds only."""
@@ -191,12 +232,7 @@ def test_a_job_that_has_ended_ends_once(ray_cluster: Any, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path) -> None:
     """Ray keeps large arguments of an actor in its object store, where they may be gone when it restarts the actor."""
-    from ray.experimental.internal_kv import _internal_kv_list
-
-    def noted() -> set[bytes]:
-        return set(_internal_kv_list(b"", namespace=b"elastic_ray"))
-
-    before = noted()
+    before = notes()
     handle = start(tmp_path, workers=(1, 2), epochs=100_000, ballast=b"x" * 2_000_000)
     handle.resize(1)
     wait_until(lambda: handle.status().step > 5, handle)
@@ -207,7 +243,7 @@ def test_a_large_train_function_is_found_again(ray_cluster: Any, tmp_path: Path)
     handle.stop()
     handle.result(timeout=60)
     deadline = time.monotonic() + 10
-    while left := noted() - before:
+    while left := notes() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

@@ -99,13 +99,14 @@ def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
     layer.other = nn.Parameter(torch.zeros(3, dtype=dtype).expand(2, 3))
     replicas = Replicas()
     replicas.add(layer)
-    before = replicas.fingerprint_if_due(0)
-    assert replicas.fingerprint_if_due(0, at_end=True) == 0, "nothing has changed since"
-    assert before == replicas.fingerprint_if_due(10) > 0
+    assert replicas.due(0) and not replicas.due(7)
+    before = replicas.fingerprint(0)
+    assert not replicas.due(0, at_end=True), "nothing has changed since"
+    assert replicas.due(10) and before == replicas.fingerprint(10) > 0
     if size:
         with torch.no_grad():
             whole[size] = -whole[size]
-        assert before != replicas.fingerprint_if_due(100)
+        assert before != replicas.fingerprint(100)
 
 
 # -- wrapping twice ------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from elastic_ray.parallel.state import (
     ModuleState,
     OptimizerState,
     UnsafeStateError,
+    check_plain,
     pack,
     receive_state,
     send_state,
@@ -388,11 +389,34 @@ class Odd(torch.optim.lr_scheduler.StepLR):
         return {**super().state_dict(), "thing": Thing()}
 
 
-def test_a_state_that_cannot_be_sent_is_named_before_the_first_generation() -> None:
+class Round(torch.optim.lr_scheduler.StepLR):
+    """A scheduler whose state holds itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        return {**state, "history": [state]} if state.setdefault("all", state) else {}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "text"),
+    [
+        (Odd, r"'lr_scheduler/0/0'.*\['thing'\] is a .*Thing.*load_state_dict"),
+        (Round, r"'lr_scheduler/0/0'.*\['all'\]\['all'\].* nested deeper than 100 levels, or holds itself"),
+    ],
+)
+def test_a_state_that_cannot_be_sent_is_named_before_the_first_generation(scheduler: Any, text: str) -> None:
     session = session_of()
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    er.AdaptiveDataParallel(model, optimizer, lr_scheduler=Odd(optimizer, 3))
-    with pytest.raises(UnsafeStateError, match=r"'lr_scheduler/0/0'.*\['thing'\] is a .*Thing.*load_state_dict"):
+    er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler(optimizer, 3))
+    with pytest.raises(UnsafeStateError, match=text):
         session.sync_point()
     assert session.membership.generation == 0
+
+
+def test_an_optimizer_whose_options_hold_themselves_is_named() -> None:
+    options: dict[str, Any] = {}
+    options["own"] = [(options,)]
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "options": options}], lr=0.1)
+    with pytest.raises(UnsafeStateError, match=r"'optimizer/0'.*\['own'\]\[0\]\[0\]\['own'\].*or holds itself"):
+        check_plain({"optimizer/0": OptimizerState(optimizer).capture()})

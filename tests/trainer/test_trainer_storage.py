@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import ray.train
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.results import make_result
+from elastic_ray.sealed import Raised, Sealed, seal, seal_error
 from elastic_ray.storage import EVENTS_FILE, PROGRESS_FILE, RunStorage, resolve
 
 
@@ -136,6 +139,29 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
         RunStorage(str(tmp_path / "file" / "run")).create()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("mode", [0o777, 0o700])
+def test_a_run_directory_of_somebody_else_is_refused_before_anything_is_written(tmp_path: Path, mode: int) -> None:
+    (run := tmp_path / "run").mkdir()
+    run.chmod(mode)
+    os.chown(run, 12345, -1)
+    with pytest.raises(PermissionError, match=r"'/.*/run' belongs to uid 12345, .*storage_path.*private_files=False"):
+        RunStorage(str(run)).create()
+    assert list(run.iterdir()) == [] and stat.S_IMODE(run.stat().st_mode) == mode
+    RunStorage(str(run), private=False).create()
+    os.chown(run, 0, -1)
+    RunStorage(str(run)).create()
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700, "one of our own that all may write is made private"
+
+
+def test_storage_that_knows_us_by_another_number_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS that maps users does, and FUSE: whatever we write there belongs to the directory's owner."""
+    RunStorage(str(tmp_path / "run")).create()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    RunStorage(str(tmp_path / "run")).create()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".elastic_ray_run"]
+
+
 def test_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -163,7 +189,7 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
         reports=reports,
         first_report=3,
         checkpoints=((kept.path, {"loss": 0.4}),),
-        return_value=42,
+        return_value=seal(42),
     )
     result = make_result(outcome, storage)
     assert isinstance(result, ray.train.Result)
@@ -180,8 +206,31 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
 def test_result_of_a_failed_job(storage: RunStorage) -> None:
     error = TrainFunctionError.from_exception(ValueError("x"), rank=0, node="n")
     assert make_result(JobOutcome(phase=JobPhase.FAILED, error=error), storage).error is error
+    raised = seal_error(ValueError("x"), rank=2, node="n")
+    opened = make_result(JobOutcome(phase=JobPhase.FAILED, error=raised), storage).error
+    assert isinstance(opened, TrainFunctionError) and isinstance(opened, ValueError) and opened.rank == 2
+    unknown = Raised(traceback_text="Traceback\nNoSuchError: x", rank=2, node="n", pickled=b"cno_such\nmodule\n.")
+    told = make_result(JobOutcome(phase=JobPhase.FAILED, error=unknown), storage).error
+    assert type(told) is TrainFunctionError and "NoSuchError: x" in str(told)
     plain = make_result(JobOutcome(phase=JobPhase.FAILED, error=OSError("x")), storage).error
     assert isinstance(plain, ray.train.TrainingFailedError)
+
+
+def test_a_return_value_that_this_process_cannot_read_costs_nothing_else(
+    storage: RunStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = JobOutcome(
+        phase=JobPhase.FINISHED, metrics={"loss": 0.3}, return_value=Sealed(pickled=b"cno_such\nmodule\n.")
+    )
+    result = make_result(outcome, storage)
+    assert result.metrics == {"loss": 0.3} and result.return_value is None
+    assert "cannot be unpickled in this process" in caplog.text and "no_such" in caplog.text
+
+
+def test_a_very_long_traceback_is_told_by_its_ends() -> None:
+    raised = seal_error(ValueError("a" + "b" * 10**6 + "c"), rank=0, node="n")
+    assert len(raised.traceback_text) < 300_000
+    assert raised.traceback_text.startswith("ValueError: ab") and raised.traceback_text.endswith("bc\n")
 
 
 def test_the_note_is_json(storage: RunStorage, source: Path) -> None:

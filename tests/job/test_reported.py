@@ -1,0 +1,107 @@
+"""A reported checkpoint that cannot be stored: the user's own mistake raises at once, storage is waited for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
+
+from elastic_ray.job.reported import ReportedCheckpoints
+from elastic_ray.passage import WorkerDismissed
+from elastic_ray.storage import RunStorage
+from placement.storage_calls import StorageCalls
+from tests.hanging_storage import HangingStorage
+
+NOTE: dict[str, Any] = {"progress": {"epoch": 1}, "metrics": {}}
+PATIENCE_S = 2.5
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "model.pt").write_bytes(b"x" * 1000)
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[RunStorage]:
+    made = RunStorage(str(tmp_path / "runs" / "a"))
+    made.create()
+    yield made
+    (tmp_path / "runs").chmod(0o700)
+
+
+def reported(storage: RunStorage) -> ReportedCheckpoints:
+    return ReportedCheckpoints(storage, StorageCalls(storage.where), timeout_s=PATIENCE_S)
+
+
+def store(checkpoints: ReportedCheckpoints, source: Path, stopping: Callable[[], bool] = lambda: False) -> Any:
+    return checkpoints.store(ray.train.Checkpoint.from_directory(source), 1, NOTE, stopping)
+
+
+def test_a_checkpoint_that_is_not_there_raises_at_once(storage: RunStorage, tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(FileNotFoundError, match=r"must be a directory, but there is none at .*/none"):
+        store(reported(storage), tmp_path / "none")
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
+
+
+@pytest.mark.parametrize("what", ["runs/source", "model.pt"])
+def test_a_checkpoint_that_may_not_be_read_raises_at_once(storage: RunStorage, tmp_path: Path, what: str) -> None:
+    remote = HangingStorage(tmp_path)
+    (remote.root / "runs" / "source").mkdir(parents=True)
+    (remote.root / "runs" / "source" / "model.pt").write_text("x")
+    remote.deny(what)
+    begin_s = time.monotonic()
+    with pytest.raises(PermissionError, match=rf"denied.*{what}"):
+        reported(storage).store(ray.train.Checkpoint("runs/source", remote.filesystem), 1, NOTE, lambda: False)
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
+    assert not list(Path(storage.path).glob("*_000001*"))
+
+
+def test_a_run_directory_that_goes_and_comes_back_is_waited_for(storage: RunStorage, source: Path) -> None:
+    away = Path(storage.path).with_name("away")
+    os.rename(storage.path, away)
+    back = threading.Timer(1.0, os.rename, (away, storage.path))
+    back.start()
+    path, problem = store(reported(storage), source)
+    back.join()
+    assert (path, problem) == (f"{storage.path}/checkpoint_000001", "")
+
+
+@pytest.mark.parametrize("how", ["missing", "denied"])
+def test_a_run_directory_that_stays_away_costs_the_checkpoint(tmp_path: Path, source: Path, how: str) -> None:
+    remote = HangingStorage(tmp_path)
+    storage = RunStorage("runs", remote.filesystem)
+    storage.create()
+    if how == "missing":
+        shutil.rmtree(remote.root / "runs")
+    else:
+        remote.deny("runs")
+    checkpoints = reported(storage)
+    begin_s = time.monotonic()
+    path, problem = store(checkpoints, source)
+    assert time.monotonic() - begin_s >= PATIENCE_S - 1.0, "it was tried again first"
+    assert path is None and "the checkpoint of report 1 was given up: " in problem
+    assert ("does not see the run's directory" if how == "missing" else "denied") in problem
+    begin_s = time.monotonic()
+    assert store(checkpoints, source)[0] is None
+    assert time.monotonic() - begin_s < PATIENCE_S / 2, "and then once for each report"
+    remote.answer()
+    storage.create()
+    assert store(checkpoints, source) == ("runs/checkpoint_000001", "")
+
+
+def test_a_stop_does_not_wait_for_it(storage: RunStorage, source: Path) -> None:
+    shutil.rmtree(storage.path)
+    begin_s = time.monotonic()
+    with pytest.raises(WorkerDismissed):
+        store(reported(storage), source, lambda: time.monotonic() > begin_s + 0.3)
+    assert time.monotonic() - begin_s < PATIENCE_S
