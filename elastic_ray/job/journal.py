@@ -61,6 +61,8 @@ class Noted:
         stopping: whether it was told to stop.
         preempted: why it is being preempted; None where it is not.
         processes: name of each worker's process, by worker.
+        homes: node of each worker's process.
+        pids: number of each worker's process on its node.
         revivals: when controllers were restarted [s since the epoch].
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
@@ -92,6 +94,8 @@ class Noted:
     stopping: bool
     preempted: str | None
     processes: Mapping[str, str]
+    homes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     revivals: tuple[float, ...] = ()
     claimed: tuple[int, ...] = ()
     first_report: int = 0
