@@ -16,8 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
-from placement.actor import NAMESPACE
-from placement.snapshot import on_head
+from placement.actor import head_actor
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool
@@ -37,17 +36,7 @@ _OPEN_S = 120.0
 def find_sweep(name: str, promise: Promise | None) -> Any:
     """The sweep's actor, made on first use."""
     actor: Any = ray.remote(Sweep)
-    options = {
-        "name": f"sweep:{name}",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_concurrency": 1000,
-        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
-        **on_head(),
-    }
-    return actor.options(**options).remote(name, promise)
+    return actor.options(**head_actor(f"sweep:{name}", get_if_exists=True)).remote(name, promise)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:

@@ -37,8 +37,7 @@ from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.bootstrap import Bootstrap, Meeting
 from placement import groups
-from placement.actor import NAMESPACE
-from placement.snapshot import on_head
+from placement.actor import head_actor
 from placement.text import log_plainly
 
 logger = logging.getLogger("elastic_ray.job")
@@ -67,17 +66,9 @@ def start(spec: JobSpec) -> Any:
 
 def _create(spec: JobSpec) -> Any:
     actor: Any = ray.remote(JobController)
-    # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
-    return actor.options(
-        name=f"job:{spec.trial.controller if spec.trial is not None else spec.job}",
-        namespace=NAMESPACE,
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=-1,
-        max_concurrency=1000,
-        scheduling_strategy="DEFAULT",  # never the placement group that the caller may be in
-        **on_head(),
-    ).remote(spec)
+    # A worker node that goes away must not take the job's memory of itself along.
+    name = f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
+    return actor.options(**head_actor(name, max_restarts=-1)).remote(spec)
 
 
 class JobController:
