@@ -91,6 +91,7 @@ class Sweep:
         self._told: dict[str, float] = {}
         self._busy: dict[str, _Run] = {}
         self._idle: dict[str, _Run] = {}
+        self._ending: dict[str, _Run] = {}  # take no other trial
         self._processes = ProcessPool(name)
         self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
@@ -105,9 +106,12 @@ class Sweep:
         held = self._held.find(spec.trial.start_from)
         spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
-            controller = self._idle.pop(fits[-1]).controller
+            asked = self._idle.pop(fits[-1])
+            controller = asked.controller
             try:
                 name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
+                if not name:  # one that was restarted has not given everything back, for all that it knows
+                    self._ending[fits[-1]] = asked
             except (RayError, asyncio.TimeoutError):
                 # Else it could still begin, beside the next one, and settle the run that both have.
                 ray.kill(controller)
@@ -195,10 +199,11 @@ class Sweep:
         """Forget controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for run, each in [*self._busy.items(), *self._idle.items()]:
+            for run, each in [*self._busy.items(), *self._idle.items(), *self._ending.items()]:
                 if await _is_gone(each.controller):
                     self._processes.settle(run)
                     self._idle.pop(run, None)
+                    self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
                         self._ended(run, each)
             now_s = time.monotonic()
