@@ -60,7 +60,7 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
     taken, _ = _until_lent(sweep, "second", node)  # what it has borrowed meanwhile
     controller, name, _ = ray.get(opening, timeout=60)
     assert name == "second"
-    for gone in (stalled.spec, vacating.prepare, taken.prepare):
+    for gone in (stalled.spec, vacating.memory_bytes, taken.memory_bytes):
         with pytest.raises(RayActorError):
             ray.get(gone.remote(), timeout=10)
     process, _ = ray.get(sweep.lend.remote("second", node), timeout=10)
@@ -74,11 +74,11 @@ def test_what_a_restarted_controller_has_not_given_back_ends_with_it(
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
     sweep, restarted = find_sweep("restarts", None), ray.remote(Restarted).options(num_cpus=0).remote()
-    ray.get(sweep.attached.remote(trial("first", tmp_path), restarted), timeout=60)
-    lent, _ = ray.get(sweep.lend.remote("first", node), timeout=10)
-    ray.get(sweep.closed.remote("first"), timeout=10)
-    controller, name, _ = ray.get(sweep.open.remote(trial("second", tmp_path)), timeout=60)
-    assert name == "second"
+    ray.get(sweep.attached.remote(trial("earlier", tmp_path), restarted), timeout=60)
+    lent, _ = ray.get(sweep.lend.remote("earlier", node), timeout=10)
+    ray.get(sweep.closed.remote("earlier"), timeout=10)
+    controller, name, _ = ray.get(sweep.open.remote(trial("later", tmp_path)), timeout=60)
+    assert name == "later"
     ray.kill(restarted)
     deadline = time.monotonic() + 30
     while _lives(lent):
