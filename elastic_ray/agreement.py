@@ -126,13 +126,8 @@ def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
     if communicator.world_size == 1:
         return added
     names = [[*key, name] for key in sorted(added) for name in sorted(added[key])]
-    text = json.dumps(names).encode() if communicator.rank == 0 else b""
-    length = communicator.gather_ints([len(text)])[0][0]
-    told = torch.zeros(length, dtype=torch.uint8)
-    if text:
-        told[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    communicator.broadcast(told, 0)
+    told = communicator.broadcast_bytes(json.dumps(names).encode(), 0)
     known = {key: dict(sums) for key, sums in added.items()}
-    for scope, number, name in json.loads(bytes(told.tolist())):
+    for scope, number, name in json.loads(told):
         known.setdefault((scope, number), {}).setdefault(name, 0.0)
     return known

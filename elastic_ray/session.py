@@ -75,6 +75,7 @@ class Session:
         faults: scripted faults, None outside tests.
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
+        explain: why a collective of a group that cannot change has failed, from what that says itself.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Session:
         faults: FaultInjector | None = None,
         job: str = "local",
         expected: Place | None = None,
+        explain: Callable[[str], str] = str,
     ) -> None:
         self.worker = worker
         self.job = job
@@ -134,6 +136,7 @@ class Session:
         self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
         self._faults = faults
         self._expected = expected or Place()
+        self._explain = explain
         self._outer: list[Step] = []
         self._ordinal = 0
         self._slot_seen = 0
@@ -640,10 +643,18 @@ class Session:
 
     def _regroup(self, cause: str) -> int:
         if not self.elastic:
-            raise CommunicationFailedError(cause)
+            raise CommunicationFailedError(self._explain(cause))
         return self._passage.regroup(cause, self.membership.generation)
 
     def _enter(self, plan: Plan, communicator: Communicator) -> int:
+        try:
+            return self._exchange(plan, communicator)
+        except CommunicationFailedError as error:
+            if not self.elastic:  # there will be no other group
+                self.membership.give_up(self._explain(str(error)))
+            raise
+
+    def _exchange(self, plan: Plan, communicator: Communicator) -> int:
         """Exchange state in a freshly formed group until all ranks are bit-identical."""
         self.moment("receiving")
         exchanged = self.shared.exchange(communicator)

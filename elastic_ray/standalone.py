@@ -15,6 +15,7 @@ import torch
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.departures import Departures
 from elastic_ray.env_store import address_towards, env_store
 from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
@@ -152,12 +153,15 @@ def standalone_session() -> Session:
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
     _SESSIONS[run] += 1
     prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
+    departures = Departures(prefix, rank, world_size)
 
     def form(plan: Plan, rank: int) -> Communicator:
         try:
             store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
         except (RuntimeError, OSError) as error:
             raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
+        if store is not None:
+            departures.use(store)
         return Communicator(
             store,
             prefix,
@@ -186,7 +190,15 @@ def standalone_session() -> Session:
         node_rank=rank // local_size,
     )
     link = StandaloneLink(nodes, world_size, membership.post)
-    session = Session(str(rank), membership, link, elastic=False, join_timeout_s=120.0, expected=expected)
+    session = Session(
+        str(rank),
+        membership,
+        link,
+        elastic=False,
+        join_timeout_s=120.0,
+        expected=expected,
+        explain=departures.explain,
+    )
     watch_optimizers()
     if rank == 0:
         link.measure(session)

@@ -128,19 +128,27 @@ def find_allocator(parcel: PolicyParcel | None) -> Any:
 
 
 def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
-    options: dict[str, Any] = {
-        "name": NAME,
+    actor: Any = ray.remote(Allocator)
+    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote(parcel, config)
+
+
+def head_actor(name: str, **others: Any) -> dict[str, Any]:
+    """Options of an actor of ours that outlives whoever makes it, on the head node: without that nothing runs.
+
+    Args:
+        name: unique in our namespace.
+        **others: further options.
+    """
+    return {
+        "name": name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
-        "get_if_exists": True,
         "num_cpus": 0,
-        "max_restarts": -1,
         "max_concurrency": 1000,
         "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
         **on_head(),
+        **others,
     }
-    actor: Any = ray.remote(Allocator)
-    return actor.options(**options).remote(parcel, config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

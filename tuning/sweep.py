@@ -16,8 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
-from placement.actor import NAMESPACE
-from placement.snapshot import on_head
+from placement.actor import head_actor
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool
@@ -37,17 +36,7 @@ _OPEN_S = 120.0
 def find_sweep(name: str, promise: Promise | None) -> Any:
     """The sweep's actor, made on first use."""
     actor: Any = ray.remote(Sweep)
-    options = {
-        "name": f"sweep:{name}",
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_concurrency": 1000,
-        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
-        **on_head(),
-    }
-    return actor.options(**options).remote(name, promise)
+    return actor.options(**head_actor(f"sweep:{name}", get_if_exists=True)).remote(name, promise)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:
@@ -102,6 +91,7 @@ class Sweep:
         self._told: dict[str, float] = {}
         self._busy: dict[str, _Run] = {}
         self._idle: dict[str, _Run] = {}
+        self._ending: dict[str, _Run] = {}  # take no other trial
         self._processes = ProcessPool(name)
         self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
@@ -116,9 +106,12 @@ class Sweep:
         held = self._held.find(spec.trial.start_from)
         spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
-            controller = self._idle.pop(fits[-1]).controller
+            asked = self._idle.pop(fits[-1])
+            controller = asked.controller
             try:
                 name = await asyncio.wait_for(controller.renew.remote(spec), _CALL_TIMEOUT_S)
+                if not name:  # one that was restarted has not given everything back, for all that it knows
+                    self._ending[fits[-1]] = asked
             except (RayError, asyncio.TimeoutError):
                 # Else it could still begin, beside the next one, and settle the run that both have.
                 ray.kill(controller)
@@ -206,10 +199,11 @@ class Sweep:
         """Forget controllers that are gone; end with the last of them."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            for run, each in [*self._busy.items(), *self._idle.items()]:
+            for run, each in [*self._busy.items(), *self._idle.items(), *self._ending.items()]:
                 if await _is_gone(each.controller):
                     self._processes.settle(run)
                     self._idle.pop(run, None)
+                    self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
                         self._ended(run, each)
             now_s = time.monotonic()

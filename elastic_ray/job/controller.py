@@ -37,8 +37,7 @@ from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.bootstrap import Bootstrap, Meeting
 from placement import groups
-from placement.actor import NAMESPACE
-from placement.snapshot import on_head
+from placement.actor import head_actor
 from placement.text import log_plainly
 
 logger = logging.getLogger("elastic_ray.job")
@@ -67,17 +66,9 @@ def start(spec: JobSpec) -> Any:
 
 def _create(spec: JobSpec) -> Any:
     actor: Any = ray.remote(JobController)
-    # A worker node that goes away must not take the job's memory of itself along; without the head nothing runs.
-    return actor.options(
-        name=f"job:{spec.trial.controller if spec.trial is not None else spec.job}",
-        namespace=NAMESPACE,
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=-1,
-        max_concurrency=1000,
-        scheduling_strategy="DEFAULT",  # never the placement group that the caller may be in
-        **on_head(),
-    ).remote(spec)
+    # A worker node that goes away must not take the job's memory of itself along.
+    name = f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
+    return actor.options(**head_actor(name, max_restarts=-1)).remote(spec)
 
 
 class JobController:
@@ -86,8 +77,6 @@ class JobController:
     def __init__(self, spec: JobSpec) -> None:
         log_plainly(logging.WARNING)
         self._stored_train_loop = spec.stored_train_loop
-        if spec.stored_train_loop:
-            spec = dataclasses.replace(spec, train_loop=stored_train_loop(spec.stored_train_loop))
         self._handle = ray.get_runtime_context().current_actor
         self._name = spec.trial.controller if spec.trial is not None else spec.job
         self._background = Background()
@@ -98,6 +87,10 @@ class JobController:
             self._journal.note_train_loop(self._stored_train_loop)
         self._gathering: Gathering | None = None
         self._noted: Noted | None = None
+        if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
+            spec = self._journal.trial() or spec
+        elif spec.stored_train_loop:
+            spec = dataclasses.replace(spec, train_loop=stored_train_loop(spec.stored_train_loop))
         self._begin(spec)
         life = self._run
         if remembered is None:
@@ -112,9 +105,9 @@ class JobController:
         self._main = asyncio.get_event_loop().create_task(life())
 
     async def _leave(self) -> None:
-        """It had run another trial after the one that Ray knows it by: the sweep is to try that one again."""
+        """It died between two trials: the last one is over, and for the next one the sweep starts another."""
         job = self._noted.job if self._noted is not None else self._spec.job
-        logger.error("job %s: its controller died, and cannot take trial %s up again", self._spec.job, job)
+        logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
         try:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
         except Exception as error:
@@ -392,10 +385,12 @@ class JobController:
         await self._job.vacated
         if self._next.cancelled():
             return False
-        begun = self._begun
-        self._journal.begin_again()
-        self._begin(self._next.result(), self._job.group.machine.named)
-        await self._noted_down()
+        begun, spec = self._begun, self._next.result()
+        await asyncio.to_thread(self._journal.begin_again, spec)
+        self._begin(spec, self._job.group.machine.named)
+        self._job.note_down()
+        if not await asyncio.to_thread(self._journal.flush, _NOTE_S):  # a controller after this one would not know it
+            raise TimeoutError("Ray's control store has not taken the note of another trial")
         begun.set()
         return True
 

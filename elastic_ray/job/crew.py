@@ -107,6 +107,10 @@ class Crew:
         """Names of the workers' processes, by worker; empty of those that a sweep lends and has started itself."""
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
+    def homes(self) -> dict[str, str]:
+        """Nodes of the workers' processes, by worker."""
+        return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
+
     def gpu_type(self, plan: Plan) -> str | None:
         """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
         types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}

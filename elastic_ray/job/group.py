@@ -135,6 +135,10 @@ class WorkerGroup:
         """Names of the workers' processes, by worker; empty of those that a sweep lends."""
         return self._crew.processes()
 
+    def homes(self) -> dict[str, str]:
+        """Nodes of the workers' processes, by worker."""
+        return self._crew.homes()
+
     @property
     def earlier(self) -> int:
         """Number of the last worker of the trial that the controller ran before."""

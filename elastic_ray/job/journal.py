@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+import ray
 from ray.experimental import internal_kv
 
 from elastic_ray.events import JobEvent
@@ -28,6 +29,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 _RETRY_S = 0.5
 _FAREWELL_S = 2.0
+_RENEW_S = 2.0  # a sweep that has no answer within 5 s starts another controller
 _MOST_VALUE = 1 << 16  # bytes
 
 
@@ -61,6 +63,8 @@ class Noted:
         stopping: whether it was told to stop.
         preempted: why it is being preempted; None where it is not.
         processes: name of each worker's process, by worker.
+        homes: node of each worker's process.
+        pids: number of each worker's process on its node.
         revivals: when controllers were restarted [s since the epoch].
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
@@ -92,6 +96,8 @@ class Noted:
     stopping: bool
     preempted: str | None
     processes: Mapping[str, str]
+    homes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    pids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     revivals: tuple[float, ...] = ()
     claimed: tuple[int, ...] = ()
     first_report: int = 0
@@ -209,12 +215,26 @@ class Journal:
         with self._lock:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
-    def begin_again(self) -> None:
-        """The controller runs another trial: nothing of the one before counts."""
+    def begin_again(self, spec: JobSpec) -> None:
+        """The controller runs another trial from the next note on: nothing of the one before counts. Blocks.
+
+        Raises:
+            Exception: the control store does not take it.
+        """
+        if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
+            raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")
+        assert spec.trial is not None, "only trials follow each other"
+        # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, held=None))
+        packed = ray.cloudpickle.dumps(spec)  # type: ignore[no-untyped-call]
+        internal_kv._internal_kv_put(self._key("trial"), packed, overwrite=True, namespace=NAMESPACE)
         self._events = 0
-        with self._lock:
-            self._pending.clear()
-        self._delete("event/")
+        internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
+
+    def trial(self) -> JobSpec | None:
+        """The trial that the controller has begun last, if it was made for another one. Blocks for a moment."""
+        packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
+        return None if packed is None else ray.cloudpickle.loads(packed)
 
     def close(self, *, delete: bool) -> None:
         """End the thread, once everything is written; ``delete``: there will be no other controller."""
@@ -224,11 +244,11 @@ class Journal:
         if self._thread is not None:
             self._thread.join(_FAREWELL_S)
         if delete:
-            self._delete("")
+            self._delete()
 
-    def _delete(self, prefix: str) -> None:
+    def _delete(self) -> None:
         try:
-            internal_kv._internal_kv_del(self._key(prefix), del_by_prefix=True, namespace=NAMESPACE)
+            internal_kv._internal_kv_del(self._key(""), del_by_prefix=True, namespace=NAMESPACE)
         except Exception as error:
             logger.warning("a controller's notes were not deleted: %s", error)
 

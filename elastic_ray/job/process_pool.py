@@ -33,8 +33,8 @@ from elastic_ray.job.pool_plan import (
     read_config,
     remember,
 )
-from placement.actor import NAMESPACE
-from placement.snapshot import on_head, read_nodes
+from placement.actor import NAMESPACE, head_actor
+from placement.snapshot import read_nodes
 from placement.text import log_plainly
 
 NAME = "process-pool"
@@ -63,18 +63,7 @@ def find_pool() -> Any | None:
 def get_or_create_pool() -> Any:
     """The cluster's pool, made on first use on the head node. Blocks for a moment."""
     actor: Any = ray.remote(ProcessPool)
-    options: dict[str, Any] = {
-        "name": NAME,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_concurrency": 1000,
-        "scheduling_strategy": "DEFAULT",
-        **on_head(),
-    }
-    return actor.options(**options).remote()
+    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote()
 
 
 def close_pool(timeout_s: float = _CLOSE_S) -> None:

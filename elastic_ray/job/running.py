@@ -445,6 +445,8 @@ class RunningJob:
             stopping=self._stopping_since is not None,
             preempted=self._preemption.reason if self._preemption.active else None,
             processes=self.group.processes(),
+            homes=self.group.homes(),
+            pids={worker: facts.pid for worker, facts in self.group.facts.items()},
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
             first_report=self.record.first_report,

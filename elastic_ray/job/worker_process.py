@@ -76,9 +76,14 @@ class WorkerProcess:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """Whether a process of this node is there and neither stopped nor a zombie; True where nobody can tell."""
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return not Path("/proc/self/stat").exists()
-        return state not in "TtZX"
+        """See :func:`is_running`; of a process of this node."""
+        return is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this machine is there and neither stopped nor a zombie; True where nobody can tell."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()
+    return state not in "TtZX"

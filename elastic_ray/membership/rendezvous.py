@@ -204,6 +204,15 @@ class Communicator:
             self.wait(self.reduce_gradients(mine) if with_gradients else self.all_reduce(mine))
         return [[int(v) for v in row] for row in mine]
 
+    def broadcast_bytes(self, content: bytes, root: int) -> bytes:
+        """What rank ``root`` gives as ``content``, on every rank."""
+        length = self.gather_ints([len(content)])[root][0]
+        told = torch.zeros(length, dtype=torch.uint8)
+        if self.rank == root and content:
+            told[:] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.broadcast(told, root)
+        return told.numpy().tobytes()
+
     def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:
         """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
 

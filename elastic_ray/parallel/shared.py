@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.intents import ReplicasDifferError, digest
 from elastic_ray.membership.plan import Progress
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.parallel.state import ModuleState, Stateful, check_plain, receive_state, send_state
+from elastic_ray.parallel.layout import difference, packed
+from elastic_ray.parallel.state import (
+    DictState,
+    ModuleState,
+    OptimizerState,
+    Stateful,
+    check_plain,
+    receive_state,
+    send_state,
+)
 from elastic_ray.run_progress import LoopProgress, RunProgress
 
 
@@ -115,15 +125,20 @@ class SharedState:
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
             UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
+            ReplicasDifferError: ranks that all begin here have built different things; every rank raises it.
         """
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
-        run = self.progress
-        rows = communicator.gather_ints([run.ticks, run.slot, run.lineage, run.passes, int(self.complete)])
+        run, layout = self.progress, packed(self._layout())
+        rows = communicator.gather_ints(
+            [run.ticks, run.slot, run.lineage, run.passes, int(self.complete), digest(layout)]
+        )
         everyone = [
             Progress(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
-            for ticks, slot, lineage, passes, complete in rows
+            for ticks, slot, lineage, passes, complete, _ in rows
         ]
+        if not any(each.has_state for each in everyone):
+            _compare(communicator, layout, [row[-1] for row in rows])
         received = False
         for served in transfer_rounds(everyone):
             for source, destination in served:
@@ -135,6 +150,15 @@ class SharedState:
         self.complete, self.loaded = True, False
         return Exchanged(received=received, passes=max(row.passes for row in everyone))
 
+    def _layout(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for key, state in self._states.items():
+            if isinstance(state, ModuleState):
+                found |= {f"{key}: {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in state.capture().items()}
+            else:
+                found[key] = state.kind if isinstance(state, (OptimizerState, DictState)) else "registered"
+        return found
+
     def _receive(self, communicator: Communicator, source: int) -> None:
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
         in_place = not self.complete
@@ -145,3 +169,10 @@ class SharedState:
 
         trees, done = receive_state(communicator, source, own)
         self.install(trees, skip=done)
+
+
+def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
+    """Where ranks differ, all of them learn how the first two do that differ, and raise the same."""
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))

@@ -293,6 +293,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.kind = type(optimizer).__name__
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -326,6 +327,7 @@ class DictState:
 
     def __init__(self, target: Any) -> None:
         self._target = target
+        self.kind = type(target).__name__
 
     def capture(self) -> Any:
         return self._target.state_dict()

@@ -88,6 +88,23 @@ def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any
 
 
 @pytest.mark.slow
+def test_a_worker_that_is_stopped_meanwhile_holds_nobody_up(ray_cluster: Any, tmp_path: Path) -> None:
+    """Its process lives, as far as Ray can tell; a look at it tells more."""
+    handle = start(tmp_path, workers=3, epochs=30)
+    wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
+    victim = handle.workers()[1].pid
+    os.kill(victim, signal.SIGSTOP)
+    kill_controller(handle)
+    killed_s = time.monotonic()
+    wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
+    assert time.monotonic() - killed_s < 12.0, "some 3 s where nothing else runs; 20 s for one that is only silent"
+    wait_until(lambda: handle.status().workers == 3, handle, 90)
+    assert handle.result(timeout=90).error is None
+    assert len(traced.account(tmp_path / "trace").final) == 1
+    assert EventKind.RESTART not in kinds(handle)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["reserving", "starting", "announced", "leaving", "forced"])
 def test_a_controller_dies_in_every_phase_of_a_change(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
     handle = start(tmp_path, workers=(1, 4), epochs=100_000, pause_s=0.01)

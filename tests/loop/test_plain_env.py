@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import elastic_ray as er
+from elastic_ray.parallel.layout import difference, packed
 from tests.loop.ranks import Ranks
 
 
@@ -109,3 +110,51 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, a
     assert name == "LostGroupError" and took_s < 20.0, outcome
     assert "the group of WORLD_SIZE=2 processes did not form within 2 s" in message
     assert "the same MASTER_ADDR and MASTER_PORT" in message
+
+
+def with_models_of_their_own(port: int, what: str) -> Any:
+    plainly(port)
+    other = os.environ["RANK"] == "1"
+    model: Any = torch.nn.Linear(1, 2 if other and what == "shape" else 1)
+    if other and what == "parameters":
+        model = torch.nn.Sequential(model, torch.nn.Linear(1, 1))
+    kind: Any = torch.optim.Adam if other and what == "optimizer" else torch.optim.SGD
+    begin_s = time.monotonic()
+    try:
+        optimizer = kind(model.parameters(), lr=1e-3)
+        model = er.AdaptiveDataParallel(model, optimizer)
+        if other and what == "models":
+            second = torch.nn.Linear(1, 1)
+            er.AdaptiveDataParallel(second, torch.optim.SGD(second.parameters(), lr=1e-3))
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(24, 1)), batch_size=8)
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin_s
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("shape", "model/0: bias is (1,) torch.float32 on rank 0 and (2,) torch.float32 on rank 1"),
+        ("parameters", "is missing on rank 0 and (1,) torch.float32 on rank 1"),
+        ("optimizer", "optimizer/0 is SGD on rank 0 and Adam on rank 1"),
+        ("models", "optimizer/1 is missing on rank 0 and SGD on rank 1"),
+    ],
+)
+def test_ranks_that_build_different_things_all_learn_what_differs(ranks: Ranks, what: str, told: str) -> None:
+    for name, message, took_s in ranks.run(with_models_of_their_own, free_port(), what, world=2, timeout_s=30.0):
+        assert name == "ReplicasDifferError" and told in message
+        assert took_s < 10.0
+
+
+def test_a_difference_names_the_first_few() -> None:
+    one, other = ({f"p{i}": f"({i},)" for i in range(count)} for count in (2, 9))
+    text = difference({3: packed(other), 0: packed(one)})
+    assert "p2 is missing on rank 0 and (2,) on rank 3; " in text and text.endswith(
+        "p6 is missing on rank 0 and (6,) on rank 3; and 2 more"
+    )

@@ -31,6 +31,17 @@ class Stalled:
         raise AssertionError("it is to be ended before")
 
 
+class Restarted:
+    """A controller that Ray has restarted after its trial: it takes no other one, and ends before long."""
+
+    async def spec(self) -> None:
+        """It is alive."""
+
+    async def renew(self, spec: JobSpec) -> str:
+        """It knows of nothing that it has given back."""
+        return ""
+
+
 def trial(run: str, folder: Path) -> JobSpec:
     where = {"storage_path": str(folder / run), "bundle": {"none_such": 1.0}}
     return spec(job=run, trial=TrialSpec(controller=run, keep_s=30.0), **where)
@@ -49,11 +60,30 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
     taken, _ = _until_lent(sweep, "second", node)  # what it has borrowed meanwhile
     controller, name, _ = ray.get(opening, timeout=60)
     assert name == "second"
-    for gone in (stalled.spec, vacating.prepare, taken.prepare):
+    for gone in (stalled.spec, vacating.memory_bytes, taken.memory_bytes):
         with pytest.raises(RayActorError):
             ray.get(gone.remote(), timeout=10)
     process, _ = ray.get(sweep.lend.remote("second", node), timeout=10)
     assert process not in (vacating, taken)
+    for each in (controller, sweep):
+        ray.kill(each)
+
+
+def test_what_a_restarted_controller_has_not_given_back_ends_with_it(
+    shared_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    sweep, restarted = find_sweep("restarts", None), ray.remote(Restarted).options(num_cpus=0).remote()
+    ray.get(sweep.attached.remote(trial("earlier", tmp_path), restarted), timeout=60)
+    lent, _ = ray.get(sweep.lend.remote("earlier", node), timeout=10)
+    ray.get(sweep.closed.remote("earlier"), timeout=10)
+    controller, name, _ = ray.get(sweep.open.remote(trial("later", tmp_path)), timeout=60)
+    assert name == "later"
+    ray.kill(restarted)
+    deadline = time.monotonic() + 10  # the sweep itself, without which nothing stays, ends some 20 s later
+    while _lives(lent):
+        assert time.monotonic() < deadline, "nobody ends it"
+        time.sleep(0.1)
     for each in (controller, sweep):
         ray.kill(each)
 
@@ -64,3 +94,11 @@ def _until_lent(sweep: Any, run: str, node: str) -> Any:
         assert time.monotonic() < deadline, "nothing was lent within 30 s"
         time.sleep(0.02)
     return lent
+
+
+def _lives(process: Any) -> bool:
+    try:
+        ray.get(process.memory_bytes.remote(), timeout=30)
+    except RayActorError:
+        return False
+    return True

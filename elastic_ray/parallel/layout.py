@@ -1,0 +1,35 @@
+"""What is registered on a rank, by name, and how two ranks differ in it (pure)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+_NAMED = 5
+
+
+def packed(layout: Mapping[str, str]) -> bytes:
+    """The layout as text."""
+    return json.dumps(layout, sort_keys=True).encode()
+
+
+def difference(layouts: Mapping[int, bytes]) -> str:
+    """In what two ranks differ, as the text of an error.
+
+    Args:
+        layouts: packed layouts of the two, by rank.
+    """
+    (one, ones), (other, others) = ((rank, json.loads(text)) for rank, text in sorted(layouts.items()))
+    names = [name for name in dict.fromkeys([*ones, *others]) if ones.get(name) != others.get(name)]
+    told = [
+        f"{name} is {_shown(ones, name)} on rank {one} and {_shown(others, name)} on rank {other}" for name in names
+    ]
+    more = f"; and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+    return (
+        "every rank must build the same models, optimizers and schedulers before its first epoch, but "
+        f"{'; '.join(told[:_NAMED])}{more}"
+    )
+
+
+def _shown(layout: Mapping[str, str], name: str) -> str:
+    return layout.get(name, "missing")
