@@ -11,6 +11,12 @@ from elastic_ray.session import Session
 from elastic_ray.step import Step
 
 
+_TWICE = (
+    "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they are counted "
+    "more than once. Either step the optimizer in every step, or leave gradient_accumulation=True out"
+)
+
+
 class CarriedGradients:
     """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
 
@@ -31,6 +37,7 @@ class CarriedGradients:
         self._asked = self._behind = self._throws_away = False
         self._local = False
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._left_behind = self._warned = False
         self.watched: torch.Tensor | None = None
         self.applied = False  # the optimizer has stepped in the step in progress
 
@@ -62,7 +69,12 @@ class CarriedGradients:
         self.watched = None
         if self._left is not None and param.grad is not None:
             left, version = self._left
-            self._throws_away = param.grad is not left() or param.grad._version > version + 1
+            thrown_away = param.grad is not left() or param.grad._version > version + 1
+            if self._left_behind:
+                self._throws_away = thrown_away
+            if not (thrown_away or self._warned) and self._step is not None and self._step.micro_steps > 1:
+                self._warned = True
+                self._session.tell("warning", _TWICE)
 
     def reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
@@ -80,8 +92,8 @@ class CarriedGradients:
         self.watched = None
         if not self._steps:
             return None
-        if self._behind:
-            self._watch()
+        self._left_behind = self._behind
+        self._watch()
         # Local ones do not outlast a group that has lost a step.
         return self._steps, self._local, {} if self._local else self._gradients()
 

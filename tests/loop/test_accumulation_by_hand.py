@@ -285,3 +285,24 @@ def test_a_worker_that_ran_out_of_memory_goes_on_with_them(at: int) -> None:
     assert kept is not None
     session_of(kept[0])
     torch.testing.assert_close(Loop()(), wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("every", "zero"), [(1, True), (2, False), (2, True)])
+def test_that_micro_batches_are_accumulated_beside_it_is_told(
+    caplog: pytest.LogCaptureFixture, every: int, zero: bool
+) -> None:
+    session_of()
+    loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH)
+    loader.autoscale_batch_size(BATCH, local_bsz_bounds=(1, BATCH // 2), gradient_accumulation=True)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallel = er.AdaptiveDataParallel(model, optimizer)
+    for _epoch in er.remaining_epochs_until(1):
+        for number, (x,) in enumerate(loader):
+            if zero:
+                optimizer.zero_grad()
+            parallel(x).square().mean().backward()
+            if (number // 2 + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert sum("counted more than once" in record.message for record in caplog.records) == int(every == 2 and not zero)
