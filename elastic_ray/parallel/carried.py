@@ -10,9 +10,8 @@ import torch
 from elastic_ray.session import Session
 from elastic_ray.step import Step
 
-
 _TWICE = (
-    "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they are counted "
+    "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "
     "more than once. Either step the optimizer in every step, or leave gradient_accumulation=True out"
 )
 

@@ -305,4 +305,4 @@ def test_that_micro_batches_are_accumulated_beside_it_is_told(
             if (number // 2 + 1) % every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert sum("counted more than once" in record.message for record in caplog.records) == int(every == 2 and not zero)
+    assert sum("count more than once" in record.message for record in caplog.records) == int(every == 2 and not zero)
