@@ -321,8 +321,10 @@ class Graveyard:
     def bury(self, communicator: Communicator) -> None:
         """Take a communicator out of use. A healthy one is dropped at once, a broken one when it is safe."""
         now_s = time.monotonic()
-        if communicator.broken or communicator.voided or communicator.left_behind is not None:
+        if communicator.broken or communicator.voided:
             self._buried.append((now_s + communicator.timeout_s + _GRAVEYARD_GRACE_S, communicator))
+        elif communicator.left_behind is not None:
+            self._buried.append((now_s, communicator))
         self._buried = [
             (until_s, c)
             for until_s, c in self._buried

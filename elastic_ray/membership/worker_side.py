@@ -56,7 +56,7 @@ class Membership:
         self._forming: threading.Thread | None = None
         self._void_below = 0
         self._cancelled: set[int] = set()
-        self._graveyard = graveyard or Graveyard()
+        self._graveyard = graveyard if graveyard is not None else Graveyard()
         self.current: Plan | None = None
         self.communicator: Communicator | None = None
         self._wish: SetBatch | None = None

@@ -97,9 +97,15 @@ class Announcer:
         """
         since_s = time.monotonic()
         patience_s = _PATIENCE_S
-        while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
-            self._speak()
-            patience_s = _HEARING_S
+        try:
+            while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
+                self._speak()
+                patience_s = _HEARING_S
+        except CommunicationFailedError:
+            if self._work is not None and self._work.is_completed():
+                self.communicator.wait(self._work)
+                self._all_in_phase()  # whoever has heard of a disagreement before may have ended of it
+            raise
 
     def done(self) -> None:
         """The collectives that were announced are all on their way."""
@@ -121,21 +127,33 @@ class Announcer:
         self._begin(what, ticks, 0, ())
         self._open = None
         until_s = time.monotonic() + wait_s
-        outdated, self._work = self._work, None
+        self._work = None  # an outdated announcement, behind which these stand
         try:
-            if outdated is not None:  # this one stands behind it
-                self._tensor = torch.zeros_like(self._tensor)
-                self._values = self._tensor.numpy()
+            # Twice: the first may meet an outdated announcement of another rank, which then makes a second, too.
+            standing = [self._stand(), self._stand()]
             while True:
-                self._post(timeout_s=_PARTING_S)
-                if not self.communicator.leave_behind(self._work, until_s - time.monotonic()):
+                work, self._tensor = standing.pop(0)
+                self._values = self._tensor.numpy()
+                if not self.communicator.leave_behind(work, until_s - time.monotonic()):
+                    if standing:
+                        self.communicator.left_behind = standing[-1][0]
                     return False
-                self.communicator.wait(self._work)
+                self.communicator.wait(work)
                 if self._all_in_phase():
                     self._open = what
+                    for work, _ in standing:  # all are here
+                        self.communicator.leave_behind(work, until_s - time.monotonic())
                     return True
+                standing.append(self._stand())
         except CommunicationFailedError:
             return False  # whoever is gone does not matter any more
+
+    def _stand(self) -> tuple[Any, torch.Tensor]:
+        """Post an announcement that stands in a place of its own."""
+        self._tensor = torch.zeros_like(self._tensor)
+        self._values = self._tensor.numpy()
+        self._post(timeout_s=_PARTING_S)
+        return self._work, self._tensor
 
     def check_turn(self, turns: Sequence[float]) -> None:
         """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`turn`.

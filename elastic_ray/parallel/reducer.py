@@ -209,8 +209,8 @@ class GradientReducer:
     def _met_before(self) -> bool:
         """Whether reductions may begin before the others have answered.
 
-        Whoever does something else waits for this rank's announcement, and begins nothing that could meet these
-        reductions; only reductions of another layout do not, and there is none once all have had this one.
+        Only reductions share their lane, so that nothing else could meet them; reductions of another layout could, but
+        there is none once all have had this one.
         """
         met = self._met == (self._session.membership.generation, self._announced)
         return met and len(self._session.models.told) == 1

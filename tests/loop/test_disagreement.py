@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.context import current_session
 from elastic_ray.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
+from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.parallel import announcer
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -237,6 +238,60 @@ def test_slow_ranks_are_no_disagreement(ranks: Ranks, naps: list[tuple[int, int]
 def test_a_disagreement_is_told_after_ranks_were_slow(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
     for told, _ in ranks.run(slow, naps, skips, world=3):
         assert "ranks 0, 2 reduce" in told.replace("reduces", "reduce") and "rank 1 has come to the end" in told
+
+
+def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
+    """Rank 2 returns in the first epoch, and its process stays, as a worker's does."""
+    announcer._PATIENCE_S, announcer._HEARING_S = 0.3, 0.1
+    it = Setting(models=1)
+    session = current_session()
+    begin_s = 0.0
+    try:
+        for epoch in er.remaining_epochs_until(3):
+            for number, (x,) in enumerate(it.loader):
+                if (it.rank, 4 * epoch + number) in naps:
+                    time.sleep(0.8)
+                if (epoch, number) == (0, 3):
+                    session.communicator.timeout_s = 15.0
+                    begin_s = time.monotonic()
+                    if it.rank == 2:
+                        session._abandoned = 0
+                        session.finish()
+                        time.sleep(8.0)
+                        return "has returned", 0.0
+                it.train(x)
+    except RanksDisagreeError as error:
+        return str(error), time.monotonic() - begin_s
+    return "", time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("naps", [[], [(1, 2), (2, 2)]], ids=["none", "some"])
+def test_an_early_return_is_told_also_where_an_announcement_of_another_rank_is_outdated(
+    ranks: Ranks, naps: list[tuple[int, int]]
+) -> None:
+    for told, took_s in ranks.run(early, naps, world=3):
+        assert "has returned" in told and took_s < 7
+
+
+def ends(folder: Path) -> None:
+    """One rank leaves a backward pass out; whoever is told of it ends its process at once."""
+    it = Setting(models=1)
+    try:
+        for _epoch in er.remaining_epochs_until(2):
+            for number, (x,) in enumerate(it.loader):
+                skips(it, number, x)
+    except (RanksDisagreeError, CommunicationFailedError) as error:
+        (folder / str(it.rank)).write_text(type(error).__name__)
+        os._exit(1)
+
+
+def test_whose_peer_ends_of_a_disagreement_is_told_of_that_and_not_of_the_end(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        ranks.run(ends, tmp_path, world=2)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [(tmp_path / name).read_text() for name in "01"] == ["RanksDisagreeError"] * 2
 
 
 def many_sums(names: int) -> dict[str, float]:
