@@ -17,14 +17,14 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in workers
 
-from placement.cluster import slots
+from placement.cluster.cluster import slots
 
 
 def least_left_first(jobs: Any, cluster: Any, now_s: float) -> dict[str, int]:
     """Everybody's minimum; what is left goes to the job that has the fewest epochs to go, then to the next one.
 
     Answers with a number of workers for every job, 0 to let it wait. What a job tells of itself is described in
-    ``placement.jobs.JobView``; a number that breaks a rule is refused, and jobs keep what they have.
+    ``placement.cluster.jobs.JobView``; a number that breaks a rule is refused, and jobs keep what they have.
     """
     room = sum(slots(node.free, jobs[0].bundle) for node in cluster.nodes if not node.draining)
     sizes = {job.job: 0 for job in jobs}

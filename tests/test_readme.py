@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 # Runs the example as a script, with a trainer that is built but does not start, and then its loop alone.
 _RUNNER = """
 import runpy, sys, types
-import elastic_ray.trainer
+import elastic_ray.driver.trainer
 
-elastic_ray.trainer.ElasticTrainer.fit = lambda self: types.SimpleNamespace(metrics="built")
+elastic_ray.driver.trainer.ElasticTrainer.fit = lambda self: types.SimpleNamespace(metrics="built")
 train = runpy.run_path(sys.argv[1], run_name="__main__")["train"]
 train({"lr": 0.1})
 
-from elastic_ray.context import current_session
+from elastic_ray.session.api import current_session
 print(current_session().link.metrics["loss"])
 """
 

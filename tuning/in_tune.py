@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.job.stand_in import standing_in
-from elastic_ray.job.train_loop import Packed, pack
+from elastic_ray.worker.stand_in import standing_in
+from elastic_ray.worker.train_loop import Packed, pack
 
 _HOME = "ray.train._internal.session"
 

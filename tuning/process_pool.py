@@ -10,9 +10,9 @@ from typing import Any
 
 import ray
 
-from elastic_ray.job.processes import pool_client, start_process
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.job.tenant import own_tenancy
+from elastic_ray.warm_pool.processes import pool_client, start_process
+from elastic_ray.worker.tenant import own_tenancy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from elastic_ray.job.train_loop import with_config
-from placement.actor import find_allocator
-from placement.snapshot import on_head
+from elastic_ray.worker.train_loop import with_config
+from placement.allocator.actor import find_allocator
+from placement.ray_cluster.snapshot import on_head
 from tuning.in_tune import in_tune
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable

@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
-from placement.actor import head_actor
+from placement.allocator.actor import head_actor
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool

@@ -25,18 +25,18 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train.v2.api.config import ScalingConfig
 
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.driver.handle import JobHandle, find_controller
+from elastic_ray.driver.lease import START_TIMEOUT_S
+from elastic_ray.driver.trainer import ElasticTrainer, check_resources
 from elastic_ray.events import JobStatus, Report
-from elastic_ray.handle import JobHandle, find_controller
-from elastic_ray.job.lease import START_TIMEOUT_S
 from elastic_ray.job.spec import JobSpec, TrialSpec
-from elastic_ray.job.train_loop import with_config
 from elastic_ray.membership.proof import new_secret
-from elastic_ray.storage import RunStorage
-from elastic_ray.trainer import ElasticTrainer, check_resources
-from placement.actor import NAMESPACE, get_or_create_allocator
-from placement.private_files import open_output
-from placement.storage_calls import call_storage
+from elastic_ray.worker.train_loop import with_config
+from placement.allocator.actor import NAMESPACE, get_or_create_allocator
+from placement.storage.private_files import open_output
+from placement.storage.storage_calls import call_storage
 from placement.text import printable
 from tuning.sweep import find_sweep, open_controller
 from tuning.trials import Promise, lacks_metric, score_of

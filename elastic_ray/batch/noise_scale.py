@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 TINY = 1e-30
 """Floor of a smoothed ``sqr`` and ``var``: their ratios stay finite, and no gradient of interest is below."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 
 @runtime_checkable

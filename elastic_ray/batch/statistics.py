@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from elastic_ray.batch.noise_scale import estimate_successive
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""

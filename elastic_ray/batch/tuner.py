@@ -13,8 +13,8 @@ import statistics
 from collections import OrderedDict, deque
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
-from placement.goodput import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
-from placement.knowledge import Prior
+from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
+from placement.knowledge.knowledge import Prior
 
 __all__ = [
     "BatchChoice",

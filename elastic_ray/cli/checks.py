@@ -195,8 +195,8 @@ def check_storage(path: str, nodes: int) -> Check:
         path: local, or a URI.
         nodes: of the cluster; several need a place that they share.
     """
-    from elastic_ray.storage import RunStorage
-    from placement.storage_calls import call_storage
+    from elastic_ray.checkpoints.run_directory import RunStorage
+    from placement.storage.storage_calls import call_storage
 
     try:
         storage = RunStorage(f"{path.rstrip('/')}/.elastic_ray_doctor-{secrets.token_hex(4)}")

@@ -21,14 +21,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.cli.rows import Known
+from elastic_ray.driver.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
-from placement.actor import NAME as ALLOCATOR
-from placement.actor import NAMESPACE
-from placement.autoscale import ScalingDecision
-from placement.events import CoreSnapshot
-from placement.explaining import Explanation
+from placement.allocator.actor import NAME as ALLOCATOR
+from placement.allocator.actor import NAMESPACE
+from placement.allocator.events import CoreSnapshot
+from placement.allocator.explaining import Explanation
+from placement.autoscaling.autoscaler import ScalingDecision
 
 HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
 _CALL_TIMEOUT_S = 10.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from elastic_ray.overrides import parse_workers
+from elastic_ray.driver.overrides import parse_workers
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with all there is.")
 job_argument = click.argument("job")

@@ -29,8 +29,8 @@ from placement.text import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from placement.autoscale import ScalingDecision
-    from placement.events import CoreSnapshot
+    from placement.allocator.events import CoreSnapshot
+    from placement.autoscaling.autoscaler import ScalingDecision
 
 _NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
+from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus
-from elastic_ray.progress import status_fields
-from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
     from elastic_ray.job.spec import JobSpec
-    from placement.events import CoreSnapshot, DecisionRecord, JobState
+    from placement.allocator.events import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8
 """Characters of a node's id that are shown."""

@@ -13,7 +13,7 @@ import click
 
 from elastic_ray.cli.options import json_option, read_workers
 from elastic_ray.cli.output import say, show_json
-from elastic_ray.overrides import Overrides
+from elastic_ray.driver.overrides import Overrides
 
 _FORMAT = "%m%d-%H%M%S"
 
@@ -94,7 +94,7 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 def check_name(name: str) -> str:
     """The name, if a job may have it."""
-    from elastic_ray.job.options import job_name  # imports Ray
+    from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:
         checked = job_name(name)

@@ -12,7 +12,7 @@ from elastic_ray.cli.options import json_option
 from elastic_ray.cli.output import ago, say, show_json, show_table
 
 if TYPE_CHECKING:
-    from placement.simulator.outlook import Outlook
+    from placement.simulator.results.outlook import Outlook
 
 COLUMNS = ("JOB", "WORKERS", "SAMPLES/S", "ENDS IN", "REASON")
 
@@ -52,7 +52,7 @@ def live(text: str, policy: str | None, as_json: bool) -> None:
     """
     from elastic_ray.cli import cluster
     from placement.errors import InputError
-    from placement.simulator.outlook import outlook, read_nodes
+    from placement.simulator.results.outlook import outlook, read_nodes
 
     cluster.connect()
     seen = cluster.snapshot()

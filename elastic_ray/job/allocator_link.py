@@ -12,11 +12,11 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.storage import resolve
-from placement.actor import Answer, find_allocator
-from placement.jobs import JobView
-from placement.knowledge_store import StorageRoot
+from placement.allocator.actor import Answer, find_allocator
+from placement.cluster.jobs import JobView
+from placement.knowledge.store import StorageRoot
 
 logger = logging.getLogger("elastic_ray.job")
 

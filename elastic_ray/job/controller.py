@@ -18,9 +18,9 @@ from typing import Any
 
 import ray
 
+from elastic_ray.driver.ray_nodes import may_autoscale
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.background import Background
-from elastic_ray.job.gathering import Gathering
 from elastic_ray.job.journal import (
     Journal,
     Noted,
@@ -29,15 +29,15 @@ from elastic_ray.job.journal import (
     store_train_loop,
     stored_train_loop,
 )
-from elastic_ray.job.messages import Greeting, Introduction, StateSaved, WorkerMessage
-from elastic_ray.job.nodes import may_autoscale
-from elastic_ray.job.processes import end_strays
-from elastic_ray.job.pulse import Pulse
-from elastic_ray.job.running import RunningJob
 from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.supervisor import RunningJob
 from elastic_ray.membership.bootstrap import Bootstrap, Meeting
-from placement import groups
-from placement.actor import head_actor
+from elastic_ray.warm_pool.processes import end_strays
+from elastic_ray.worker.messages import Greeting, Introduction, StateSaved, WorkerMessage
+from elastic_ray.worker_group.failure_detector import Pulse
+from elastic_ray.worker_group.reconnection import Gathering
+from placement.allocator.actor import head_actor
+from placement.ray_cluster import groups
 from placement.text import log_plainly
 
 logger = logging.getLogger("elastic_ray.job")

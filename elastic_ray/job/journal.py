@@ -2,7 +2,7 @@
 
 It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
 with Redis behind that also through its restart. It is deleted when the controller ends; where that is ended for good
-from outside, the allocator does it (``placement.notes``).
+from outside, the allocator does it (``placement.ray_cluster.notes``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray.experimental import internal_kv
 from elastic_ray.events import JobEvent
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.sealed import Sealed
-from placement.notes import NAMESPACE, TRAIN_LOOP, key_of
+from placement.ray_cluster.notes import NAMESPACE, TRAIN_LOOP, key_of
 
 logger = logging.getLogger("elastic_ray.job")
 

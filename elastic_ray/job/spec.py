@@ -54,7 +54,7 @@ class JobSpec:
         max_workers: most workers it may use.
         bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
         use_gpu: train on CUDA where a node has it.
-        label_selector: conditions on the Ray labels of a worker's node (``placement.labels``).
+        label_selector: conditions on the Ray labels of a worker's node (``placement.cluster.labels``).
         storage_path: directory of the run (its name included), on ``storage_filesystem``.
         storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
         max_failures: restarts from the last checkpoint after machine failures that cost all members;

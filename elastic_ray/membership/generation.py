@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.course import first_group, next_group, surplus
 from elastic_ray.membership.plan import Member, Plan
 from elastic_ray.membership.recovery import Witness, recover
 from elastic_ray.membership.roster import InFlight, Phase, Roster, Worker, number
+from elastic_ray.membership.selection import first_group, next_group, surplus
 from elastic_ray.membership.signals import (
     AllLost,
     Announce,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.step import Step
+from elastic_ray.session.step import Step
 
 
 class BufferSync:

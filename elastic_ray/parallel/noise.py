@@ -17,8 +17,8 @@ from elastic_ray.batch.statistics import (
     squared_norm,
 )
 from elastic_ray.parallel.buckets import Bucket
-from elastic_ray.step import Step
-from placement.goodput import NoiseScale
+from elastic_ray.session.step import Step
+from placement.goodput.model import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
 _DENSE_STEPS = 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.link import ModelInfo
+from elastic_ray.session.link import ModelInfo
 
 
 def describe_model(module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool) -> ModelInfo:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.parallel.state import OptimizerState, Stateful
+from elastic_ray.state.tree import OptimizerState, Stateful
 
 
 class Trainable:

@@ -11,12 +11,11 @@ import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
-from elastic_ray.context import session_of_new_model
-from elastic_ray.nonfinite import check_choice
 from elastic_ray.parallel.buffers import BufferSync, KeptBuffers
-from elastic_ray.parallel.carried import CarriedGradients
-from elastic_ray.parallel.finite import FiniteWatch
+from elastic_ray.parallel.carried_gradients import CarriedGradients
+from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.noise import NoiseTracker
+from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.refusals import (
     STEP_AFTER_BACKWARD,
@@ -26,10 +25,11 @@ from elastic_ray.parallel.refusals import (
     refuse_steps_in_backward,
 )
 from elastic_ray.parallel.signature import describe_model
-from elastic_ray.parallel.state import DictState, ModuleState
 from elastic_ray.parallel.trainable import Trainable, TrainedState
-from elastic_ray.session import Session
-from placement.goodput import NoiseScale
+from elastic_ray.session.api import session_of_new_model
+from elastic_ray.session.session import Session
+from elastic_ray.state.tree import DictState, ModuleState
+from placement.goodput.model import NoiseScale
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
 _BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)

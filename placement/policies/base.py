@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from placement.cluster import AllocationError, Cluster
-from placement.jobs import JobView, speeds
-from placement.room import Room
+from placement.cluster.cluster import AllocationError, Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Target:
         workers: how many.
         reason: a sentence.
         nodes: workers per node id, of a policy that places the job itself; None leaves it to
-            ``placement.packing``. They must add up to ``workers``.
+            ``placement.cluster.packing``. They must add up to ``workers``.
     """
 
     workers: int
@@ -45,15 +45,15 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides how many workers each job gets. Which nodes they run on is ``placement.packing``'s decision.
+    """Decides how many workers each job gets. Which nodes they run on is ``placement.cluster.packing``'s decision.
 
     Promises that the contract tests hold every registered policy to: a target for every job; never more than
     the cluster has; ``min_workers`` or nothing; never above ``max_workers``; ``held_at`` wherever it fits;
     the order of the jobs does not matter; its own decision, once carried out, is not changed by the same
     input; nothing idle that a job could use. A policy reads no clock and rolls no dice.
 
-    Priorities, tenants, deadlines and the like are none of its business (``placement.constraints``): where they
-    matter it is asked several times for one decision, each time about some of the jobs on a part of the cluster.
+    Priorities, tenants, deadlines and the like are none of its business (``placement.planning.constraints``): where
+    they matter it is asked several times for one decision, each time about some of the jobs on a part of the cluster.
 
     A class may say ``rigid = True``: it was published for jobs that run at exactly the batch and count that their
     user asked for, and a simulation then runs them so. It may have ``load_solver()``, which the allocator calls in a

@@ -6,11 +6,11 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Sequence
 
-from placement.cluster import Cluster
-from placement.jobs import JobView, speeds
-from placement.packing import pack
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView, speeds
+from placement.cluster.packing import pack
+from placement.goodput.step_time import Floats
 from placement.policies.base import Admission, Target, admit, grow, held_reason
-from placement.throughput import Floats
 
 Score = Callable[[JobView, int], "float | None"]
 """(job, its workers) -> what one more is worth; None if it wants no more."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from placement.cluster import Cluster
-from placement.jobs import JobView
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
 from placement.policies.base import Policy, Target, as_targets
 
 SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a class with such a method decide"

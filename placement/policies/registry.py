@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from placement.policies.base import Policy
-from placement.policies.fair_share import FairSharePolicy
-from placement.policies.fifo import FifoPolicy
-from placement.policies.fixed import FixedPolicy
-from placement.policies.goodput import GoodputPolicy
-from placement.policies.optimus import OptimusPolicy
+from placement.policies.baselines.fair_share import FairSharePolicy
+from placement.policies.baselines.fifo import FifoPolicy
+from placement.policies.baselines.fixed import FixedPolicy
+from placement.policies.baselines.optimus import OptimusPolicy
+from placement.policies.baselines.pollux import PolluxPolicy
+from placement.policies.baselines.sia import SiaPolicy
+from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
+from placement.policies.baselines.tiresias import TiresiasPolicy
+from placement.policies.baselines.utility_cost import UtilityCostPolicy
+from placement.policies.goodput.policy import GoodputPolicy
 from placement.policies.own import load, own_policy
-from placement.policies.pollux import PolluxPolicy
-from placement.policies.sia import SiaPolicy
-from placement.policies.throughput_efficiency import ThroughputEfficiencyPolicy
-from placement.policies.tiresias import TiresiasPolicy
-from placement.policies.utility_cost import UtilityCostPolicy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.jobs import JobView
+from placement.cluster.jobs import JobView
 from placement.policies.shapes import speeds_of
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.jobs import JobView
+from placement.cluster.jobs import JobView
 
 if TYPE_CHECKING:
-    from placement.goodput import GoodputModel
+    from placement.goodput.model import GoodputModel
 
 Shape: TypeAlias = "tuple[int, int]"
 Floats: TypeAlias = NDArray[np.float64]

@@ -4,7 +4,7 @@
     report = simulate("workload-6.csv", "profiles", "aws:16x4", rules="pollux", policy="tiresias")
     report.avg_jct_s
 
-The simulator has no policy of its own: it drives ``placement.core.AllocatorCore``, the class that runs live.
+The simulator has no policy of its own: it drives ``placement.allocator.core.AllocatorCore``, the class that runs live.
 Names are loaded on first use, so that ``python -m placement.simulator`` can ask for one thread before NumPy loads.
 """
 
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from placement.errors import InputError
     from placement.simulator.engine import simulate
-    from placement.simulator.report import JobReport, Placed, Report
+    from placement.simulator.results.report import JobReport, Placed, Report
 
 _HOMES = {
     "InputError": "placement.errors",
-    "JobReport": "placement.simulator.report",
-    "Placed": "placement.simulator.report",
-    "Report": "placement.simulator.report",
+    "JobReport": "placement.simulator.results.report",
+    "Placed": "placement.simulator.results.report",
+    "Report": "placement.simulator.results.report",
     "simulate": "placement.simulator.engine",
 }
 

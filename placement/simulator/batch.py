@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from placement.autoscaling.objectives import make_objective
+from placement.cluster.jobs import SpotUse
+from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
-from placement.jobs import SpotUse
 from placement.policies import make_policy
-from placement.price_table import PriceTable
-from placement.scaling import make_objective
-from placement.simulator.clusters import gpu_types, parse_cluster
-from placement.simulator.disturbances import Disturbances
 from placement.simulator.engine import simulate
-from placement.simulator.lengths import Lengths
-from placement.simulator.profiles import load_profiles
-from placement.simulator.provider import Autoscaling
-from placement.simulator.report import Report
+from placement.simulator.nodes.clusters import gpu_types, parse_cluster
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.results.report import Report
 from placement.simulator.rules import make_rules
-from placement.simulator.traces import read_trace
+from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.workloads.profiles import load_profiles
+from placement.simulator.workloads.traces import read_trace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
-from placement.price_table import PriceTable, read_prices
 from placement.simulator.batch import Task, mean_records, run_all, write_json
 from placement.simulator.options import (
     add_autoscaling,
@@ -61,7 +61,7 @@ def _run(options: argparse.Namespace) -> int:
     if not policies:
         raise InputError("policy must name one policy or more, but got none")
     if options.plot:
-        from placement.simulator.plot import check_picture
+        from placement.simulator.results.plot import check_picture
 
         check_picture(Path(options.plot))  # before hours of simulation, not after
     common = Task(
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         write_json(reports, Path(options.json))
     if options.plot:
-        from placement.simulator.plot import plot
+        from placement.simulator.results.plot import plot
 
         plot(reports, Path(options.plot))
     return 0

@@ -9,28 +9,28 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from placement.allocator_config import AllocatorConfig
-from placement.autoscale import Autoscaler
-from placement.cluster import Cluster
-from placement.jobs import SpotUse
-from placement.knowledge import Knowledge
+from placement.allocator.config import AllocatorConfig
+from placement.autoscaling.autoscaler import Autoscaler
+from placement.autoscaling.objectives import make_objective
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import SpotUse
+from placement.cluster.price_table import PriceTable
+from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.base import Policy
-from placement.price_table import PriceTable
-from placement.scaling import make_objective
-from placement.simulator.clusters import gpu_types, parse_cluster
-from placement.simulator.disturbances import Disturbances
-from placement.simulator.fairness import rho
 from placement.simulator.job import SimulatedJob
-from placement.simulator.lengths import Lengths
 from placement.simulator.live import LiveDriver
-from placement.simulator.profiles import Application, load_profiles
-from placement.simulator.provider import Autoscaling, Provider
-from placement.simulator.report import JobReport, Rented, Report
+from placement.simulator.nodes.clusters import gpu_types, parse_cluster
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.provider import Autoscaling, Provider
+from placement.simulator.nodes.scaling import ScalingDriver
+from placement.simulator.results.fairness import rho
+from placement.simulator.results.report import JobReport, Rented, Report
 from placement.simulator.rules import Rules, make_rules
-from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
-from placement.simulator.traces import TraceJob, in_order, read_trace
+from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.workloads.profiles import Application, load_profiles
+from placement.simulator.workloads.traces import TraceJob, in_order, read_trace
 from placement.simulator.world import World
 
 _LOG_LENGTH = 10_000_000

@@ -7,14 +7,14 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.facts import Oracle, Progress
-from placement.fitting import Observation, fit
-from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView, SpotUse
-from placement.simulator.profiles import Application
+from placement.cluster.jobs import JobView, SpotUse
+from placement.cluster.progress import Oracle, Progress
+from placement.goodput.fitting import Observation, fit
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
 from placement.simulator.rules import Location, Rules
-from placement.simulator.traces import TraceJob
-from placement.throughput import ThroughputModel
+from placement.simulator.workloads.profiles import Application
+from placement.simulator.workloads.traces import TraceJob
 
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""

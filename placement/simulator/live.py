@@ -7,10 +7,10 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
-from placement.cluster import Cluster
-from placement.events import NodesChanged
-from placement.simulator.disturbances import Disturbances, Kind
+from placement.allocator.events import NodesChanged
+from placement.cluster.cluster import Cluster
 from placement.simulator.job import SimulatedJob
+from placement.simulator.nodes.disturbances import Disturbances, Kind
 from placement.simulator.world import World
 
 TICK_S = 30.0

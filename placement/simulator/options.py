@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from placement.autoscaling.objectives import OBJECTIVES, make_objective
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.cluster.jobs import SPOT_USES
 from placement.errors import InputError
-from placement.jobs import SPOT_USES
-from placement.scaling import OBJECTIVES, make_objective
-from placement.scaling.cost_per_progress import CostPerProgress
-from placement.simulator.disturbances import Disturbances
-from placement.simulator.lengths import Lengths
-from placement.simulator.provider import Autoscaling
-from placement.simulator.spot import SpotTrace, read_spot
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.nodes.spot import SpotTrace, read_spot
+from placement.simulator.workloads.lengths import Lengths
 
 _TYPED = re.compile(r"(?P<gpu>[A-Za-z][\w-]*)=(?P<file>.+)")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from placement.allocator_config import AllocatorConfig
-from placement.cluster import Cluster
-from placement.core import AllocatorCore
-from placement.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
-from placement.knowledge import Knowledge
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.cluster.cluster import Cluster
+from placement.knowledge.knowledge import Knowledge
 from placement.policies.base import Policy
 from placement.simulator.job import SimulatedJob
-from placement.simulator.report import Placed
+from placement.simulator.results.report import Placed
 from placement.simulator.rules import Location
 
 

@@ -18,7 +18,7 @@ from elastic_ray.batch.noise_scale import (
     estimate_groups,
     estimate_successive,
 )
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 M0 = 8
 finite = st.floats(-1e12, 1e12)

@@ -20,7 +20,7 @@ from elastic_ray.batch.scaling_rules import (
     resolve,
     step_gain,
 )
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 noises = st.none() | st.builds(
     NoiseScale, sqr=st.floats(-1e6, 1e6, allow_subnormal=False), var=st.floats(-1, 1e6, allow_subnormal=False)

@@ -17,7 +17,7 @@ from elastic_ray.batch.statistics import (
     preconditioner,
     squared_norm,
 )
-from placement.goodput import NoiseScale
+from placement.goodput.model import NoiseScale
 
 torch.set_num_threads(1)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {

@@ -20,7 +20,7 @@ from elastic_ray.batch.tuner import (
     BatchTuner,
     fit_snapshot,
 )
-from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
+from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 
 # A pass costs 10 ms and 0.1 ms per sample, synchronisation 5 ms.
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)

@@ -41,11 +41,11 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
     import torch
 
     import elastic_ray as er
-    from elastic_ray.context import current_session, set_session
-    from elastic_ray.durability import PRIOR_MEAN_TIME_S, checkpoint_interval_s
-    from elastic_ray.job.messages import StateSaved
-    from elastic_ray.job.state_saver import StateSaver
-    from elastic_ray.storage import RunStorage
+    from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s
+    from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.session.api import current_session, set_session
+    from elastic_ray.worker.messages import StateSaved
+    from elastic_ray.worker.state_saver import StateSaver
 
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")

@@ -18,11 +18,11 @@ from typing import Any
 from bench_allocation import DATA
 from common import bar, finish, side_parser
 
-from placement.scaling import Objective, make_objective
-from placement.scaling.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives import Objective, make_objective
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.simulator import Report, simulate
-from placement.simulator.provider import Autoscaling
-from placement.simulator.traces import TraceJob
+from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.workloads.traces import TraceJob
 
 JOBS = ("imagenet", "yolov3", "deepspeech2", "cifar10")
 VALUES = (5.0, 20.0, 50.0, 100.0)

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from common import bar, finish, median, side_parser
 
-from placement.cluster import Cluster
-from placement.facts import Progress
-from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView
-from placement.planning import make_plan
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
+from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.simulator.clusters import parse_cluster
+from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.threads import one_thread
-from placement.throughput import ThroughputModel
 
 CASES = (
     (160, 16, 0.02),

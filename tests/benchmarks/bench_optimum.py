@@ -16,14 +16,14 @@ from bench_decision import make_views
 from common import bar, finish, side_parser
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.cluster import Cluster
-from placement.goodput import GoodputModel
-from placement.jobs import JobView
-from placement.planning import make_plan
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.goodput.model import GoodputModel
+from placement.goodput.step_time import ThroughputModel
+from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.policies.case import Case, Seat, build
-from placement.simulator.clusters import parse_cluster
-from placement.throughput import ThroughputModel
+from placement.policies.goodput.tables import Case, Seat, build
+from placement.simulator.nodes.clusters import parse_cluster
 
 ONE = "aws:16x4"
 THREE = "aws:6x4,rtx:3x8,dgx-ext:2x8"

@@ -17,11 +17,11 @@ from typing import Any
 from bench_allocation import DATA
 from common import bar, finish, side_parser
 
-from placement.scaling.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.simulator import Report, simulate
-from placement.simulator.disturbances import Disturbances
-from placement.simulator.provider import Autoscaling
-from placement.simulator.spot import read_spot
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.nodes.spot import read_spot
 
 CLUSTER = "aws:16x4"
 MARKET = DATA / "spot" / "bamboo_g4dn.csv"

@@ -52,7 +52,7 @@ def pool_is_filled(processes: int) -> bool:
     """Whether the cluster's pool has so many processes that have imported everything."""
     import ray
 
-    from elastic_ray.job.process_pool import find_pool
+    from elastic_ray.warm_pool.pool import find_pool
 
     pool = find_pool()
     return pool is not None and sum(each.ready for each in ray.get(pool.processes.remote())) >= processes

@@ -27,10 +27,10 @@ from elastic_ray.cli.rows import (
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.spec import JobSpec
-from placement.autoscale import ScalingDecision
-from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
-from placement.events import CoreSnapshot, DecisionRecord, JobState
-from placement.jobs import JobView
+from placement.allocator.events import CoreSnapshot, DecisionRecord, JobState
+from placement.autoscaling.autoscaler import ScalingDecision
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
+from placement.cluster.jobs import JobView
 
 NODE = Node(
     node_id="abcdef0123456789",

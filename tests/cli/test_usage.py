@@ -18,7 +18,7 @@ from elastic_ray.cli.app import _HOMES, Commands, cli
 from elastic_ray.cli.output import rich_table, say, show_json, show_table
 from elastic_ray.cli.rows import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.submit import command, fresh_name
-from elastic_ray.overrides import Overrides
+from elastic_ray.driver.overrides import Overrides
 
 
 def run(*arguments: str) -> Result:
@@ -88,7 +88,7 @@ def test_the_submitted_command_quotes_what_a_shell_would_read() -> None:
 
 
 def test_a_fresh_name_is_one_that_a_job_may_have() -> None:
-    from elastic_ray.job.options import job_name
+    from elastic_ray.driver.ray_train_config import job_name
 
     name = fresh_name("тест my_train!", datetime.datetime(2026, 7, 15, 9, 30, 12))
     assert job_name(name) == name and "my-train" in name and "-0715-093012-" in name

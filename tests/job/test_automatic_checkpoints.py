@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import elastic_ray as er
+from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
-from elastic_ray.state_files import state_files
-from elastic_ray.storage import RunStorage
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 

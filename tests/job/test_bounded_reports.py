@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ray.checkpoints.line_files import LineFile
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.driver.results import all_reports
 from elastic_ray.events import JobPhase, Report
-from elastic_ray.job.backlog import Backlog
-from elastic_ray.job.feed import ReportFeed
-from elastic_ray.job.messages import WorkerReport
-from elastic_ray.job.record import JobRecord
-from elastic_ray.job.tail import Tail
-from elastic_ray.line_files import LineFile
-from elastic_ray.results import all_reports
-from elastic_ray.storage import RunStorage
+from elastic_ray.record.backlog import Backlog
+from elastic_ray.record.record import JobRecord
+from elastic_ray.record.report_queue import ReportFeed
+from elastic_ray.record.tail import Tail
+from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
 

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 import elastic_ray as er
+from elastic_ray.driver.handle import find_controller
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.handle import find_controller
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
@@ -145,7 +145,7 @@ def _joiners(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_twice_in_a_row_and_together_with_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
-    from placement.actor import NAME, NAMESPACE
+    from placement.allocator.actor import NAME, NAMESPACE
 
     handle = start(tmp_path, workers=2, epochs=60)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.events import Report
-from elastic_ray.job.feed import ReportFeed
+from elastic_ray.record.report_queue import ReportFeed
 
 
 def report(index: int, score: float = 0.0) -> Report:
@@ -85,7 +85,7 @@ def test_waiting_ends_in_time() -> None:
 
 
 def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.job.feed._MISSING_S", 0.2)
+    monkeypatch.setattr("elastic_ray.record.report_queue._MISSING_S", 0.2)
 
     async def scenario() -> None:
         feed = ReportFeed()

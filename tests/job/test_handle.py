@@ -16,9 +16,9 @@ import ray
 import ray.train
 
 import elastic_ray as er
+from elastic_ray.driver.handle import JobHandle
 from elastic_ray.errors import JobLostError, JobNameTakenError
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.handle import JobHandle
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 

@@ -11,8 +11,8 @@ import pytest
 import ray.train
 
 import elastic_ray as er
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.storage import RunStorage
 from tests.hanging_storage import HangingStorage
 from tests.job import traced
 from tests.job.jobs import run, wait_until

@@ -11,7 +11,7 @@ import ray
 import ray.train
 
 import elastic_ray as er
-from placement.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME, NAMESPACE
 from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 

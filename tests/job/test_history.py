@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ray.durability import FIRST_INTERVAL_S
+from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind
-from elastic_ray.job.history import SizeHistory
 from elastic_ray.membership.signals import Note
+from elastic_ray.record.history import SizeHistory
 
 
 def note(kind: EventKind, workers: int, pause_s: float = 0.0) -> Note:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.context import current_session, set_session
-from elastic_ray.job.train_loop import call, pack
+from elastic_ray.session.api import current_session, set_session
+from elastic_ray.worker.train_loop import call, pack
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +63,13 @@ def test_what_has_no_meaning_is_refused(asks: Any, error: type[Exception], words
 _FIRST_IMPORT = """
 import sys
 import elastic_ray
-from elastic_ray.job.in_ray_train import in_ray_train
+from elastic_ray.worker.in_ray_train import in_ray_train
 
 assert "ray.train" not in sys.modules, "this is to be the first import"
 with in_ray_train():
     import ray.train
     ray.train.report({"lr": 0.5})
-print(elastic_ray.context.current_session().link.metrics)
+print(elastic_ray.session.api.current_session().link.metrics)
 """
 
 

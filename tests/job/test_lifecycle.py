@@ -19,7 +19,7 @@ import elastic_ray as er
 from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
-from elastic_ray.intents import RanksDisagreeError
+from elastic_ray.session.intents import RanksDisagreeError
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 
@@ -163,7 +163,7 @@ def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_path: Path) -> None:
-    from placement.actor import get_or_create_allocator
+    from placement.allocator.actor import get_or_create_allocator
 
     handle = start(tmp_path, workers=2, epochs=10_000)
     wait_until(lambda: handle.status().workers == 2, handle)

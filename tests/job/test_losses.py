@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.durability import PRIOR_MEAN_TIME_S
+from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S
 from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.losses import Losses
-from elastic_ray.job.messages import StateSaved
-from elastic_ray.job.running import RunningJob
-from elastic_ray.state_files import StateFile
+from elastic_ray.job.supervisor import RunningJob
+from elastic_ray.record.losses import Losses
+from elastic_ray.worker.messages import StateSaved
 from tests.job.test_told import spec
 
 

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_ray.job.pool_plan import (
+from elastic_ray.warm_pool.plan import (
     Demand,
     End,
     PoolConfig,

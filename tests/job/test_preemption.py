@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_ray.events import EventKind
-from placement.cluster import Cluster
-from placement.jobs import JobView
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 

@@ -17,11 +17,11 @@ import pytest
 import ray
 
 import elastic_ray as er
-from elastic_ray.job.pool_client import environment_key
-from elastic_ray.job.pool_plan import VARIABLE
-from elastic_ray.job.process_pool import NAME, close_pool, find_pool
-from elastic_ray.job.processes import pool_client, setup_of
-from elastic_ray.job.tenant import own_tenancy
+from elastic_ray.warm_pool.client import environment_key
+from elastic_ray.warm_pool.plan import VARIABLE
+from elastic_ray.warm_pool.pool import NAME, close_pool, find_pool
+from elastic_ray.warm_pool.processes import pool_client, setup_of
+from elastic_ray.worker.tenant import own_tenancy
 from tests.job.test_told import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 

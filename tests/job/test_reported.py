@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
 
-from elastic_ray.job.reported import ReportedCheckpoints
-from elastic_ray.passage import WorkerDismissed
-from elastic_ray.storage import RunStorage
-from placement.storage_calls import StorageCalls
+from elastic_ray.checkpoints.reported import ReportedCheckpoints
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.session.transitions import WorkerDismissed
+from placement.storage.storage_calls import StorageCalls
 from tests.hanging_storage import HangingStorage
 
 NOTE: dict[str, Any] = {"progress": {"epoch": 1}, "metrics": {}}

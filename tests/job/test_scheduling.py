@@ -9,7 +9,7 @@ import pytest
 import ray
 
 import elastic_ray as er
-from placement.actor import get_or_create_allocator
+from placement.allocator.actor import get_or_create_allocator
 from tests.job.jobs import start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(180)]

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import ray
 
+from elastic_ray.driver.handle import JobHandle
 from elastic_ray.events import EventKind
-from elastic_ray.handle import JobHandle
-from placement.actor import PolicyConflictError, get_or_create_allocator
-from placement.cluster import GPU_TYPE_LABEL
-from placement.jobs import JobView
+from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
+from placement.cluster.cluster import GPU_TYPE_LABEL
+from placement.cluster.jobs import JobView
 from tests.job import traced
 from tests.job.jobs import start, wait_until
 

@@ -23,7 +23,7 @@ import elastic_ray as er
 import tuning
 from elastic_ray.events import JobPhase
 from elastic_ray.job import controller
-from elastic_ray.job.record import JobRecord
+from elastic_ray.record.record import JobRecord
 from tests.job import traced
 from tests.job.shaky_storage import shaky
 from tests.job.soak_faults import Fault, FaultKind, schedule, shown

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from elastic_ray.events import EventKind
-from placement.actor import get_or_create_allocator
-from placement.allocator_config import AllocatorConfig
-from placement.notices import NoticeConfig
+from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.config import AllocatorConfig
+from placement.ray_cluster.notices import NoticeConfig
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.metadata_server import MetadataServer

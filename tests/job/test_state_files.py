@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.durability import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
-from elastic_ray.parallel.saved_state import read_state, write_state
-from elastic_ray.parallel.state import UnsafeStateError
-from elastic_ray.state_files import CorruptStateError, delete_others, delete_states, state_files
-from elastic_ray.storage import RunStorage
+from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, delete_states, state_files
+from elastic_ray.checkpoints.format import read_state, write_state
+from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.state.tree import UnsafeStateError
 
 
 def trees(value: float = 1.0) -> dict[str, Any]:

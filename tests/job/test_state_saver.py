@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ray.job.messages import StateSaved
-from elastic_ray.job.state_saver import StateSaver
-from elastic_ray.state_files import state_files
-from elastic_ray.storage import RunStorage
+from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.worker.messages import StateSaved
+from elastic_ray.worker.state_saver import StateSaver
 
 
 class Rank0:

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
+from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files, write_file
+from elastic_ray.checkpoints.resumable import StoredRun, find_stored
+from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.messages import WorkerReport
-from elastic_ray.job.record import JobRecord
-from elastic_ray.job.running import RunningJob
-from elastic_ray.job.scribe import Scribe
-from elastic_ray.job.stored import StoredRun, find_stored
-from elastic_ray.state_files import StateFile, delete_others, state_files, write_file
-from elastic_ray.storage import PROGRESS_FILE, RunStorage, StoredCheckpoint
+from elastic_ray.job.supervisor import RunningJob
+from elastic_ray.record.record import JobRecord
+from elastic_ray.record.writer import Scribe
+from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
 

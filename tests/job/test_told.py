@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
-from elastic_ray.job.desk import BatchDesk
+from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
-from elastic_ray.job.history import SizeHistory
 from elastic_ray.job.spec import JobSpec, TrialSpec
-from elastic_ray.job.views import allocator_view
-from elastic_ray.link import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.membership.plan import Member, Plan
-from elastic_ray.run_progress import LoopProgress, RunProgress
-from placement.facts import Progress
-from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
-from placement.jobs import JobView
-from placement.knowledge import Prior
-from placement.planning import is_news
+from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.views import allocator_view
+from elastic_ray.session.link import LoaderInfo, ModelInfo, StepReport
+from elastic_ray.session.progress import LoopProgress, RunProgress
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
+from placement.knowledge.knowledge import Prior
+from placement.planning.plan import is_news
 
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
 NOISE = NoiseScale(sqr=1.0, var=20.0)

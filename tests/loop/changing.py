@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.context import set_session
-from elastic_ray.link import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Plan
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.passage import WorkerDismissed
-from elastic_ray.session import Session
+from elastic_ray.session.api import set_session
+from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
 from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0

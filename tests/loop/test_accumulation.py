@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import elastic_ray as er
-from elastic_ray.context import current_session
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.session.api import current_session
 from tests.loop.ranks import Ranks
 
 SAMPLES, BATCH, EPOCHS = 24, 8, 3

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import elastic_ray as er
-from elastic_ray.context import current_session
+from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.format import read_state
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.job.state_saver import StateSaver
 from elastic_ray.membership.plan import Stop
-from elastic_ray.parallel.saved_state import read_state
-from elastic_ray.passage import WorkerDismissed
-from elastic_ray.state_files import state_files
-from elastic_ray.storage import RunStorage
+from elastic_ray.session.api import current_session
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.test_preemption import session_of
 
@@ -171,7 +171,7 @@ def test_a_change_waits_for_gradients_that_are_not_reduced(first: tuple[int, ...
 
 
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.session._LONGEST_WAIT", 1)
+    monkeypatch.setattr("elastic_ray.session.session._LONGEST_WAIT", 1)
     outcome = check(Loop(synced=EVERY), [Change(4, (1, 2, 4))], first=(1, 2), lost=(4, 5))
     ((kind, text, detail),) = outcome.told
     assert kind == "warning" and text.startswith("gradients of 2 steps are lost") and detail == {"steps": 2}

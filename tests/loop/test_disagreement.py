@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.context import current_session
-from elastic_ray.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.parallel import announcer
+from elastic_ray.session import announcer
+from elastic_ray.session.api import current_session
+from elastic_ray.session.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
 from tests.loop.ranks import RankFailedError, Ranks
 
 

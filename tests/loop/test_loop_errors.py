@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.context import current_session, set_session
-from elastic_ray.link import LoaderInfo
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.session import Session
-from elastic_ray.standalone import StandaloneLink
+from elastic_ray.session.api import current_session, set_session
+from elastic_ray.session.link import LoaderInfo
+from elastic_ray.session.session import Session
+from elastic_ray.standalone.session import StandaloneLink
 from tests.loop.ranks import RankFailedError, Ranks
 
 

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_ray as er
-from elastic_ray.context import current_session, set_session
-from elastic_ray.metrics import MOST_CHARACTERS, plain_metrics
+from elastic_ray.session.api import current_session, set_session
+from elastic_ray.session.metrics import MOST_CHARACTERS, plain_metrics
 
 
 class Phase(str, enum.Enum):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.parallel.layout import difference, packed
+from elastic_ray.state.layout import difference, packed
 from tests.loop.ranks import Ranks
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_torch_holds_already_is_shared(ranks: Ranks) -> None:
 
 
 def twice(port: int) -> Any:
-    from elastic_ray.context import set_session
+    from elastic_ray.session.api import set_session
 
     results = [train(port)[0]]
     set_session(None)
@@ -88,7 +88,7 @@ def test_a_second_run_in_the_same_processes_forms_a_group_of_its_own(ranks: Rank
 
 
 def without(absent: int, port: int) -> Any:
-    from elastic_ray import standalone
+    from elastic_ray.standalone import session as standalone
 
     if int(os.environ["RANK"]) == absent:
         return None

@@ -11,19 +11,19 @@ import torch
 from ray.train.v2.api.config import ScalingConfig
 
 import elastic_ray as er
-from elastic_ray.context import current_session, set_session
-from elastic_ray.job.messages import WorkerReport
-from elastic_ray.job.record import JobRecord
-from elastic_ray.job.state_saver import StateSaver
+from elastic_ray.checkpoints.automatic import StateFile, state_files
+from elastic_ray.checkpoints.format import read_state
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.membership.plan import Stop
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
-from elastic_ray.parallel.saved_state import read_state
-from elastic_ray.passage import WorkerDismissed
-from elastic_ray.session import Session
-from elastic_ray.standalone import StandaloneLink
-from elastic_ray.state_files import StateFile, state_files
-from elastic_ray.storage import RunStorage
+from elastic_ray.record.record import JobRecord
+from elastic_ray.session.api import current_session, set_session
+from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.standalone.session import StandaloneLink
+from elastic_ray.worker.messages import WorkerReport
+from elastic_ray.worker.state_saver import StateSaver
 
 EPOCHS = 2
 TICKS = EPOCHS * (4 + 2 + 1)  # batches of training and evaluation, and one that a break ends

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.parallel.plain import NotPlainError, Slot, decode, encode
-from elastic_ray.parallel.state import (
+from elastic_ray.state.codec import NotPlainError, Slot, decode, encode
+from elastic_ray.state.tree import (
     DictState,
     ModuleState,
     OptimizerState,

@@ -14,10 +14,10 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.noise_scale import SmoothedNoise, estimate
 from elastic_ray.batch.scaling_rules import RULES
 from elastic_ray.batch.statistics import WARM_STEPS
-from elastic_ray.context import current_session
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.membership.plan import SetBatch
-from placement.goodput import NoiseScale
+from elastic_ray.session.api import current_session
+from placement.goodput.model import NoiseScale
 from tests.loop.ranks import Ranks
 
 SAMPLES, BATCH = 96, 8

@@ -1,8 +1,8 @@
 """A whole job without Ray, torch or threads: the real membership machine and simulated workers, on a simulated clock.
 
-Workers follow the protocol of ``elastic_ray.session`` and ``elastic_ray.membership.worker_side``: they form groups
-ahead, agree by what rides on a step's collective, switch at the step's edge, fail when a peer is gone, and wait for
-the next generation. Every message takes a random time, so that messages overtake each other.
+Workers follow the protocol of ``elastic_ray.session.session`` and ``elastic_ray.membership.worker_side``: they form
+groups ahead, agree by what rides on a step's collective, switch at the step's edge, fail when a peer is gone, and
+wait for the next generation. Every message takes a random time, so that messages overtake each other.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ray.job.messages import Assignment
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapRefusedError, Meeting, signed
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.proof import new_secret, prove, proves
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.worker.messages import Assignment
 from tests.job.test_told import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import fit_snapshot
-from elastic_ray.job.desk import BatchDesk
-from elastic_ray.job.pulse import Pulse
-from elastic_ray.link import LoaderInfo, StepReport
+from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.membership.plan import Member, Plan, Progress
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.run_progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.worker_group.failure_detector import Pulse
 
 # -- transfer_rounds -----------------------------------------------------------------------------------------------
 

@@ -13,16 +13,16 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from placement.actor import NAMESPACE, PolicyConflictError, get_or_create_allocator
-from placement.allocator_config import AllocatorConfig
-from placement.autoscale import AutoscalerConfig
-from placement.cluster import Cluster
-from placement.events import CoreSnapshot
-from placement.groups import ready, release, reserve
-from placement.jobs import JobView
-from placement.node_types import NodeType
-from placement.scaling.config import Autoscaling
-from placement.snapshot import group_name, on_head
+from placement.allocator.actor import NAMESPACE, PolicyConflictError, get_or_create_allocator
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.events import CoreSnapshot
+from placement.autoscaling.autoscaler import AutoscalerConfig
+from placement.autoscaling.config import Autoscaling
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType
+from placement.ray_cluster.groups import ready, release, reserve
+from placement.ray_cluster.snapshot import group_name, on_head
 from tests.local_cluster import disconnect
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")

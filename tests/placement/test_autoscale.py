@@ -11,20 +11,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from placement.autoscale import Autoscaler, AutoscalerConfig, ScalingDecision
-from placement.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
+from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig, ScalingDecision
+from placement.autoscaling.fleet import build
+from placement.autoscaling.objectives import OBJECTIVES, Want, make_objective
+from placement.autoscaling.objectives.base import Demand, choices
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.autoscaling.objectives.utility_band import UtilityBand
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
+from placement.cluster.jobs import JobView, speeds
+from placement.cluster.node_types import NodeType
+from placement.cluster.progress import Progress
 from placement.errors import InputError
-from placement.facts import Progress
-from placement.fleet import build
-from placement.jobs import JobView, speeds
-from placement.node_types import NodeType
-from placement.planning import make_plan
+from placement.goodput.speeds import Memory
+from placement.planning.plan import make_plan
 from placement.policies import make_policy
-from placement.policies.speeds import Memory
-from placement.scaling import OBJECTIVES, Want, make_objective
-from placement.scaling.base import Demand, choices
-from placement.scaling.cost_per_progress import CostPerProgress
-from placement.scaling.utility_band import UtilityBand
 from tests.placement.views import model, view
 
 NOW = 1000.0

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from placement.cluster_file import main, read_cluster_file
+from placement.autoscaling.cluster_file import main, read_cluster_file
+from placement.cluster.price_table import Price, PriceTable
 from placement.errors import InputError
-from placement.price_table import Price, PriceTable
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY_UP = [ROOT / "cluster.yaml", ROOT / "examples" / "clusters" / "gcp.yaml"]

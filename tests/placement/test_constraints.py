@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, check
-from placement.constraints import Constraints
-from placement.jobs import JobView, speeds
-from placement.planning import make_plan
+from placement.cluster.cluster import Cluster, check
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
+from placement.planning.constraints import Constraints
+from placement.planning.multi_node import shared
+from placement.planning.plan import make_plan
+from placement.planning.problem import Plan
+from placement.planning.tenants import Tenant
 from placement.policies import POLICIES, Policy, Target, make_policy
-from placement.questions import Plan
-from placement.room import Room
-from placement.spanning import shared
-from placement.tenants import Tenant
 from tests.placement.views import cluster, model, node, view
 
 

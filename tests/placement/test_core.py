@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.allocator_config import AllocatorConfig
-from placement.cluster import Cluster, check
-from placement.core import AllocatorCore
-from placement.events import (
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import (
     Allocate,
     Event,
     Instruction,
@@ -22,7 +21,8 @@ from placement.events import (
     Tick,
     Unsatisfiable,
 )
-from placement.jobs import JobView
+from placement.cluster.cluster import Cluster, check
+from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, GoodputPolicy, Policy, Target
 from tests.placement.views import cluster, model, node, view
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from placement.core import AllocatorCore
-from placement.deadlines import satisfactory
-from placement.events import JobHeartbeat, NodesChanged
-from placement.facts import Progress
-from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView
-from placement.planning import make_plan
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobHeartbeat, NodesChanged
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
+from placement.planning.deadlines import satisfactory
+from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy
-from placement.throughput import ThroughputModel
 from tests.placement.views import cluster, view
 
 every = pytest.mark.parametrize("name", sorted(POLICIES))

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from placement.cluster import GPU_TYPE_LABEL, Cluster, Node
-from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView, speeds
-from placement.planning import make_plan
+from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster, Node
+from placement.cluster.jobs import JobView, speeds
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
+from placement.planning.plan import make_plan
 from placement.policies import ThroughputEfficiencyPolicy, UtilityCostPolicy
 from placement.policies.base import Policy
-from placement.throughput import ThroughputModel
 from tests.placement.views import cluster, model, view
 
 BOTH = pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from placement.core import AllocatorCore
-from placement.events import JobHeartbeat, NodesChanged
-from placement.jobs import JobView
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobHeartbeat, NodesChanged
+from placement.cluster.jobs import JobView
 from placement.policies import POLICIES, GoodputPolicy, make_policy
 from tests.placement.views import cluster, model, view
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
 
-from placement import fitting
-from placement.goodput import Observation, ThroughputModel, fit
+from placement.goodput import fitting
+from placement.goodput.model import Observation, ThroughputModel, fit
 
 
 @st.composite

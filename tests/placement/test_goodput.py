@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
+from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 
 # T_grad(m) = 0.1 + 0.01 m; a second replica costs 0.4 s within a node, 2 s across nodes.
 THROUGHPUT = ThroughputModel(0.1, 0.01, 2.0, 0.5, 0.4, 0.1, 1.0)

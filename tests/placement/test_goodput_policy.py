@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.cluster import Cluster
-from placement.facts import Progress
-from placement.fitting import Observation
-from placement.jobs import JobView, speeds
-from placement.planning import make_plan
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView, speeds
+from placement.cluster.progress import Progress
+from placement.goodput.fitting import Observation
+from placement.goodput.remaining import remaining
+from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.policies.worth import remaining
-from placement.simulator.clusters import parse_cluster
+from placement.simulator.nodes.clusters import parse_cluster
 from tests.placement.views import model, view
 
 

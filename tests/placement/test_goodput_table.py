@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.goodput import GoodputModel, NoiseScale
-from placement.goodput_table import Question, goodputs
-from placement.throughput import ThroughputModel
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
+from placement.goodput.table import Question, goodputs
 
 WORKERS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
 NODES = np.maximum(1, -(-WORKERS // 4))

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from placement.autoscale import Autoscaler
-from placement.cluster import Cluster
-from placement.jobs import JobView
-from placement.node_types import NodeType
+from placement.autoscaling.autoscaler import Autoscaler
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType
 from placement.policies import make_policy
 from tests.placement.views import view
 

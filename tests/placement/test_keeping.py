@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-import placement.keeping
-from placement.keeping import Keeper
-from placement.knowledge_store import FOLDER, KnowledgeStore, StorageRoot
-from placement.memory import Memory
+import placement.knowledge.sync
+from placement.knowledge.records import Memory
+from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
+from placement.knowledge.sync import Keeper
 from tests.hanging_storage import HangingStorage
 from tests.placement.test_knowledge import measured
 from tests.placement.test_knowledge_store import knowing
@@ -29,8 +29,8 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement.keeping, "_LOAD_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(placement.keeping, "_SAVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(placement.knowledge.sync, "_LOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(placement.knowledge.sync, "_SAVE_TIMEOUT_S", 0.5)
     hanging, recalled = HangingStorage(tmp_path), list[Memory]()
     away = StorageRoot(path="runs", filesystem=hanging.filesystem)
     here = StorageRoot(path=str(tmp_path / "here"), filesystem=pyarrow.fs.LocalFileSystem())

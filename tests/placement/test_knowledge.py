@@ -6,15 +6,15 @@ import dataclasses
 
 import pytest
 
-from placement.cluster import GPU_TYPE_LABEL, Cluster
-from placement.core import AllocatorCore
-from placement.events import JobHeartbeat, NodesChanged
-from placement.facts import Progress
-from placement.fitting import Observation
-from placement.jobs import JobView
-from placement.knowledge import Knowledge, KnowledgeConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobHeartbeat, NodesChanged
+from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.fitting import Observation
+from placement.goodput.remaining import remaining
+from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.policies import GoodputPolicy
-from placement.policies.worth import remaining
 from tests.placement.views import cluster, model, node, view
 
 MODEL = model()

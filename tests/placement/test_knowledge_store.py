@@ -14,11 +14,11 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from placement.cluster import GPU_TYPE_LABEL, Cluster
-from placement.fitting import Observation
-from placement.knowledge import Knowledge
-from placement.knowledge_store import FOLDER, KnowledgeStore, StorageRoot
-from placement.memory import Memory
+from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
+from placement.goodput.fitting import Observation
+from placement.knowledge.knowledge import Knowledge
+from placement.knowledge.records import Memory
+from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
 from tests.placement.test_knowledge import fresh, measured
 from tests.placement.views import node
 

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import scipy.optimize
 
-from placement import fitting
-from placement.goodput import Observation, ThroughputModel
-from placement.least_squares import least_squares
+from placement.goodput import fitting
+from placement.goodput.least_squares import least_squares
+from placement.goodput.model import Observation, ThroughputModel
 
 INFINITE = np.full(2, np.inf)
 

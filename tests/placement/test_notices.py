@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from placement.notice_watcher import Metadata
-from placement.notices import Notice, NoticeConfig, read_notice
+from placement.ray_cluster.notice_watcher import Metadata
+from placement.ray_cluster.notices import Notice, NoticeConfig, read_notice
 from tests.metadata_server import Handler, MetadataServer
 
 NOW_S = datetime.datetime(2026, 11, 21, 8, 20, tzinfo=datetime.timezone.utc).timestamp()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from placement.cluster import Cluster
-from placement.core import AllocatorCore
-from placement.events import JobHeartbeat, NodesChanged
-from placement.jobs import JobView
-from placement.parcel import pack_policy
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobHeartbeat, NodesChanged
+from placement.allocator.policy_parcel import pack_policy
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
 from placement.policies import FairSharePolicy, Target, make_policy
 from placement.simulator.cli import main
 from tests.placement.simulator.worlds import profiles, trace

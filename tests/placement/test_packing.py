@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import AllocationError, Change, Cluster, check, diff
-from placement.jobs import JobView
-from placement.packing import pack
-from placement.room import Room
+from placement.cluster.cluster import AllocationError, Change, Cluster, check, diff
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.cluster.packing import pack
 from tests.placement.views import cluster, node, view
 
 

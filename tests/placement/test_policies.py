@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster
-from placement.goodput import GoodputModel, NoiseScale, ThroughputModel
-from placement.jobs import JobView, speeds
-from placement.planning import check_targets, make_plan
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
+from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
+from placement.planning.plan import check_targets, make_plan
 from placement.policies import POLICIES, FixedPolicy, GoodputPolicy, Policy, make_policy
-from placement.room import Room
 from tests.placement.views import cluster, model, node, view
 
 

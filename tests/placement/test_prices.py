@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.policies.prices import Options, bound, find_prices, solve
+from placement.policies.goodput.dual_prices import Options, bound, find_prices, solve
 
 
 def optimum(options: Options) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from placement.private_files import make_directory, open_append, open_output
+from placement.storage.private_files import make_directory, open_append, open_output
 
 LOCAL = pyarrow.fs.LocalFileSystem()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.cluster import Cluster, Node, slots
-from placement.room import Room
+from placement.cluster.cluster import Cluster, Node, slots
+from placement.cluster.free_slots import Room
 from tests.placement.views import view
 
 BUNDLES = ({"GPU": 1.0}, {"GPU": 0.5, "CPU": 1.0}, {"CPU": 3.0})

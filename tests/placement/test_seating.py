@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.policies.seating import seat
+from placement.policies.goodput.seating import seat
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from placement.snapshot import RawNode, group_name, usable
+from placement.ray_cluster.snapshot import RawNode, group_name, usable
 
 
 def raw(available: float, **reserved: float) -> tuple[RawNode, ...]:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import AllocationError, check
-from placement.packing import Packing, pack
-from placement.spanning import check_apart, keep_apart, shared
+from placement.cluster.cluster import AllocationError, check
+from placement.cluster.packing import Packing, pack
+from placement.planning.multi_node import check_apart, keep_apart, shared
 from tests.placement.views import cluster, view
 
 

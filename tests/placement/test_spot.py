@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.autoscaler.v2.schema import LaunchRequest
 
-from placement.cluster import MARKET_LABEL, Cluster, check
-from placement.jobs import JobView
-from placement.launches import Launches, Lifetimes
-from placement.node_requests import Refusal, refusal
-from placement.node_types import NodeType, type_of
-from placement.planning import make_plan
+from placement.autoscaling.launches import Launches, Lifetimes
+from placement.cluster.cluster import MARKET_LABEL, Cluster, check
+from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType, type_of
+from placement.planning.plan import make_plan
+from placement.planning.spot import firm
 from placement.policies import POLICIES, make_policy
-from placement.spot import firm
+from placement.ray_cluster.node_requests import Refusal, refusal
 from tests.placement.views import node, view
 
 every = pytest.mark.parametrize("name", sorted(POLICIES))

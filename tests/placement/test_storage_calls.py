@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from placement.storage_calls import StorageCalls, StorageTimeoutError, call_storage
+from placement.storage.storage_calls import StorageCalls, StorageTimeoutError, call_storage
 
 
 def test_an_answer_and_an_error_come_through() -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster
-from placement.constraints import Constraints
-from placement.jobs import JobView
-from placement.planning import make_plan
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.planning.constraints import Constraints
+from placement.planning.plan import make_plan
+from placement.planning.problem import Question
+from placement.planning.tenants import Tenant, entitlements, share_out
 from placement.policies import POLICIES, make_policy
-from placement.questions import Question
-from placement.tenants import Tenant, entitlements, share_out
 from tests.placement.views import cluster, node, view
 
 every = pytest.mark.parametrize("name", sorted(POLICIES))

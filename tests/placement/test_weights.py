@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from placement.cluster import Cluster, Node
-from placement.constraints import Constraints
-from placement.jobs import JobView
-from placement.planning import is_news, make_plan
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.jobs import JobView
+from placement.planning.constraints import Constraints
+from placement.planning.plan import is_news, make_plan
+from placement.planning.tenants import Tenant
 from placement.policies import make_policy
-from placement.tenants import Tenant
 
 # Those that compare jobs in whole numbers; sia knows powers of two, the others serve jobs in an order.
 WEIGH = ("goodput", "pollux", "fair_share", "optimus", "throughput_efficiency")

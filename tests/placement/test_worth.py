@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from placement.facts import Progress
-from placement.policies.worth import discount, happiness, rank_weights, remaining
+from placement.cluster.progress import Progress
+from placement.goodput.remaining import discount, happiness, rank_weights, remaining
 
 
 def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:

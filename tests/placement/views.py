@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement.cluster import Cluster, Node
-from placement.goodput import GoodputModel, NoiseScale
-from placement.jobs import JobView
-from placement.throughput import ThroughputModel
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.jobs import JobView
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
 
 
 def node(node_id: str, cpus: float, free: float | None = None, **kwargs: Any) -> Node:

@@ -13,8 +13,8 @@ from ray.train.v2.api.config import LoggingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from elastic_ray.job.options import read_run, read_scaling
-from elastic_ray.trainer import _ARGUMENTS, ElasticTrainer
+from elastic_ray.driver.ray_train_config import read_run, read_scaling
+from elastic_ray.driver.trainer import _ARGUMENTS, ElasticTrainer
 
 
 def changed(config: Any, **fields: Any) -> Any:

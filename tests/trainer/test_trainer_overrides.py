@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.train import RunConfig, ScalingConfig
 
-from elastic_ray.overrides import Overrides, parse_workers, read_overrides
-from elastic_ray.trainer import ElasticTrainer
+from elastic_ray.driver.overrides import Overrides, parse_workers, read_overrides
+from elastic_ray.driver.trainer import ElasticTrainer
 
 
 def train() -> None:

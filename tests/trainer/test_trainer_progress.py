@@ -7,8 +7,8 @@ import io
 import numpy as np
 import pytest
 
+from elastic_ray.driver.display import Progress, event_line, status_line
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
-from elastic_ray.progress import Progress, event_line, status_line
 
 
 def status(**fields: object) -> JobStatus:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_ray.job.resources import impossible
-from placement.cluster import Node
+from elastic_ray.driver.feasibility import impossible
+from placement.cluster.cluster import Node
 
 
 def node(name: str, labels: Mapping[str, str] | None = None, **total: float) -> Node:

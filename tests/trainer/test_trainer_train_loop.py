@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ray.job.train_loop import call, pack
-from elastic_ray.trainer import ElasticTrainer
+from elastic_ray.driver.trainer import ElasticTrainer
+from elastic_ray.worker.train_loop import call, pack
 
 LOCK = threading.Lock()
 

@@ -16,7 +16,7 @@ from ray.train._internal.session import _TrainingResult
 
 import elastic_ray
 import tuning
-from elastic_ray.job.train_loop import call, pack, with_config
+from elastic_ray.worker.train_loop import call, pack, with_config
 from tests.tuning.sweeps import trainable
 from tuning.in_tune import in_tune
 
@@ -102,7 +102,7 @@ def test_a_trainers_settings_are_not_given_twice() -> None:
 
 _IN_TUNE = """
 import elastic_ray
-from elastic_ray.job.train_loop import call, pack, with_config
+from elastic_ray.worker.train_loop import call, pack, with_config
 from tuning.in_tune import in_tune
 
 def loop(config):
@@ -113,7 +113,7 @@ def loop(config):
     assert tune.get_checkpoint() is None
 
 call(with_config(in_tune(pack(loop, {"base": 1.0, "lr": 5.0})), {"lr": 0.5}))
-print(elastic_ray.context.current_session().link.metrics)
+print(elastic_ray.session.api.current_session().link.metrics)
 from ray.train._internal.session import get_session
 assert get_session() is None
 """

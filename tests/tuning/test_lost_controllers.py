@@ -16,7 +16,7 @@ import ray
 from ray import tune
 from ray.train import ScalingConfig
 
-from elastic_ray.handle import find_controller
+from elastic_ray.driver.handle import find_controller
 from tests.tuning.sweeps import fit, train, trainable
 from tuning.trial_job import TrialJob, make_template
 

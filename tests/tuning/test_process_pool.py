@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from elastic_ray.job.processes import setup_of
 from elastic_ray.job.spec import TrialSpec
+from elastic_ray.warm_pool.processes import setup_of
 from tests.job.test_told import spec
 from tests.local_cluster import LocalCluster
 from tuning.process_pool import ProcessPool

@@ -16,8 +16,8 @@ import ray
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
-from elastic_ray.handle import find_controller
-from placement.actor import NAME, NAMESPACE
+from elastic_ray.driver.handle import find_controller
+from placement.allocator.actor import NAME, NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 

@@ -13,7 +13,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
-from placement.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME, NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 

@@ -13,9 +13,9 @@ import pytest
 import ray
 from ray.train import ScalingConfig
 
-from placement.actor import get_or_create_allocator
-from placement.events import CoreSnapshot, DecisionRecord
-from placement.jobs import JobView
+from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.events import CoreSnapshot, DecisionRecord
+from placement.cluster.jobs import JobView
 from tests.tuning.sweeps import train
 from tuning import Promise
 from tuning.trial_job import TrialJob, make_template

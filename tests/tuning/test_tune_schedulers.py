@@ -25,7 +25,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 import elastic_ray as er
 import tuning
-from placement.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME, NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, in_tune_words, train, trainable
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.job.train_loop import Packed
+from elastic_ray.worker.train_loop import Packed
 from tuning.nni.wire import TrialId
 
 PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
@@ -19,7 +19,7 @@ class TrialLoop(Packed):
     """What a worker runs; NNI is imported only if the user's loop does that.
 
     Args:
-        packed: the user's loop, as ``elastic_ray.job.train_loop.pack`` made it.
+        packed: the user's loop, as ``elastic_ray.worker.train_loop.pack`` made it.
         trial: what ``nni.get_next_parameter``, ``get_trial_id`` and so on are to answer.
     """
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import pyarrow.fs
 
-from elastic_ray.job.train_loop import pack
-from placement.private_files import make_directory
+from elastic_ray.worker.train_loop import pack
+from placement.storage.private_files import make_directory
 from placement.text import printable
 from tuning.nni.loop import TrialLoop
 from tuning.nni.results import Outcome

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from placement.autoscale import AutoscalerConfig
-from placement.price_table import PriceTable
-from placement.scaling.cost_per_progress import CostPerProgress
+from placement.autoscaling.autoscaler import AutoscalerConfig
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.cluster.price_table import PriceTable
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
-from placement.simulator.clusters import parse_cluster
-from placement.simulator.disturbances import Disturbances
-from placement.simulator.provider import Autoscaling, Provider
-from placement.simulator.spot import SpotTrace
-from placement.simulator.traces import TraceJob
+from placement.simulator.nodes.clusters import parse_cluster
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.provider import Autoscaling, Provider
+from placement.simulator.nodes.spot import SpotTrace
+from placement.simulator.workloads.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 
 JOBS = tuple(

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from placement.cluster import Cluster
-from placement.jobs import JobView
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
 from placement.policies import POLICIES, FixedPolicy, Target, ThroughputEfficiencyPolicy, UtilityCostPolicy
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
-from placement.simulator.disturbances import Disturbances
+from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.rules import Location, PolluxRules, SiaRules
 from tests.placement.simulator.worlds import profiles, step_s, trace
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from placement.errors import InputError
-from placement.simulator.clusters import gpu_types, parse_cluster
-from placement.simulator.profiles import load_profiles
-from placement.simulator.traces import TraceJob, read_trace
+from placement.simulator.nodes.clusters import gpu_types, parse_cluster
+from placement.simulator.workloads.profiles import load_profiles
+from placement.simulator.workloads.traces import TraceJob, read_trace
 from tests.placement.simulator.worlds import profiles, trace
 
 

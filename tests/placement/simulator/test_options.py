@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from placement.cluster import Cluster
-from placement.jobs import JobView
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.price_table import PriceTable, read_prices
 from placement.policies import GoodputPolicy, Target, registry
-from placement.price_table import PriceTable, read_prices
 from placement.simulator import InputError, Report, batch, simulate
 from placement.simulator.cli import main
-from placement.simulator.lengths import Lengths
-from placement.simulator.profiles import load_profiles
-from placement.simulator.traces import TraceJob
+from placement.simulator.workloads.lengths import Lengths
+from placement.simulator.workloads.profiles import load_profiles
+from placement.simulator.workloads.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]
@@ -268,7 +268,7 @@ def test_refused_decisions_are_told(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_the_picture_shows_every_stay_once_and_nothing_twice(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from placement.simulator import plot
+    from placement.simulator.results import plot
 
     report = play(folder, policy="goodput")
     drawn: dict[tuple[str, int], list[tuple[float, float]]] = {}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from placement.cluster.progress import Progress
 from placement.errors import InputError
-from placement.facts import Progress
-from placement.simulator.outlook import outlook, read_nodes
+from placement.simulator.results.outlook import outlook, read_nodes
 from tests.placement.views import model, view
 
 HALFWAY = Progress(done=500.0, epoch_ends=(250.0, 500.0), epochs=4.0)

@@ -11,10 +11,10 @@ import pytest
 
 from placement.policies import FixedPolicy
 from placement.simulator import InputError, Report, simulate
-from placement.simulator.clusters import parse_cluster
-from placement.simulator.disturbances import Disturbances
-from placement.simulator.plot import bars
-from placement.simulator.spot import SpotTrace, read_spot
+from placement.simulator.nodes.clusters import parse_cluster
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.spot import SpotTrace, read_spot
+from placement.simulator.results.plot import bars
 from tests.placement.simulator.worlds import data, profiles, trace
 
 

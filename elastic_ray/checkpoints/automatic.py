@@ -1,0 +1,251 @@
+"""SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow knows.
+
+Each is two files in ``automatic/``: ``step_<n>_<token>.pt``, the state, and ``step_<n>_<token>.json``, written last,
+which says where it stands and what the first one's checksum is. A state without its note is incomplete, one of another
+checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
+steps. What a state holds is none of this module's business (see ``parallel/saved_state.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+import posixpath
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow.fs
+
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.session.progress import check_resume_point
+from placement.storage.private_files import make_directory, open_output
+
+DIRECTORY = "automatic"
+_CHUNK_BYTES = 16 << 20
+_SYNC_BYTES = 1 << 30
+_PAUSES_S = (0.2, 1.0, 3.0)
+
+logger = logging.getLogger(__name__)
+
+
+class CorruptStateError(Exception):
+    """An automatic checkpoint cannot be used: torn, changed since, or not what it says."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateFile:
+    """A complete automatic checkpoint.
+
+    Attributes:
+        path: of the state, on the run's file system.
+        resume_point: where it stands, as beside reported checkpoints.
+        sha256: of the file, in hexadecimal.
+        size: of the file [bytes].
+    """
+
+    path: str
+    resume_point: Mapping[str, Any]
+    sha256: str
+    size: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that it holds."""
+        return int(self.resume_point["steps"])
+
+
+def write_file(
+    storage: RunStorage,
+    resume_point: Mapping[str, Any],
+    write: Callable[[io.RawIOBase], None],
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+) -> StateFile:
+    """Write an automatic checkpoint, wholly or not at all.
+
+    Args:
+        storage: the run.
+        resume_point: where it stands.
+        write: writes the state.
+        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+    """
+    filesystem, directory = storage.filesystem, posixpath.join(storage.path, DIRECTORY)
+    name = f"step_{int(resume_point['steps']):012d}_{uuid.uuid4().hex[:8]}.pt"
+    path = posixpath.join(directory, name)
+    make_directory(filesystem, directory, private=storage.private)
+    try:
+        with open_output(filesystem, path, private=storage.private) as raw:
+            stream = _Hashing(raw, go_on, lambda: _sync(storage, path))
+            write(stream)
+        _sync(storage, path)
+        found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
+        note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
+        if not go_on():  # once its note is there it counts
+            raise InterruptedError("the checkpoint was given up")
+        with open_output(filesystem, _note_of(path), private=storage.private) as raw:
+            raw.write(json.dumps(note).encode())
+        _sync(storage, _note_of(path))
+    except BaseException:
+        with contextlib.suppress(Exception):
+            _delete_state(filesystem, path)
+        raise
+    return found
+
+
+def state_files(
+    storage: RunStorage,
+    pass_over: Callable[[str], None] = lambda problem: None,
+    heard: Callable[[], bool] = lambda: True,
+) -> tuple[StateFile, ...]:
+    """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
+
+    Args:
+        storage: the run.
+        pass_over: takes why something that looks like one is not used, a sentence.
+        heard: called with every one, so that who waits sees that it goes on.
+
+    Raises:
+        OSError: storage cannot be read, which says nothing about what is there.
+    """
+    directory = posixpath.join(storage.path, DIRECTORY)
+    if storage.filesystem.get_file_info(directory).is_file:
+        pass_over(f"{directory} is not used: it is a file, where a directory of automatic checkpoints should be")
+        return ()
+    selector = pyarrow.fs.FileSelector(directory, allow_not_found=True)
+    found = []
+    for entry in storage.filesystem.get_file_info(selector):
+        if not entry.path.endswith(".json"):
+            continue
+        heard()
+        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json") + ".pt")
+        try:
+            if not entry.is_file:
+                raise ValueError("its note is no file")
+            found.append(_read_note(storage, path))
+        except FileNotFoundError:
+            continue  # it is being deleted
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            pass_over(f"automatic checkpoint {path} is not used: {type(error).__name__}: {error}")
+    return tuple(sorted(found, key=lambda state: -state.steps))
+
+
+def _read_note(storage: RunStorage, path: str) -> StateFile:
+    with storage.filesystem.open_input_stream(_note_of(path)) as raw:
+        note = json.loads(raw.readall())
+    point = note["resume_point"]
+    check_resume_point(point)
+    if not isinstance(point.get("steps"), int):
+        raise ValueError(f"steps must be a whole number from 0, but is {point.get('steps')!r}")
+    return StateFile(path=path, resume_point=dict(point), sha256=str(note["sha256"]), size=int(note["size"]))
+
+
+def read_file(storage: RunStorage, state: StateFile) -> bytes:
+    """The content of an automatic checkpoint.
+
+    Raises:
+        CorruptStateError: it is not what was written, or cannot be read, also after a while.
+    """
+    try:
+        data = _read(storage, state.path)
+    except OSError as error:
+        raise CorruptStateError(f"{state.path} cannot be read: {error}") from error
+    if len(data) != state.size:
+        raise CorruptStateError(f"{state.path} has {len(data)} bytes, but {state.size} were written")
+    if hashlib.sha256(data).hexdigest() != state.sha256:
+        raise CorruptStateError(f"{state.path} has another checksum than what was written")
+    return data
+
+
+def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
+    """Delete all automatic checkpoints but the one just written and the newest of fewer steps, ``keep`` in all.
+
+    Those of more steps are of a course that was left: the job went on from an earlier one because they were corrupt.
+    """
+    others = [each for each in state_files(storage) if each.path != state.path]
+    fewer = [each for each in others if each.steps < state.steps]
+    for each in others:
+        if each not in fewer[: keep - 1]:
+            _delete_state(storage.filesystem, each.path)
+
+
+def delete_states(storage: RunStorage) -> None:
+    """Delete all automatic checkpoints, and their directory."""
+    with contextlib.suppress(FileNotFoundError):
+        storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
+
+
+def _read(storage: RunStorage, path: str) -> bytes:
+    """A storage that has a bad moment must not cost the progress since the state before this one."""
+    for pause_s in _PAUSES_S:
+        try:
+            with storage.filesystem.open_input_stream(path) as raw:
+                return bytes(raw.readall())
+        except (FileNotFoundError, IsADirectoryError):
+            raise
+        except OSError as error:
+            logger.warning("%s cannot be read, trying again in %g s: %s", path, pause_s, error)
+            time.sleep(pause_s)
+    with storage.filesystem.open_input_stream(path) as raw:
+        return bytes(raw.readall())
+
+
+def _note_of(path: str) -> str:
+    return path.removesuffix(".pt") + ".json"
+
+
+def _delete_state(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    for each in (_note_of(path), path):  # the note first: what is left must not look complete
+        with contextlib.suppress(FileNotFoundError):
+            if filesystem.get_file_info(each).is_file:
+                filesystem.delete_file(each)
+            else:
+                filesystem.delete_dir(each)
+
+
+def _sync(storage: RunStorage, path: str) -> None:
+    """Wait until a file has reached the disk: a node's end would take what only its memory holds."""
+    if not storage.local:
+        return  # there a file is kept once it is written
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+class _Hashing(io.RawIOBase):
+    """A stream that counts and digests what goes through it."""
+
+    def __init__(self, raw: Any, go_on: Callable[[], bool], sync: Callable[[], None]) -> None:
+        super().__init__()
+        self._raw = raw
+        self._go_on = go_on
+        self._sync = sync
+        self._unsynced = 0
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            if not self._go_on():
+                raise InterruptedError("the checkpoint was given up")
+            piece = view[begin : begin + _CHUNK_BYTES]
+            self._raw.write(piece)
+            self._digest.update(piece)
+            self._unsynced += len(piece)
+            if self._unsynced >= _SYNC_BYTES:  # all at once at the end would be a long silence
+                self._sync()
+                self._unsynced = 0
+        self.size += len(view)
+        return len(view)
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()

@@ -1,0 +1,94 @@
+"""SHELL: copies a directory from one file system to another, piece by piece, so that who waits sees that it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import posixpath
+from collections.abc import Callable, Iterator
+
+import pyarrow.fs
+
+from placement.storage.private_files import make_directory, open_output
+from placement.storage.storage_calls import StorageCalls
+
+_PIECE_BYTES = 16 << 20
+_THREADS = 4
+
+
+class SourceError(OSError):
+    """What is to be copied is not there, or may not be read; waiting for the storage that gets the copy is no help."""
+
+
+class MissingSourceError(SourceError, FileNotFoundError):
+    """It is not there."""
+
+
+class DeniedSourceError(SourceError, PermissionError):
+    """It may not be read."""
+
+
+@contextlib.contextmanager
+def reading_source() -> Iterator[None]:
+    """Tell what is wrong with the source from what is wrong with the target."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingSourceError(str(error)) from error
+    except PermissionError as error:
+        raise DeniedSourceError(str(error)) from error
+
+
+def copy_directory(
+    origin: pyarrow.fs.FileSystem,
+    source: str,
+    target_filesystem: pyarrow.fs.FileSystem,
+    target: str,
+    *,
+    private: bool,
+    go_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Copy all files and directories below ``source``.
+
+    Args:
+        origin: file system of ``source``.
+        source: directory to copy.
+        target_filesystem: file system of ``target``.
+        target: directory that gets the copies.
+        private: whether only their user may read them.
+        go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+
+    Raises:
+        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, or may not be read.
+    """
+    make_directory(target_filesystem, target, private=private)
+    files = []
+    source = source.rstrip("/") or "/"
+    with reading_source():
+        entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
+    for entry in entries:
+        copy = posixpath.join(target, entry.path[len(source) :].lstrip("/"))
+        if entry.type == pyarrow.fs.FileType.Directory:
+            make_directory(target_filesystem, copy, private=private)
+        else:
+            files.append((entry.path, copy))
+
+    def copy_file(pair: tuple[str, str]) -> None:
+        with reading_source():
+            opened = origin.open_input_stream(pair[0])
+        with opened as read, open_output(target_filesystem, pair[1], private=private) as written:
+            while piece := read.read(_PIECE_BYTES):
+                if not go_on():
+                    raise InterruptedError("the copy was given up")
+                written.write(piece)
+
+    # An upload to S3 goes on in several threads of its own; several at once may deadlock (apache/arrow#32372).
+    threads = 1 if isinstance(target_filesystem, pyarrow.fs.S3FileSystem) else _THREADS
+    pool = StorageCalls(target, threads=threads)
+    copies = [pool.start(f"copying {path}", functools.partial(copy_file, (path, copy))) for path, copy in files]
+    try:
+        for each in copies:
+            each.answer.result()
+    finally:
+        for each in copies:
+            pool.give_up(each)

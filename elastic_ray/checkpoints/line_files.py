@@ -1,0 +1,100 @@
+"""SHELL: files that one writer adds lines to, on any file system that pyarrow knows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+
+import pyarrow.fs
+
+from placement.storage.private_files import make_directory, open_append, open_output
+
+_PART_LINES = 1000
+
+
+class LineFile:
+    """Lines are added wholly or not at all, so that whoever failed to add some may try again: none comes twice.
+
+    Where a file can only be written anew, as on object stores, that is done with the whole file, or, ``in_parts``, with
+    files of some thousand lines in a directory beside it, so that neither time nor memory grows with their number.
+
+    Args:
+        filesystem: where the file is.
+        path: of the file.
+        private: whether only its user may read it.
+        in_parts: whether there may be too many lines to write them all anew.
+    """
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool, in_parts: bool = False) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._private, self._in_parts = private, in_parts
+        self._lines: list[str] | None = None  # of the file, or the part, that is written anew
+        self._part = 0
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Add lines.
+
+        Raises:
+            OSError: they cannot be written; the file is as it was.
+        """
+        if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
+            self._append_locally("".join(f"{line}\n" for line in lines).encode())
+            return
+        if self._lines is None:  # an earlier controller of the same run may have written some
+            self._part = len(self._parts()) if self._in_parts else 0
+            self._lines = [] if self._in_parts else list(self._read(self._path))
+        written = [*self._lines, *lines]
+        path = self._path
+        if self._in_parts:
+            make_directory(self._filesystem, self._folder, private=self._private)
+            path = posixpath.join(self._folder, f"{self._part:06d}.jsonl")
+        with open_output(self._filesystem, path, private=self._private) as stream:
+            stream.write("".join(f"{line}\n" for line in written).encode())
+        self._lines = written
+        if self._in_parts and len(written) >= _PART_LINES:
+            self._part, self._lines = self._part + 1, []
+
+    def read(self) -> Iterator[str]:
+        """All lines so far."""
+        yield from self._read(self._path)
+        if self._in_parts:
+            for part in self._parts():
+                yield from self._read(part)
+
+    # -- files -------------------------------------------------------------------------------------------------
+
+    def _append_locally(self, data: bytes) -> None:
+        descriptor = open_append(self._path, private=self._private)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                data = b"\n" + data  # a crash has cut the last line short
+            try:
+                while data:
+                    data = data[os.write(descriptor, data) :]
+            except OSError:
+                os.ftruncate(descriptor, size)
+                raise
+        finally:
+            os.close(descriptor)
+
+    @property
+    def _folder(self) -> str:
+        return posixpath.splitext(self._path)[0]
+
+    def _parts(self) -> list[str]:
+        selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
+        names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
+        return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
+
+    def _read(self, path: str) -> Iterator[str]:
+        with contextlib.suppress(FileNotFoundError), self._filesystem.open_input_stream(path) as stream:
+            rest = b""
+            while piece := stream.read(1 << 20):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+            if rest:
+                yield rest.decode(errors="replace")

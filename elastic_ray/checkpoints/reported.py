@@ -1,0 +1,80 @@
+"""SHELL: stores the checkpoints that rank 0 reports; storage that is away must not hold up training."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ray.checkpoints.copying import SourceError
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.session.transitions import WorkerDismissed
+from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+
+
+class ReportedCheckpoints:
+    """See the module's text.
+
+    Args:
+        storage: the run.
+        calls: the run's calls on storage.
+        timeout_s: silence of storage, or time in which it only fails, after which a checkpoint is given up [s].
+    """
+
+    def __init__(self, storage: RunStorage, calls: StorageCalls, *, timeout_s: float) -> None:
+        self._storage, self._calls, self._timeout_s = storage, calls, timeout_s
+        self._given_up: Call | None = None
+        self._fails = False
+
+    def store(
+        self, checkpoint: Any, index: int, note: Mapping[str, Any], is_stopping: Callable[[], bool]
+    ) -> tuple[str | None, str]:
+        """Store one.
+
+        Args:
+            checkpoint: what was reported.
+            index: number of the report.
+            note: ``progress`` and ``metrics``, see ``RunStorage.persist_checkpoint``.
+            is_stopping: whether the job is to end now.
+
+        Returns:
+            Path of the stored checkpoint; or None, and why it was given up.
+
+        Raises:
+            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
+                run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
+        """
+        if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
+            return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"
+        until_s = time.monotonic() + (0.0 if self._fails else self._timeout_s)
+        while True:
+            call = self._start(checkpoint, index, note)
+            try:
+                if not self._calls.wait(call, timeout_s=self._timeout_s, until=is_stopping):
+                    raise WorkerDismissed(stopped=True)
+                path = str(call.answer.result().path)
+                self._fails = False
+                return path, ""
+            except SourceError:
+                raise
+            except OSError as error:
+                if isinstance(error, StorageTimeoutError):
+                    self._given_up = call
+                elif time.monotonic() < until_s:
+                    time.sleep(_AGAIN_S)
+                    continue
+                self._fails = True
+                problem = f"the checkpoint of report {index} was given up: {error}"
+                logger.warning("%s", problem)
+                return None, problem
+
+    def _start(self, checkpoint: Any, index: int, note: Mapping[str, Any]) -> Call:
+        def store(go_on: Callable[[], bool]) -> Any:
+            return self._storage.persist_checkpoint(checkpoint, index, go_on=go_on, **note)
+
+        return self._calls.start_long(f"storing the checkpoint of report {index}", store)

@@ -1,0 +1,57 @@
+"""SHELL: what storage has of a run: where a job of its name can go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ray.checkpoints.automatic import StateFile, state_files
+from elastic_ray.checkpoints.run_directory import RunStorage, StoredCheckpoint
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """What was found.
+
+    Attributes:
+        checkpoints: reported ones, oldest first.
+        states: automatic ones, newest first.
+        start: where the checkpoint stands that a trial starts from; None if it does not say, or starts from none.
+        passed_over: why what looks like a checkpoint is not used, a sentence each.
+    """
+
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+    states: tuple[StateFile, ...] = ()
+    start: Mapping[str, Any] | None = None
+    passed_over: tuple[str, ...] = ()
+
+
+def find_stored(
+    storage: RunStorage,
+    *,
+    start_from: str | None,
+    is_trial: bool,
+    with_states: bool,
+    heard: Callable[[], bool] = lambda: True,
+) -> StoredRun:
+    """Look what storage has.
+
+    Args:
+        storage: the run.
+        start_from: checkpoint that a trial starts from.
+        is_trial: the sweep decides where it goes on, and what its directory holds does not count.
+        with_states: look for automatic checkpoints as well.
+        heard: called with every checkpoint, so that who waits sees that it goes on.
+
+    Raises:
+        OSError: storage cannot be read, which says nothing about what is there.
+    """
+    if is_trial:
+        return StoredRun(start=storage.load_progress(start_from) if start_from is not None else None)
+    problems: list[str] = []
+    return StoredRun(
+        checkpoints=storage.stored_checkpoints(problems.append, heard),
+        states=state_files(storage, problems.append, heard) if with_states else (),
+        passed_over=tuple(problems),
+    )

@@ -1,0 +1,366 @@
+"""SHELL: a run's directory on any file system pyarrow knows: events, reports and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import posixpath
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.fs
+
+from elastic_ray.checkpoints.copying import MissingSourceError, copy_directory, reading_source
+from elastic_ray.checkpoints.line_files import LineFile
+from elastic_ray.events import JobEvent, Report, plain
+from elastic_ray.session.progress import check_resume_point
+from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, open_output
+from placement.storage.storage_calls import call_storage
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+# ray.train takes longer to import than a worker takes to start: functions import it when they need it.
+
+logger = logging.getLogger(__name__)
+
+EVENTS_FILE = "events.jsonl"
+REPORTS_FILE = "reports.jsonl"
+PROGRESS_FILE = ".elastic_ray.json"
+"""Written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
+MARKER_FILE = ".elastic_ray_run"
+_CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCheckpoint:
+    """A complete checkpoint of a run.
+
+    Attributes:
+        index: its number, counted from 0 through the whole run.
+        path: its directory on the run's file system.
+        progress: what the caller stored beside it: epoch, loader positions...
+        metrics: the metrics it was reported with.
+    """
+
+    index: int
+    path: str
+    progress: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
+def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
+    """File system and path on it, by Ray Train's rules.
+
+    Args:
+        storage_path: a URI (``s3://bucket/dir``) or a local path, of which ``~`` and relative ones are made
+            absolute; with a ``filesystem`` a path on that, without a scheme.
+        filesystem: a file system of the user's own.
+
+    Raises:
+        ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without Java.
+    """
+    if filesystem is not None:
+        return filesystem, storage_path.rstrip("/") or "/"
+    if "://" not in storage_path:
+        return pyarrow.fs.LocalFileSystem(), os.path.abspath(os.path.expanduser(storage_path))
+    try:
+        found, path = pyarrow.fs.FileSystem.from_uri(storage_path)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, ValueError) as error:
+        raise ValueError(
+            f"storage_path must be a local path or a URI that pyarrow knows (s3://, gs://, abfs://, hdfs://, "
+            f"file://), but got {storage_path!r}: {error}. Pass another file system as storage_filesystem."
+        ) from error
+    except OSError as error:
+        needs = " (hdfs:// needs Java and Hadoop on every node)" if storage_path.startswith("hdfs://") else ""
+        raise OSError(f"the file system of storage_path={storage_path!r} cannot be opened{needs}: {error}") from error
+    return found, path
+
+
+class RunStorage:
+    """The directory of one run, used by its controller and by its workers.
+
+    Calls block on the file system, which may never answer: they are made through ``placement.storage.storage_calls``.
+    """
+
+    def __init__(self, path: str, filesystem: pyarrow.fs.FileSystem | None = None, *, private: bool = True) -> None:
+        """Name the directory; nothing is read or written yet.
+
+        Args:
+            path: directory of the run, the run's own name included; a URI if there is no ``filesystem``.
+            filesystem: file system that ``path`` lies on.
+            private: whether only the user may read what is written, where the file system is the node's.
+        """
+        self.filesystem, self.path = resolve(path, filesystem)
+        self.private = private
+        self._events = LineFile(self.filesystem, posixpath.join(self.path, EVENTS_FILE), private=private)
+        reports = posixpath.join(self.path, REPORTS_FILE)
+        self._reports = LineFile(self.filesystem, reports, private=private, in_parts=True)
+
+    @property
+    def where(self) -> str:
+        """The directory, for messages."""
+        return self.path if self.local else f"{self.filesystem.type_name.removeprefix('py::')}://{self.path}"
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a plain directory."""
+        return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
+
+    def create(self) -> None:
+        """Create the directory and the marker by which a worker sees that it reaches the same one.
+
+        Raises:
+            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
+                names it.
+        """
+        try:
+            make_directory(self.filesystem, self.path, private=self.private)
+            if self.private and self.local:
+                check_own(self.path)
+            self._write(posixpath.join(self.path, MARKER_FILE), "")
+        except ForeignDirectoryError:
+            raise
+        except OSError as error:
+            raise OSError(
+                f"the run's directory {self.path!r} ({self.filesystem.type_name}) cannot be written: "
+                f"{error}; set RunConfig(storage_path) to a directory or bucket this user may write"
+            ) from error
+
+    def create_within(self, timeout_s: float) -> None:
+        """:meth:`create`, for who cannot wait for ever.
+
+        Raises:
+            OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
+        """
+        call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
+
+    def check_reachable(self) -> None:
+        """Raise ``FileNotFoundError`` where this node does not see the controller's directory."""
+        if not self._exists(posixpath.join(self.path, MARKER_FILE)):
+            raise FileNotFoundError(
+                f"this node does not see the run's directory {self.path!r} ({self.filesystem.type_name}) "
+                "that the job's controller created on another node: set RunConfig(storage_path) to storage "
+                "that all nodes share, such as s3://bucket/dir or an NFS mount"
+            )
+
+    # --- events and reports ---------------------------------------------------------------------------------
+
+    def append_events(self, lines: Sequence[str]) -> None:
+        """Add lines to ``events.jsonl``, all or none."""
+        self._events.append(lines)
+
+    def read_events(self) -> tuple[JobEvent, ...]:
+        """The events written so far; a last line cut short by a crash is left out."""
+        events = []
+        for line in self.event_lines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                events.append(JobEvent.from_json(line))
+        return tuple(events)
+
+    def event_lines(self) -> Iterator[str]:
+        """Lines of ``events.jsonl``."""
+        return self._events.read()
+
+    def append_reports(self, lines: Sequence[str]) -> None:
+        """Add lines to ``reports.jsonl`` (``reports/*.jsonl`` where files cannot be added to), all or none."""
+        self._reports.append(lines)
+
+    def read_reports(self, first: int, last: int) -> dict[int, Report]:
+        """Reports of these numbers, in order; a restart repeats those after its checkpoint: the later ones count."""
+        found = {report.index: report for report in self._each_report(first, last)}
+        return dict(sorted(found.items()))
+
+    def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
+        """The last ``most`` reports from number ``first`` on, in order."""
+        found: dict[int, Report] = {}
+        for report in self._each_report(first, None):
+            found.pop(report.index, None)
+            found[report.index] = report
+            if len(found) > 2 * most:
+                found = {each.index: each for each in sorted(found.values(), key=_index)[-most:]}
+        return tuple(sorted(found.values(), key=_index)[-most:])
+
+    def _each_report(self, first: int, last: int | None) -> Iterator[Report]:
+        for line in self._reports.read():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                report = Report.from_json(line)
+                if first <= report.index and (last is None or report.index <= last):
+                    yield report
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def persist_checkpoint(
+        self,
+        source: str | os.PathLike[str] | Checkpoint,
+        index: int,
+        *,
+        progress: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> Checkpoint:
+        """Copy a checkpoint into the run, so that it is there wholly or not at all.
+
+        On a local file system the copy gets its name by a rename; elsewhere (where directories cannot be
+        renamed) by ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks
+        for.
+
+        Args:
+            source: a local directory, or a checkpoint anywhere.
+            index: number of the checkpoint; an earlier one of the same number is replaced.
+            progress: epoch, loader positions..., JSON-serialisable, for :meth:`load_progress`.
+            metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
+            go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+
+        Returns:
+            The checkpoint in the run's directory.
+
+        Raises:
+            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
+                run's directory.
+        """
+        from ray.train import Checkpoint
+
+        if isinstance(source, Checkpoint):
+            origin, origin_path = resolve(source.path, source.filesystem)
+        else:
+            origin, origin_path = pyarrow.fs.LocalFileSystem(), os.path.abspath(source)
+        with reading_source():
+            found = origin.get_file_info(origin_path)
+        if found.type != pyarrow.fs.FileType.Directory:
+            raise MissingSourceError(
+                f"a checkpoint must be a directory, but there is none at {origin_path!r} "
+                f"({origin.type_name}); keep the directory until report() has returned"
+            )
+        self.check_reachable()
+        target = posixpath.join(self.path, f"checkpoint_{index:06d}")
+        work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
+        note = {"index": index, "progress": dict(progress or {}), "metrics": dict(metrics or {})}
+        text = json.dumps(note, default=plain)
+        self.delete_checkpoint(work)
+        try:
+            copy_directory(origin, origin_path, self.filesystem, work, private=self.private, go_on=go_on)
+            if not go_on():  # what is complete is found by a restart: not behind the back of who gave it up
+                raise InterruptedError("the checkpoint was given up")
+            self._write(posixpath.join(work, PROGRESS_FILE), text)
+            if work != target:
+                self.delete_checkpoint(target)
+                self.filesystem.move(work, target)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.delete_checkpoint(work)
+            raise
+        return Checkpoint(target, self.filesystem)
+
+    def load_progress(self, checkpoint: str | Checkpoint) -> Mapping[str, Any] | None:
+        """What was stored beside a checkpoint; None if it is not one that a job of ours wrote.
+
+        Args:
+            checkpoint: a checkpoint, or the path of one on this run's file system.
+        """
+        filesystem, path = self.filesystem, checkpoint
+        if not isinstance(path, str):
+            filesystem, path = path.filesystem, path.path
+        try:
+            note = _read_note(filesystem, path)
+        except BadNoteError as error:
+            logger.warning("checkpoint %s does not say where it stands: %s", path, error)
+            return None
+        return None if note is None else note["progress"]
+
+    def stored_checkpoints(
+        self, pass_over: Callable[[str], None] = lambda problem: None, heard: Callable[[], bool] = lambda: True
+    ) -> tuple[StoredCheckpoint, ...]:
+        """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name.
+
+        Args:
+            pass_over: takes why something that looks like one is not used, a sentence.
+            heard: called with every one, so that who waits sees that it goes on.
+
+        Raises:
+            OSError: storage cannot be read, which says nothing about what is there.
+        """
+        selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
+        found = []
+        for entry in self.filesystem.get_file_info(selector):
+            matched = _CHECKPOINT.fullmatch(posixpath.basename(entry.path))
+            if not matched:
+                continue
+            heard()
+            path = posixpath.join(self.path, posixpath.basename(entry.path))
+            try:
+                if entry.is_file:
+                    raise BadNoteError("it is a file")
+                note = _read_note(self.filesystem, path)
+                if note is None:
+                    continue  # incomplete
+                check_resume_point(note["progress"])
+            except ValueError as error:
+                pass_over(f"{path} is not used as a checkpoint: {error}")
+                continue
+            index, progress, metrics = int(matched[1]), note["progress"], note["metrics"]
+            found.append(StoredCheckpoint(index=index, path=path, progress=progress, metrics=metrics))
+        return tuple(sorted(found, key=lambda stored: stored.index))
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint's directory; no error if it is gone already."""
+        if posixpath.dirname(path) != self.path:
+            raise ValueError(f"only directories in the run's own, {self.path!r}, are deleted, but got {path!r}")
+        if self.filesystem.get_file_info(path).is_file:
+            self.filesystem.delete_file(path)
+            return
+        # The note first: a deletion that is cut short must not leave something that looks complete.
+        note = posixpath.join(path, PROGRESS_FILE)
+        with contextlib.suppress(FileNotFoundError):
+            if self.filesystem.get_file_info(note).is_file:
+                self.filesystem.delete_file(note)
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_dir(path)
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def _exists(self, path: str) -> bool:
+        return bool(self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
+
+    def _write(self, path: str, text: str) -> None:
+        with open_output(self.filesystem, path, private=self.private) as stream:
+            stream.write(text.encode())
+
+
+def _index(report: Report) -> int:
+    return report.index
+
+
+class BadNoteError(ValueError):
+    """A file that says where a checkpoint stands says something else, or is none."""
+
+
+def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
+    """The JSON beside a checkpoint; None where there is none or it is not ours.
+
+    Raises:
+        BadNoteError: there is something in its place. OSError: storage cannot be read.
+    """
+    name = posixpath.join(path, PROGRESS_FILE)
+    try:
+        with filesystem.open_input_stream(name) as stream:
+            note = json.loads(stream.readall())
+    except FileNotFoundError:
+        return None
+    except OSError:
+        if filesystem.get_file_info(name).type == pyarrow.fs.FileType.Directory:
+            raise BadNoteError(f"its {PROGRESS_FILE} is a directory") from None
+        raise
+    except ValueError as error:
+        raise BadNoteError(f"its {PROGRESS_FILE} is no JSON: {error}") from None
+    if not isinstance(note, dict) or not {"progress", "metrics"} <= note.keys():
+        raise BadNoteError(f"its {PROGRESS_FILE} lacks 'progress' or 'metrics'")
+    for key in ("progress", "metrics"):
+        if not isinstance(note[key], dict):
+            raise BadNoteError(f"its {PROGRESS_FILE} has {key}={note[key]!r}, which is no object")
+    return note

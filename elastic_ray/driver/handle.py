@@ -1,0 +1,338 @@
+"""SHELL: what a driver holds of a submitted job."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.result import Result
+
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.driver.access import join
+from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
+from elastic_ray.driver.results import all_reports, make_result
+from elastic_ray.errors import JobLostError, TrainFunctionError
+from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
+from elastic_ray.job.spec import JobSpec
+from placement.allocator.actor import NAME as ALLOCATOR
+from placement.allocator.actor import NAMESPACE
+from placement.allocator.explaining import Explanation
+from placement.storage.storage_calls import call_storage
+from placement.text import printable
+
+_AWAY_POLL_S = 0.1
+_LONGEST_ASK_S = 5.0  # of one call, below its time-out
+
+
+def find_controller(job: str) -> Any | None:
+    """The handle of a job's controller; None if there is no such job."""
+    try:
+        return ray.get_actor(f"job:{job}", namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+class JobHandle:
+    """A submitted job: ask it, hold it at a size, wait for it, stop it.
+
+    While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
+    ``ElasticConfig.lease_s``, or goes on if another process attaches in time. After the job's end all methods
+    answer from what the handle has kept. Its methods may be called from any thread.
+    """
+
+    def __init__(self, controller: Any, spec: JobSpec) -> None:
+        """Take the lease; made by ``ElasticTrainer.submit`` and :meth:`attach`.
+
+        Args:
+            controller: handle of the job's controller.
+            spec: the job as submitted (``train_loop`` is not used).
+        """
+        self._controller = controller
+        self._spec = spec
+        self._reports: tuple[Report, ...] | None = None  # of a job that has ended with more than its outcome holds
+        self._lease = LeaseKeeper(
+            spec.job, controller, lease_s=spec.elastic.lease_s, away_s=spec.elastic.controller_timeout_s
+        )
+
+    @classmethod
+    def attach(cls, job: str) -> JobHandle:
+        """The handle of a job that another process submitted, for a driver that was restarted.
+
+        Args:
+            job: the job's name, ``RunConfig.name`` or ``JobHandle.job``.
+
+        Raises:
+            ValueError: if no such job runs.
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
+        """
+        join()
+        controller = find_controller(job)
+        if controller is None:
+            raise ValueError(
+                f"there is no job {job!r} to attach to: it has ended, or its lease ran out; submit it again "
+                "under the same name to go on from its last checkpoint"
+            )
+        try:
+            spec = _spec_of(controller)
+        except RayActorError as error:
+            raise ValueError(f"job {job!r} ended while it was being attached to: {error}") from error
+        return cls(controller, spec)
+
+    def __repr__(self) -> str:
+        status = self._lease.last
+        return f"JobHandle({self.job!r}, {status.phase.value}, workers={status.workers})"
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self._spec.job
+
+    # --- waiting
+    # ---------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether the job has ended, however it did."""
+        return self._lease.ending is not None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the job's end [s]; whether it has come. Never raises what the job failed with."""
+        return self._lease.wait(timeout) is not None
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the job's end and return its result; a stopped job has one as well, without an error.
+
+        Args:
+            timeout: longest wait [s]; None waits for ever.
+
+        Raises:
+            TimeoutError: if the job has not ended within ``timeout``; it goes on.
+            TrainFunctionError: if the train function raised; it is also of the type of the user's exception.
+            WorkersLostError: if all workers were lost more often than ``FailureConfig.max_failures`` allows.
+            JobLostError: if the job's controller died.
+        """
+        ending = self._lease.wait(timeout)
+        if ending is None:
+            raise TimeoutError(
+                f"job {self.job!r} has not ended within {timeout:g} s ({_state(self._lease.last)}); "
+                "it goes on, ask again later or stop() it"
+            )
+        if ending.outcome is None:
+            raise JobLostError(self.job, ending.lost, _state(ending.before or ending.status))
+        result = make_result(ending.outcome, self._storage(), timeout_s=self._spec.elastic.storage_timeout_s)
+        error = result.error
+        if error is None and ending.outcome.phase is JobPhase.FAILED:
+            reason = printable(ending.status.message) or "no reason was given"
+            error = TrainingFailedError(f"job {self.job!r} failed: {reason}")
+        if isinstance(error, TrainFunctionError):
+            raise error from error.cause
+        if error is not None:
+            raise error
+        return result
+
+    # --- asking
+    # ----------------------------------------------------------------------------------------------
+
+    def status(self) -> JobStatus:
+        """Where the job is now."""
+        answer = self._ask("status")
+        if answer is not None and self._lease.ending is None:
+            self._lease.last = answer
+        return self._lease.last
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Rank, node and process of every member of the present generation; none while there is none."""
+        return tuple(self._ask("workers") or ())
+
+    @property
+    def last_status(self) -> JobStatus:
+        """The job as the last renewal of its lease found it; asks nobody."""
+        return self._lease.last
+
+    @property
+    def storage_path(self) -> str:
+        """Directory of the job's events and checkpoints."""
+        return self._spec.storage_path
+
+    def events(self, since: int = 0) -> tuple[JobEvent, ...]:
+        """What has happened to the job so far, oldest first.
+
+        Args:
+            since: leave out this many of the oldest.
+        """
+        if since < 0:
+            raise ValueError(f"since must be 0 or more, but got {since}")
+        answer = self._ask("events", since)
+        if answer is not None:
+            return tuple(answer)
+        ending = self._lease.ending
+        events = ending.events if ending is not None else ()
+        if ending is not None and ending.outcome is None:  # the controller was lost, its file is there
+            storage, timeout_s = self._storage(), self._spec.elastic.storage_timeout_s
+            events = call_storage(storage.where, "reading events", storage.read_events, timeout_s=timeout_s)
+        return events[since:]
+
+    def explain(self) -> Explanation | None:
+        """Why the job has the workers that it has, and what it would do with one more; ``str`` of it is for people.
+
+        Returns:
+            None if the job has ended, or the allocator has not heard of it yet.
+
+        Raises:
+            TimeoutError: the allocator does not answer.
+        """
+        if self._lease.ending is not None:
+            return None
+        try:
+            allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
+            answer: Explanation = ray.get(allocator.explain.remote(self.job), timeout=START_TIMEOUT_S)
+            return answer
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"the allocator has not answered explain() for job {self.job!r} within {START_TIMEOUT_S:g} s; "
+                "its node may be overloaded or gone; ask again"
+            ) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, KeyError):
+                return None
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except (RayActorError, ValueError):  # it is being made, or made again
+            return None
+
+    # --- telling
+    # ---------------------------------------------------------------------------------------------
+
+    def resize(self, workers: int) -> None:
+        """Hold the job at this many workers until :meth:`release`; nothing happens if it has ended.
+
+        Returns once the controller knows; ``status()`` and ``events()`` tell when the size is reached.
+
+        Raises:
+            ValueError: if the job may not have this size.
+        """
+        low, high = self._spec.min_workers, self._spec.max_workers
+        if isinstance(workers, bool) or not isinstance(workers, int):
+            raise TypeError(f"workers must be a whole number, but got {workers!r}")
+        if not low <= workers <= high:
+            raise ValueError(
+                f"job {self.job!r} may have {low} to {high} workers, but got {workers}; the limits are those "
+                "of ScalingConfig(num_workers=(min, max))"
+            )
+        self._ask("resize", workers)
+
+    def release(self) -> None:
+        """Give the job's size back to the allocator after :meth:`resize`."""
+        self._ask("release")
+
+    def weigh(self, weight: float) -> None:
+        """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.
+
+        Raises:
+            ValueError: if it is not above 0.
+        """
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise TypeError(f"weight must be a number, but got {weight!r}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"weight must be above 0 and finite, but got {weight}")
+        self._ask("weigh", float(weight))
+
+    def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:
+        """What the train function has reported next.
+
+        Args:
+            after: ``index`` of the report before it; None for the first of this run. A trial waits in ``report`` until
+                enough of its reports have been asked for in this way.
+            timeout: longest wait [s].
+
+        Returns:
+            None if there was none within ``timeout``, or there will be no more: see :meth:`done`.
+        """
+        deadline = time.monotonic() + timeout
+        while self._lease.ending is None:
+            left = max(0.0, min(_LONGEST_ASK_S, deadline - time.monotonic()))
+            report: Report | None = self._ask("next_report", after, left)
+            if report is not None or (self._lease.ending is None and time.monotonic() >= deadline):
+                return report
+            if self._lease.last.phase.ended:
+                self._lease.wait(max(0.0, deadline - time.monotonic()))
+        outcome = self._lease.ending.outcome
+        if outcome is None:
+            return None
+        wanted = outcome.first_report if after is None else after + 1
+        reports = outcome.reports
+        if reports and wanted < reports[0].index:
+            if self._reports is None:
+                timeout_s = self._spec.elastic.storage_timeout_s
+                self._reports = tuple(all_reports(outcome, self._storage(), timeout_s=timeout_s))
+            reports = self._reports
+        position = bisect.bisect_left(reports, wanted, key=lambda report: report.index)
+        return reports[position] if position < len(reports) else None
+
+    def leave(self) -> None:
+        """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""
+        self._lease.leave()
+
+    def stop(self, *, now: bool = False) -> None:
+        """End the job; ``result()`` then returns what there is, no error.
+
+        Args:
+            now: in the middle of a step; its workers are gone at once. Else after the step in progress.
+        """
+        self._ask("stop", now=now)
+        self._lease.look()
+
+    # --- inside
+    # ----------------------------------------------------------------------------------------------
+
+    def _storage(self) -> RunStorage:
+        return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call the controller; None if the job has ended, in which case ``self._lease.ending`` is set."""
+        if self._lease.ending is not None:
+            return None
+        timeout_s = CALL_TIMEOUT_S if self._lease.answered else START_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while True:
+                try:
+                    left_s = max(0.0, deadline_s - time.monotonic())
+                    return ray.get(getattr(self._controller, method).remote(*arguments, **options), timeout=left_s)
+                except ActorUnavailableError:  # it is being restarted; asked twice, it does the same
+                    if time.monotonic() > deadline_s:
+                        raise GetTimeoutError(f"{method}() found no controller") from None
+                    time.sleep(_AWAY_POLL_S)
+        except GetTimeoutError as error:
+            raise TimeoutError(
+                f"the controller of job {self.job!r} has not answered {method}() within "
+                f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
+            ) from error
+        except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
+            raise (error.cause if isinstance(error.cause, Exception) else error) from None
+        except RayActorError as error:
+            # It may have closed just now, after the lease thread had collected everything.
+            if self._lease.wait(1.0) is None:
+                self._lease.lost(error)
+            return None
+
+
+def _spec_of(controller: Any) -> JobSpec:
+    """What was submitted, also from a controller that is being restarted."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            spec: JobSpec = ray.get(controller.spec.remote(), timeout=START_TIMEOUT_S)
+            return spec
+        except ActorUnavailableError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_AWAY_POLL_S)
+
+
+def _state(status: JobStatus) -> str:
+    text = f"{status.phase.value}, {status.workers} worker(s), epoch {status.epoch}, step {status.step}"
+    return f"{text}, {status.message}" if status.message else text

@@ -1,0 +1,334 @@
+"""Ray Train's configuration read for an elastic job: each field is honoured or refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
+from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+
+from placement.cluster.labels import check_selector
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
+_RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
+_ACCELERATOR = "accelerator_type:"
+_GIVEN_UP = "DEPRECATED"  # what Ray Train's classes hold for it
+_WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """What ``ScalingConfig`` asks for; fields as in ``JobSpec``."""
+
+    min_workers: int
+    max_workers: int
+    bundle: Mapping[str, float]
+    use_gpu: bool
+    label_selector: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What ``RunConfig`` asks for, as in ``JobSpec``; ``name`` is None unless the user chose one."""
+
+    name: str | None
+    storage_path: str
+    storage_filesystem: Any
+    max_failures: int
+    num_to_keep: int | None
+    checkpoint_score_attribute: str | None
+    checkpoint_score_order: str
+    runtime_env: Mapping[str, Any]
+    log_level: str
+
+
+# --- ScalingConfig ------------------------------------------------------------------------------------------
+
+
+def read_scaling(config: ScalingConfig | None) -> Scaling:
+    """Check a ``ScalingConfig`` (None: one worker with one CPU).
+
+    Raises:
+        TypeError: if it is no ``ray.train.ScalingConfig``.
+        ValueError: if it asks for what an elastic job cannot do, or for something impossible.
+    """
+    config = _instance(config, ScalingConfig, "scaling_config")
+    _refuse_unsupported_scaling(config)
+    low, high = _worker_limits(config.num_workers)
+    return Scaling(
+        min_workers=low,
+        max_workers=high,
+        bundle=_bundle(config),
+        use_gpu=bool(config.use_gpu),
+        label_selector=_label_selector(config.label_selector),
+    )
+
+
+def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
+    default = ScalingConfig()
+    refused = {
+        "use_tpu": "workers train on CPUs and CUDA GPUs; leave it out, or use Ray Train's JaxTrainer",
+        "topology": "it describes TPU slices, and an elastic job has none; leave it out",
+        "trainer_resources": "the job's controller needs none (it runs with num_cpus=0); leave it out",
+        "elastic_resize_monitor_interval_s": (
+            "sizes change on events (a job's arrival or end, a lost or new node), not at intervals; leave it out"
+        ),
+    }
+    for name, reason in refused.items():
+        _refuse("ScalingConfig", name, getattr(config, name), getattr(default, name), reason)
+    if config.placement_strategy != "PACK":
+        raise ValueError(
+            f"ScalingConfig(placement_strategy={config.placement_strategy!r}) is not supported: the "
+            "allocator decides where workers run, on as few nodes as possible, and moves them; leave it at "
+            "'PACK'"
+        )
+
+
+def _worker_limits(num_workers: Any) -> tuple[int, int]:
+    limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
+    if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
+        raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
+    if limits == (0, 0):
+        raise ValueError(
+            "ScalingConfig(num_workers=0), Ray Train's local mode, is not supported: to train in this "
+            "process, call the train function yourself (it runs alone unchanged); otherwise ask for at "
+            "least 1 worker"
+        )
+    if not 1 <= limits[0] <= limits[1]:
+        raise ValueError(
+            f"ScalingConfig(num_workers) must satisfy 1 <= min <= max, but got {num_workers!r}; "
+            "for example num_workers=(1, 8)"
+        )
+    return limits
+
+
+def _bundle(config: ScalingConfig) -> dict[str, float]:
+    """Resources of one worker: Ray Train's defaults, without amounts of 0."""
+    given = config.resources_per_worker
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"ScalingConfig(resources_per_worker) must be a dict of amounts, but got {given!r}")
+    bundle = dict(given) if given is not None else ({} if config.use_gpu else {"CPU": 1})
+    if config.use_gpu:
+        bundle.setdefault("GPU", 1)
+    if config.accelerator_type:
+        bundle.setdefault(f"{_ACCELERATOR}{config.accelerator_type}", 0.001)
+    for name, amount in bundle.items():
+        _check_amount(name, amount)
+    if not config.use_gpu and bundle.get("GPU"):
+        raise ValueError(f"resources_per_worker asks for {bundle['GPU']:g} GPU, but use_gpu is False; set use_gpu=True")
+    if config.use_gpu and not bundle["GPU"]:
+        raise ValueError("use_gpu is True, but resources_per_worker gives a worker 0 GPU; set use_gpu=False")
+    bundle = {name: float(amount) for name, amount in bundle.items() if amount}
+    if not bundle:
+        raise ValueError(
+            f"ScalingConfig(resources_per_worker) must give a worker something above 0, but got {given!r}; "
+            "for example {'CPU': 1}"
+        )
+    return bundle
+
+
+def _check_amount(name: Any, amount: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"resources_per_worker must be keyed by resource names, but got {name!r}")
+    if isinstance(amount, bool) or not isinstance(amount, int | float):
+        raise TypeError(f"resources_per_worker[{name!r}] must be a number, but got {amount!r}")
+    if not (amount >= 0 and math.isfinite(amount)):
+        raise ValueError(f"resources_per_worker[{name!r}] must be 0 or more and finite, but got {amount}")
+    if 0 < amount < 1e-4:
+        raise ValueError(f"resources_per_worker[{name!r}] must be at least 0.0001, Ray's unit: got {amount}")
+    if name in _WHOLE_ABOVE_ONE and amount > 1 and amount != int(amount):
+        raise ValueError(f"resources_per_worker[{name!r}] must be whole above 1, but got {amount}")
+
+
+def _label_selector(selector: Any) -> dict[str, str]:
+    """One selector for all workers."""
+    if selector is None:
+        return {}
+    if isinstance(selector, list):
+        if any(entry != selector[0] for entry in selector):
+            raise ValueError(
+                f"ScalingConfig(label_selector) must be the same for all workers, but got {selector!r}: "
+                "ranks of an elastic job come and go; pass one dict"
+            )
+        selector = selector[0] if selector else {}
+    if not isinstance(selector, Mapping):
+        raise TypeError(f"ScalingConfig(label_selector) must be a dict of labels, but got {selector!r}")
+    check_selector(selector, "ScalingConfig(label_selector)")
+    return dict(selector)
+
+
+# --- RunConfig ----------------------------------------------------------------------------------------------
+
+
+def read_run(config: RunConfig | None) -> Run:
+    """Check a ``RunConfig`` (None: Ray Train's defaults).
+
+    Raises:
+        TypeError: if it or a part of it is not of Ray Train's type.
+        ValueError: if it asks for what an elastic job cannot do.
+    """
+    config = _instance(config, RunConfig, "run_config")
+    failures = _instance(config.failure_config, FailureConfig, "RunConfig(failure_config)")
+    checkpoints = _instance(config.checkpoint_config, CheckpointConfig, "RunConfig(checkpoint_config)")
+    if config.callbacks:
+        raise ValueError(
+            f"RunConfig(callbacks={config.callbacks!r}) is not supported: these are called by Ray Train's "
+            "own controller, which does not run here; read JobHandle.events() and status(), or call your "
+            "code in the train function"
+        )
+    _check_failures(failures)
+    for owner, given in (("RunConfig", config), ("CheckpointConfig", checkpoints), ("FailureConfig", failures)):
+        for field in dataclasses.fields(given):
+            if field.default == _GIVEN_UP:
+                value = getattr(given, field.name)
+                _refuse(owner, field.name, value, _GIVEN_UP, "Ray Train has given it up; leave it out")
+    keep = checkpoints.num_to_keep
+    if keep is not None and not (_is_int(keep) and keep >= 1):
+        raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
+    return Run(
+        name=job_name(config.name),
+        storage_path=str(config.storage_path),
+        storage_filesystem=config.storage_filesystem,
+        max_failures=failures.max_failures,
+        num_to_keep=checkpoints.num_to_keep,
+        checkpoint_score_attribute=checkpoints.checkpoint_score_attribute,
+        checkpoint_score_order=checkpoints.checkpoint_score_order,
+        runtime_env=_runtime_env(config.worker_runtime_env),
+        log_level=_log_level(config.logging_config),
+    )
+
+
+def _check_failures(config: FailureConfig) -> None:
+    if not _is_int(config.max_failures) or config.max_failures < -1:
+        raise ValueError(
+            f"FailureConfig(max_failures) must be a whole number from -1 (no limit), but got {config.max_failures!r}"
+        )
+    if config.controller_failure_limit not in (-1, 0):
+        raise ValueError(
+            f"FailureConfig(controller_failure_limit={config.controller_failure_limit!r}) is not supported: "
+            "the controller of an elastic job is not restarted; leave it out, and submit the job again "
+            "under its name to go on from its last checkpoint"
+        )
+    default = FailureConfig()
+    refused = {
+        "max_preemption_failures": (
+            "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
+            "(only the loss of all workers counts, in max_failures); leave it out"
+        ),
+        "relax_collectives_on_preemption": (
+            "no collective of an elastic job waits for workers that are gone, so there is nothing to relax; "
+            "leave it out"
+        ),
+        "preemption_grace_s": (
+            "the surviving workers of an elastic job are never torn down, so they need no grace; leave it out"
+        ),
+    }
+    for name, reason in refused.items():
+        _refuse("FailureConfig", name, getattr(config, name), getattr(default, name), reason)
+
+
+def job_name(name: Any) -> str | None:
+    """The name the user chose; None for the one Ray Train fills in (jobs of one second would share it)."""
+    if name is None or (isinstance(name, str) and _RAYS_DEFAULT_NAME.fullmatch(name)):
+        return None
+    if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
+        raise ValueError(
+            "RunConfig(name) must start with a letter or digit and go on with at most 127 letters, digits "
+            f"or ._=,+- (it names a directory and an actor), but got {name!r}"
+        )
+    return name
+
+
+def _runtime_env(env: Any) -> dict[str, Any]:
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise TypeError(f"RunConfig(worker_runtime_env) must be a dict or RuntimeEnv, but got {env!r}")
+    return dict(env)
+
+
+def _log_level(config: Any) -> str:
+    level = str(getattr(config, "log_level", "INFO")).upper()
+    if not isinstance(logging.getLevelName(level), int):
+        raise ValueError(f"LoggingConfig(log_level) must be a level of Python's logging, but got {level!r}")
+    return level
+
+
+# --- TorchTrainer's other arguments -------------------------------------------------------------------------
+
+_ELSEWHERE = {
+    "datasets": (
+        "an elastic job shards samples itself, as its size changes: in the train function, wrap a map-style dataset in "
+        "elastic_ray.AdaptiveDataLoader, or read Parquet files with elastic_ray.ArrowDataset (of a Ray Dataset, "
+        "ds.write_parquet(...) makes them)"
+    ),
+    "dataset_config": "it says how Ray Data is split among ranks, and elastic_ray.AdaptiveDataLoader splits by itself",
+    "torch_config": (
+        "the job forms its process groups itself, with NCCL for CUDA tensors and gloo for others; time limits are "
+        "elastic_config=elastic_ray.ElasticConfig(collective_timeout_s=..., switch_timeout_s=...)"
+    ),
+    "backend_config": "the job forms its process groups itself: leave it out",
+    "validation_config": "validate in the train function, with an AdaptiveDataLoader of its own",
+    "metadata": (
+        "pass what the train function is to know in train_loop_config, and write into the checkpoint's directory what "
+        "is to lie beside it"
+    ),
+    "resume_from_checkpoint": (
+        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
+        "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in "
+        "the train function"
+    ),
+    "use_gpu": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8), use_gpu=True)",
+    "num_workers": "it belongs to scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))",
+    "name": "it belongs to run_config=ray.train.RunConfig(name=...)",
+    "storage_path": "it belongs to run_config=ray.train.RunConfig(storage_path=...)",
+}
+
+
+def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Say what to do in place of arguments that an elastic job has not; None counts as not given.
+
+    Args:
+        given: by name.
+        known: names of those that there are.
+
+    Raises:
+        TypeError: there is one; names the way out.
+    """
+    for name, value in given.items():
+        if name in _ELSEWHERE:
+            if value is not None:
+                raise TypeError(f"ElasticTrainer({name}=...) is not supported: {_ELSEWHERE[name]}")
+            continue
+        like = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {like[0]}?" if like else f"; it has {', '.join(known)}"
+        raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{hint}")
+
+
+# --- both ---------------------------------------------------------------------------------------------------
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _refuse(owner: str, name: str, value: Any, default: Any, reason: str) -> None:
+    if value != default:
+        raise ValueError(f"{owner}({name}={value!r}) is not supported: {reason}")
+
+
+def _instance(value: Any, wanted: Any, name: str) -> Any:
+    """The value, or a default one for None; raises unless it is of Ray Train's (not Tune's) type."""
+    if value is None:
+        return wanted()
+    if not isinstance(value, wanted):
+        got = f"{type(value).__module__}.{type(value).__qualname__}"
+        hint = " (is RAY_TRAIN_V2_ENABLED=0 set? unset it)" if got.startswith("ray.air") else ""
+        raise TypeError(f"{name} must be a ray.train.{wanted.__name__}, but got a {got}{hint}")
+    return value

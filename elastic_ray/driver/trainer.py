@@ -1,0 +1,284 @@
+"""SHELL: ``ElasticTrainer``: checks what the user asks for, submits the job, and waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+import ray.cloudpickle
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.train.v2.api.config import RunConfig, ScalingConfig
+from ray.train.v2.api.result import Result
+
+from elastic_ray.checkpoints.run_directory import RunStorage, resolve
+from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.driver.access import join
+from elastic_ray.driver.display import Progress
+from elastic_ray.driver.feasibility import impossible
+from elastic_ray.driver.handle import JobHandle, find_controller
+from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
+from elastic_ray.driver.overrides import read_overrides, take_name
+from elastic_ray.driver.ray_nodes import living_nodes, may_autoscale
+from elastic_ray.driver.ray_train_config import job_name, read_run, read_scaling, refuse_arguments
+from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.worker.train_loop import pack
+from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.policy_parcel import pack_policy
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_ARGUMENTS = (
+    "train_loop_per_worker",
+    "train_loop_config",
+    "scaling_config",
+    "run_config",
+    "elastic_config",
+    "scheduling_config",
+    "model_fingerprint",
+    "policy",
+)
+_STOP_TIMEOUT_S = 30.0
+
+
+class ElasticTrainer:
+    """Trains a PyTorch loop on workers that come and go while it runs.
+
+    The arguments are Ray Train's own, so that a ``TorchTrainer`` becomes elastic by one changed import.
+    Whatever of them an elastic job cannot honour raises here, with the reason. What ``elastic-ray submit`` was told
+    on the command line comes before the script's own (``elastic_ray.driver.overrides``).
+
+    Example:
+        ``ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=(1, 8))).fit()``
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: Mapping[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        elastic_config: ElasticConfig | None = None,
+        scheduling_config: SchedulingConfig | None = None,
+        model_fingerprint: str | None = None,
+        policy: Any = None,
+        **unsupported: Any,
+    ) -> None:
+        """Check everything; nothing is started and Ray is not needed yet.
+
+        Args:
+            train_loop_per_worker: the function every worker runs, with no argument or one, the config.
+            train_loop_config: what the function is called with.
+            scaling_config: number of workers (an int, or ``(min, max)``) and what each of them needs.
+            run_config: name, storage, failures, checkpoints.
+            elastic_config: how the job changes size and how fast it notices trouble.
+            scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
+            model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
+                whose workers have the same resources, share how long their steps take, also beyond their end. By
+                default it is derived from the model, see ``elastic_ray.job.fingerprint``.
+            policy: how the cluster is shared out among all its jobs: a registered name (``"goodput"``, the default,
+                ``"fair_share"``...), ``module:name`` or ``file.py:name``, or a function ``(jobs, cluster, now_s) ->
+                {job: workers or Target}``, class or object of your own. None takes the one that there is.
+            **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
+
+        Raises:
+            TypeError: if an argument is of the wrong type or not supported, or the function cannot be sent to workers.
+            ValueError: if a value is wrong, or not supported by elastic jobs.
+        """
+        refuse_arguments(unsupported, _ARGUMENTS)
+        if elastic_config is not None and not isinstance(elastic_config, ElasticConfig):
+            raise TypeError(f"elastic_config must be an ElasticConfig, but got {elastic_config!r}")
+        if scheduling_config is not None and not isinstance(scheduling_config, SchedulingConfig):
+            raise TypeError(f"scheduling_config must be a SchedulingConfig, but got {scheduling_config!r}")
+        self._train_loop = pack(train_loop_per_worker, train_loop_config)
+        told = read_overrides(os.environ)
+        self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
+        self._run = read_run(run_config)
+        self._name = self._run.name or job_name(take_name(os.environ))
+        self._submission = told.submission
+        self._elastic = elastic_config or ElasticConfig()
+        self._scheduling = scheduling_config or SchedulingConfig()
+        self._fingerprint = _check_fingerprint(model_fingerprint)
+        self._policy = None if policy is None else pack_policy(policy)
+        filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
+        self._filesystem = _picklable(filesystem)
+
+    def submit(self) -> JobHandle:
+        """Start the job and return at once; Ray is initialised if it is not yet.
+
+        Raises:
+            AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
+            PolicyConflictError: if other jobs are running under another policy than the one given.
+            ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
+            missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
+            cannot be written, or its storage does not answer.
+        """
+        return self._submit(self.spec())
+
+    def _submit(self, spec: JobSpec) -> JobHandle:
+        from elastic_ray.job.controller import start
+
+        join()
+        check_resources(spec)
+        _check_name(spec)
+        if self._policy is not None:
+            get_or_create_allocator(self._policy)
+        storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
+        storage.create_within(spec.elastic.storage_timeout_s)
+        logging.getLogger("elastic_ray").setLevel(spec.log_level)
+        try:
+            return JobHandle(start(spec), spec)
+        except ValueError as error:
+            if find_controller(spec.job) is None:
+                raise
+            raise JobNameTakenError(_name_taken(spec.job)) from error  # another driver was faster
+
+    def fit(self) -> Result:
+        """Run the job to its end, showing its progress; Ctrl-C stops it.
+
+        Returns:
+            Ray Train's ``Result``: last metrics, newest checkpoint, every reported row, rank 0's return
+            value.
+
+        Raises:
+            TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
+        """
+        handle = self._submit(dataclasses.replace(self.spec(), shown=True))
+        with Progress() as progress:
+            try:
+                _watch(handle, progress)
+            except KeyboardInterrupt:
+                print(f"job {handle.job}: stopping (Ctrl-C once more leaves it to its lease)", flush=True)
+                _stop(handle)
+                raise
+        return handle.result()
+
+    def spec(self) -> JobSpec:
+        """The job as it would be submitted, with a fresh name if the user gave none."""
+        job = self._name or _fresh_name()
+        return JobSpec(
+            job=job,
+            train_loop=self._train_loop,
+            min_workers=self._scaling.min_workers,
+            max_workers=self._scaling.max_workers,
+            bundle=self._scaling.bundle,
+            use_gpu=self._scaling.use_gpu,
+            label_selector=self._scaling.label_selector,
+            storage_path=f"{self._storage_path.rstrip('/')}/{job}",
+            storage_filesystem=self._filesystem,
+            max_failures=self._run.max_failures,
+            num_to_keep=self._run.num_to_keep,
+            checkpoint_score_attribute=self._run.checkpoint_score_attribute,
+            checkpoint_score_order=self._run.checkpoint_score_order,
+            runtime_env=self._run.runtime_env,
+            elastic=self._elastic,
+            scheduling=self._scheduling,
+            log_level=self._run.log_level,
+            model_fingerprint=self._fingerprint,
+            policy=self._policy,
+            submission=self._submission,
+        )
+
+
+def check_resources(spec: JobSpec) -> None:
+    """Refuse a job that the cluster could never run.
+
+    Raises:
+        ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    """
+    reason = impossible(spec.bundle, spec.min_workers, spec.label_selector, living_nodes())
+    if reason is None:
+        return
+    if may_autoscale():
+        logger.warning("%s; waiting, for an autoscaler may bring it", reason)
+        return
+    raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
+
+
+def _check_fingerprint(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"model_fingerprint must be a name for the model, or None, but got {name!r}")
+    if name is not None and not name.strip():
+        raise ValueError(f"model_fingerprint must be a non-empty name, such as 'resnet18-224', but got {name!r}")
+    return name
+
+
+def _fresh_name() -> str:
+    now = datetime.datetime.now()
+    return f"elastic-{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def _picklable(filesystem: Any) -> Any:
+    try:
+        ray.cloudpickle.loads(ray.cloudpickle.dumps(filesystem))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(
+            f"RunConfig(storage_filesystem) must be picklable to reach the workers, but {filesystem!r} is "
+            f"not: {error}; pass storage_path as a URI instead"
+        ) from error
+    return filesystem
+
+
+def _check_name(spec: JobSpec) -> None:
+    """Raise if an active job has this name; one that has ended gets time to be collected, then makes way."""
+    deadline = time.monotonic() + spec.elastic.lease_s
+    while (existing := find_controller(spec.job)) is not None:
+        try:
+            status = ray.get(existing.status.remote(), timeout=START_TIMEOUT_S)
+            if not status.phase.ended:
+                raise JobNameTakenError(_name_taken(spec.job))
+            if time.monotonic() > deadline:  # its driver died and never collected the result
+                existing.close.remote()
+        except GetTimeoutError:
+            raise JobNameTakenError(_name_taken(spec.job)) from None
+        except RayActorError:
+            pass
+        if time.monotonic() > deadline + CALL_TIMEOUT_S:
+            raise JobNameTakenError(_name_taken(spec.job))
+        time.sleep(0.1)
+
+
+def _name_taken(job: str) -> str:
+    return (
+        f"a job named {job!r} is active on this cluster; choose another RunConfig(name), stop that one, or "
+        f"use JobHandle.attach({job!r}) to get hold of it"
+    )
+
+
+def _watch(handle: JobHandle, progress: Progress) -> None:
+    """Show a job until its end."""
+    shown = 0
+    after: int | None = None
+    ended = False
+    while not ended:
+        ended = handle.wait(_POLL_S)
+        try:
+            events, status = handle.events(shown), handle.status()
+            for event in events:
+                progress.event(handle.job, event)
+            shown += len(events)
+            while (report := handle.next_report(after, timeout=0.0)) is not None:
+                after = report.index
+                progress.report(handle.job, report, status.epochs)
+        except TimeoutError as error:  # an overloaded node: the job itself may be well
+            logger.warning("%s", error)
+            continue
+        progress.status(status)
+
+
+def _stop(handle: JobHandle) -> None:
+    try:
+        handle.stop()
+        if not handle.wait(_STOP_TIMEOUT_S):
+            logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
+    except TimeoutError as error:
+        logger.warning("%s", error)

@@ -1,0 +1,242 @@
+"""What a job knows about its speed and its batch, from rank 0's reports (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
+from elastic_ray.membership.plan import Plan
+from elastic_ray.session.link import LoaderInfo, StepReport
+from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.knowledge.knowledge import Prior
+
+# A fit costs about 20 ms of the controller's thread.
+_FIT_EVERY_S = 2.0
+_GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still be on their way
+_TELL = 0.1  # relative change of a step time that is told
+
+
+class BatchDesk:
+    """Collects step reports, keeps a fitted model for each GPU type, and chooses batches.
+
+    The GPU type is that of the nodes of the group; a group on several types has None, and is measured apart.
+
+    Attributes:
+        loader: the training loader's limits, None before a worker is ready.
+        latest: the latest report.
+    """
+
+    def __init__(self, *, fixed: bool) -> None:
+        self._fixed = fixed
+        self._tuners: dict[str | None, BatchTuner] = {}
+        self._gpus: dict[int, str | None] = {}  # of the last generations that a batch was chosen for
+        self._gpu: str | None = ""
+        self._priors: dict[str, Prior] = {}
+        self._told: dict[str, tuple[Observation, ...]] = {}
+        self._fitting: tuple[str | None, TunerSnapshot] | None = None
+        self._fresh = False
+        self._fitted_s = 0.0
+        self._choice: BatchChoice | None = None
+        self._replicas = 1
+        self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
+        self._chosen_for = 0
+        self._measured: StepReport | None = None  # the latest that saw a step
+        self.loader: LoaderInfo | None = None
+        self.latest: StepReport | None = None
+        self.throughput = 0.0
+
+    @property
+    def model(self) -> GoodputModel | None:
+        """The goodput model on the present GPU type, others' until there is one of its own; None before either."""
+        return self.tuner.model if self.tuner is not None else None
+
+    @property
+    def tuner(self) -> BatchTuner | None:
+        """The job's tuner on the present GPU type, None before the loader is known."""
+        return self._tuners.get(self._gpu)
+
+    @property
+    def models(self) -> dict[str, GoodputModel]:
+        """The models that the job has measured itself, by GPU type."""
+        own = {gpu: tuner.own_model for gpu, tuner in self._tuners.items() if gpu is not None}
+        return {gpu: model for gpu, model in own.items() if model is not None}
+
+    @property
+    def own_model(self) -> GoodputModel | None:
+        """The model that the job has measured itself on the present GPU type."""
+        return self.tuner.own_model if self.tuner is not None else None
+
+    @property
+    def observations(self) -> dict[str, tuple[Observation, ...]]:
+        """Measured step times by GPU type; the same tuples until something has changed by a tenth."""
+        return dict(self._told)
+
+    @property
+    def atomic_bsz_ranges(self) -> dict[str, tuple[int, int]]:
+        """Bounds of a worker's batch by GPU type, where there are any."""
+        bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
+        return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
+
+    def goodput(self) -> float | None:
+        """Goodput [samples/s] of the present configuration; None before there is a model."""
+        report, model = self.latest, self.model
+        if model is None or report is None or report.shape is None:
+            return None
+        shape = report.shape
+        return float(model.goodput(report.nodes, report.replicas, shape.atomic_bsz, shape.accum_steps))
+
+    def open(self, loader: LoaderInfo | None) -> None:
+        """A worker has told the loader's limits."""
+        if self.loader is not None or loader is None:
+            return
+        limits = dataclasses.replace(loader.limits, max_batch_size=None) if self._fixed else loader.limits
+        self.loader = dataclasses.replace(loader, limits=limits)
+        self._tuner_on(self._gpu, limits)
+
+    def _tuner_on(self, gpu: str | None, limits: BatchLimits) -> BatchTuner:
+        if gpu not in self._tuners:
+            tuner = self._tuners[gpu] = BatchTuner(limits)
+            if gpu in self._priors:
+                tuner.set_prior(self._priors[gpu])
+            if self._measured is not None and self._measured.noise is not None:
+                tuner.set_noise(NoiseScale(*self._measured.noise))
+        return self._tuners[gpu]
+
+    def choose(self, plan: Plan, gpu: str | None = "") -> BatchChoice | None:
+        """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
+        if self.loader is None:
+            return None
+        self._before = (self._choice, self._replicas, self._gpu)
+        tuner = self._tuner_on(gpu, self.loader.limits)
+        decision = tuner.decide(plan.nodes, plan.world_size, self._choice, current_replicas=self._replicas)
+        self._choice, self._replicas, self._chosen_for = decision.choice, plan.world_size, plan.generation
+        self._gpu = self._gpus[plan.generation] = gpu
+        for generation in sorted(self._gpus)[:-_GENERATIONS]:
+            del self._gpus[generation]
+        return decision.choice
+
+    def take_over(self, plan: Plan, gpu: str | None) -> None:
+        """The generation in effect was chosen for by a controller before this one."""
+        if self.loader is not None:
+            self._tuner_on(gpu, self.loader.limits)
+        self._choice, self._replicas, self._chosen_for = plan.batch, plan.world_size, plan.generation
+        self._gpu = self._gpus[plan.generation] = gpu
+
+    def withdraw(self) -> None:
+        """The generation that was chosen for last will not come to be, unless it has been reported from already."""
+        if self.latest is not None and self.latest.generation >= self._chosen_for:
+            return
+        self._choice, self._replicas, self._gpu = self._before
+
+    def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
+        """Hear what others have measured; the batch to change to and why, None to go on as it is."""
+        self._priors.update(priors)
+        news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
+        return self._reconsider() if self._gpu in news else None
+
+    def observe(self, report: StepReport) -> int | None:
+        """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""
+        if self.latest is not None and _moment(report) < _moment(self.latest):
+            return None  # Ray may deliver calls to an async actor out of order
+        self.latest = report
+        if report.shape is None or report.steps == 0:
+            return None
+        before, self._measured = self._measured, report
+        self._learn(report)
+        same = before is not None and before.replicas == report.replicas and before.shape != report.shape
+        return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
+
+    def _learn(self, report: StepReport) -> None:
+        tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
+        if tuner is None or report.shape is None:
+            return
+        self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
+        tuner.observe(
+            nodes=report.nodes,
+            replicas=report.replicas,
+            atomic_bsz=report.shape.atomic_bsz,
+            accum_steps=report.shape.accum_steps,
+            step_time=report.step_time,
+            grad_time=report.grad_time,
+            steps=report.steps,
+        )
+        tuner.set_noise(NoiseScale(*report.noise) if report.noise is not None else None)
+        self._fresh = True
+
+    def due(self, now_s: float) -> TunerSnapshot | None:
+        """What to fit now; None while nothing new is known or the last fit is recent."""
+        if self.tuner is None or not self._fresh or now_s - self._fitted_s < _FIT_EVERY_S:
+            return None
+        self._fresh, self._fitted_s = False, now_s
+        snapshot = self.tuner.snapshot()
+        self._fitting = self._gpu, snapshot
+        return snapshot
+
+    def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
+        """Take a fit; the batch to change to and why, None to go on as it is."""
+        if self._fitting is None:
+            return None
+        gpu, snapshot = self._fitting
+        self._tuners[gpu].set_model(model)
+        self._tell(gpu, snapshot)
+        return self._reconsider() if gpu == self._gpu else None
+
+    def close(self) -> None:
+        """The job is over: what was measured since the last fit is told as well."""
+        for gpu, tuner in self._tuners.items():
+            self._tell(gpu, tuner.snapshot())
+
+    def _tell(self, gpu: str | None, snapshot: TunerSnapshot) -> None:
+        if gpu is not None and snapshot.observations:
+            self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
+
+    def _reconsider(self) -> tuple[BatchChoice, str] | None:
+        tuner, report = self.tuner, self.latest
+        if tuner is None or report is None or report.shape is None:
+            return None
+        if report.replicas != self._replicas or tuner.limits.fixed:
+            return None
+        decision = tuner.decide(report.nodes, report.replicas, report.shape)
+        if not decision.changed or decision.choice == self._choice != report.shape:
+            return None
+        self._choice = decision.choice
+        return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
+
+    def out_of_memory(self, atomic_bsz: int) -> str:
+        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch."""
+        if self.tuner is None:
+            return "the batch is not known yet"
+        return self.tuner.out_of_memory(max(1, atomic_bsz))
+
+
+def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
+    """What to tell of measurements: those told before, unless they have changed by a tenth, and new ones.
+
+    Medians move a little with every report; what is told every second is to change rarely. Counts are told as 1, 10
+    or 100.
+    """
+    known = {_configuration(each): each for each in before}
+    fresh = []
+    for each in now:
+        count = 10.0 ** min(2, int(math.log10(max(each.count, 1.0))))
+        old = known.get(_configuration(each))
+        same = old is not None and old.count >= count and abs(old.step_time / each.step_time - 1.0) < _TELL
+        fresh.append(old if same and old is not None else dataclasses.replace(each, count=count))
+    fresh.sort(key=_configuration)
+    return (
+        before
+        if len(fresh) == len(before) and all(a is b for a, b in zip(fresh, before, strict=True))
+        else tuple(fresh)
+    )
+
+
+def _configuration(observation: Observation) -> tuple[int, int, float, int]:
+    return observation.nodes, observation.replicas, observation.atomic_bsz, observation.accum_steps
+
+
+def _moment(report: StepReport) -> tuple[int, int]:
+    return report.generation, report.total_steps

@@ -1,0 +1,149 @@
+"""Gradients that user code adds up over several steps of a loader: state of the run between these steps (torch)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from elastic_ray.session.session import Session
+from elastic_ray.session.step import Step
+
+_TWICE = (
+    "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "
+    "more than once. Either step the optimizer in every step, or leave gradient_accumulation=True out"
+)
+
+
+class CarriedGradients:
+    """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
+
+    A loop that applies the gradients of each step at once carries none, and pays for nothing here. One that leaves some
+    behind the optimizer's step, as a GAN's other loss does, and then throws them away, is found out at the first time.
+
+    Args:
+        session: the run.
+        optimizer: steps the model's parameters.
+    """
+
+    def __init__(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
+        self._session = session
+        self._optimizer = optimizer
+        self._steps = 0  # whose gradients the optimizer was not asked to apply yet
+        self._lost = 0  # of those, what the rank that this one's state is from could not pass on
+        self._step: Step | None = None
+        self._asked = self._behind = self._throws_away = False
+        self._local = False
+        self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._left_behind = self._warned = False
+        self.watched: torch.Tensor | None = None
+        self.applied = False  # the optimizer has stepped in the step in progress
+
+    # -- what the step in progress does ------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for the optimizer."""
+        return self._steps > 0
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
+        return self._local
+
+    def add(self, step: Step | None, *, local: bool = False) -> None:
+        """A backward pass adds to ``.grad``; ``local`` if it is not to be reduced."""
+        if step is None or (self._asked and self._throws_away):
+            return
+        if step is not self._step or not self._steps:
+            self._step, self._steps = step, self._steps + 1
+            if local:
+                self._session.trains()
+        self._local = self._local or (local and self._session.world_size > 1)
+        self._behind = self._asked
+
+    def look(self, param: torch.Tensor) -> None:
+        """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
+        self.watched = None
+        if self._left is not None and param.grad is not None:
+            left, version = self._left
+            thrown_away = param.grad is not left() or param.grad._version > version + 1
+            if self._left_behind:
+                self._throws_away = thrown_away
+            if not (thrown_away or self._warned) and self._step is not None and self._step.micro_steps > 1:
+                self._warned = True
+                self._session.tell("warning", _TWICE)
+
+    def reduced(self) -> None:
+        """All that was added up is the same on all ranks now."""
+        self._local = False
+
+    def taken(self) -> None:
+        """The optimizer was asked to step."""
+        self._steps, self._asked, self._local = 0, True, False
+
+    # -- a step that is lost -----------------------------------------------------------------------------------
+
+    def remember(self) -> Any:
+        """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
+        self._asked = self.applied = False
+        self.watched = None
+        if not self._steps:
+            return None
+        self._left_behind = self._behind
+        self._watch()
+        # Local ones do not outlast a group that has lost a step.
+        return self._steps, self._local, {} if self._local else self._gradients()
+
+    def roll_back(self, remembered: Any) -> None:
+        """Undo a lost step; one that the optimizer has applied has left nothing to carry."""
+        if remembered is None or self.applied:
+            self._take(0, {})
+            return
+        steps, local, gradients = remembered
+        self._take(steps, gradients)
+        self._local = local
+
+    def _watch(self) -> None:
+        for p in self._params():
+            if p.grad is not None:
+                self.watched, self._left = p, (weakref.ref(p.grad), p.grad._version)
+                return
+
+    # -- travelling --------------------------------------------------------------------------------------------
+
+    def capture(self) -> Any:
+        """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
+        if self._local:
+            return {"lost": self._steps}
+        return {"steps": self._steps, "gradients": self._gradients()} if self._steps else {}
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state."""
+        self._take(tree.get("steps", 0), tree.get("gradients", {}))
+        self._lost = tree.get("lost", 0)
+
+    def enter(self) -> None:
+        """A group was entered: what only some of its ranks hold counts no more."""
+        lost, self._lost = self._steps if self._local else self._lost, 0
+        if self._local:
+            self._take(0, {})
+        if lost:
+            self._session.tell(
+                "warning",
+                f"gradients of {lost} step{'s' if lost > 1 else ''} are lost: they were added up within no_sync(), "
+                "on each worker its own, when the group changed before they were synchronised",
+                {"steps": lost},
+            )
+
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return {i: p.grad.detach() for i, p in enumerate(self._params()) if p.grad is not None}
+
+    def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
+        self._steps, self._step, self._local = steps, None, False
+        for i, p in enumerate(self._params()):
+            p.grad = gradients[i].to(p.device) if i in gradients else None

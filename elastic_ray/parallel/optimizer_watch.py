@@ -1,0 +1,68 @@
+"""Sees training that ``AdaptiveDataParallel`` and ``AdaptiveDataLoader`` know nothing of (torch)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from elastic_ray.session.api import session_of_thread
+
+_installed = False
+
+
+def watch_optimizers() -> None:
+    """Look at every step of any optimizer in this process, as the session of its thread wants it.
+
+    The hook stays: torch walks through its hooks in a step, and does not bear that one is taken out meanwhile.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_on_step)
+
+
+def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    session = session_of_thread()
+    if session is not None:
+        session.watched.look_at(optimizer)
+
+
+class OptimizerWatch:
+    """Optimizers that step in a group of several workers without having been wrapped.
+
+    Each worker has its own samples, so that a model which nobody synchronises becomes another one on each of them.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session = weakref.ref(session)
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """One that was wrapped."""
+        self._known.add(optimizer)
+
+    def look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            RuntimeError: no model was wrapped at all.
+        """
+        session = self._session()
+        if session is None or session.world_size == 1 or optimizer in self._known or optimizer in self._told:
+            return
+        self._told.add(optimizer)
+        text = (
+            f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
+            f"{session.world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
+            "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
+        )
+        if not self._known and not torch.distributed.is_initialized():  # it may be torch's own DDP, under torchrun
+            raise RuntimeError(text)
+        session.tell("warning", text)

@@ -1,0 +1,1 @@
+"""What is known of a job and told of it: phase, events, reports, views."""

@@ -1,0 +1,242 @@
+"""A job's history as its controller keeps it: phase, events, reports, checkpoints, outcome (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_ray.checkpoints.automatic import StateFile
+from elastic_ray.checkpoints.resumable import StoredRun
+from elastic_ray.checkpoints.retention import CheckpointBook
+from elastic_ray.checkpoints.run_directory import StoredCheckpoint
+from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.record.backlog import Backlog
+from elastic_ray.record.tail import Tail
+from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.worker.messages import WorkerReport
+
+
+class JobRecord:
+    """See the module's text. What it has to write waits in its backlogs for the job's ``Scribe``.
+
+    Attributes:
+        note: what the allocator has to tell the job's user.
+        told: what its workers had to, last.
+        cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
+        unwritten_events: lines of ``events.jsonl``.
+        unwritten_reports: lines of ``reports.jsonl``.
+        looked: whether it is known what storage has.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self._book = CheckpointBook(
+            num_to_keep=spec.num_to_keep,
+            score_attribute=spec.checkpoint_score_attribute,
+            score_order=spec.checkpoint_score_order,
+        )
+        self._reports: Tail[Report] = Tail()
+        self._outcome: JobOutcome | None = None
+        self._resume: Mapping[str, Any] | None = None
+        self.phase = JobPhase.WAITING
+        self.message = "waiting for resources"
+        self.note = ""
+        self.told = ""
+        self.cost_usd: float | None = None
+        self.events: list[JobEvent] = []
+        self.unwritten_events = Backlog()
+        self.unwritten_reports = Backlog()
+        self.metrics: Mapping[str, Any] = {}
+        self.batch_reason = ""
+        self._states: tuple[StateFile, ...] = ()
+        self._states_kept = spec.states_kept
+        self._since_checkpoint: set[str] = set()  # automatic ones; of as many steps, the later one is further
+        self._is_trial = spec.trial is not None
+        self._start = spec.trial.start_from if spec.trial is not None else None
+        self._waits: dict[str, str] = {}
+        self.looked = False
+
+    # -- where the job stands ----------------------------------------------------------------------------------
+
+    def found(self, stored: StoredRun) -> tuple[str, ...]:
+        """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
+
+        It counts more than what is known here: a message that a checkpoint is there may have been lost, and somebody
+        may have deleted one.
+        """
+        self.looked = True
+        if self._is_trial:
+            if self._book.latest is None:
+                self._resume = stored.start
+            return ()
+        known = dict(self._book.kept)
+        self._book.clear()
+        self._resume, surplus = None, list[str]()
+        for checkpoint in stored.checkpoints:
+            surplus += self._book.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
+            self._resume = checkpoint.progress
+        self._states = stored.states if self._states_kept else ()
+        return tuple(surplus)
+
+    @property
+    def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
+        """Latest checkpoint and where it stands, None where it does not say; (None, None) before the first."""
+        latest = self._book.latest
+        path = latest[0] if latest is not None else self._start
+        return (path, self._resume) if path is not None else (None, None)
+
+    @property
+    def states(self) -> tuple[StateFile, ...]:
+        """Automatic checkpoints that are further than that, newest first."""
+        steps = int((self.restart_point[1] or {}).get("steps", 0))
+        newer = self._since_checkpoint
+        return tuple(s for s in self._states if s.steps > steps or (s.steps == steps and s.path in newer))
+
+    @property
+    def resume_point(self) -> Mapping[str, Any] | None:
+        """Where a restart would go on; None at the beginning."""
+        states = self.states
+        return states[0].resume_point if states else self.restart_point[1]
+
+    def saved(self, state: StateFile) -> None:
+        """An automatic checkpoint was written; its writer deletes the files of those that are not kept."""
+        self._since_checkpoint.add(state.path)
+        fewer = [each for each in self._states if each.steps < state.steps]
+        self._states = (state, *fewer)[: self._states_kept]
+        self._since_checkpoint &= {each.path for each in self._states}
+
+    def forget_states(self) -> None:
+        """The job has finished: its automatic checkpoints are deleted."""
+        self._states = ()
+
+    @property
+    def workers_at_most(self) -> int:
+        """Most workers that can go on from there, 0 for no limit.
+
+        Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
+        """
+        left = int((self.resume_point or {}).get("left", 0))
+        return max(1, left // 2) if left else 0
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def starting(self) -> None:
+        """Workers are being started."""
+        if self.phase is JobPhase.WAITING:
+            self.phase, self.message = JobPhase.STARTING, "workers are starting"
+
+    def event(self, event: JobEvent) -> None:
+        """Add an event."""
+        self.events.append(event)
+        self.unwritten_events.add(event.to_json())
+        if event.kind is EventKind.STARTED:
+            self.message = ""
+
+    def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
+        """Go on with what a controller before this one has noted down; :meth:`catch_up` follows."""
+        self.phase, self.message = phase, message
+        self.events = list(events)
+
+    def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
+        """Take rank 0's report; returns the checkpoints that are not kept any more."""
+        report = _report(message, workers)
+        self._put(report)
+        if report.checkpoint is None:
+            return ()
+        self._resume = message.resume_point
+        self._since_checkpoint.clear()
+        return self._book.add(report.checkpoint, report.metrics)
+
+    def report_again(self, message: WorkerReport, workers: int) -> Report | None:
+        """Take a report that may be known, and may not; returns it if it was not."""
+        if message.index in self._reports:
+            return None
+        report = _report(message, workers)
+        self._put(report)
+        return report
+
+    def _put(self, report: Report) -> None:
+        self._reports.put(report.index, report)  # a restart repeats reports after its checkpoint: the later ones count
+        self.unwritten_reports.add(report.to_json())
+        if report.index >= self._reports.last:
+            self.metrics = report.metrics
+
+    @property
+    def first_report(self) -> int:
+        """Number of the first report of this run; 0 before it."""
+        return self._reports.first
+
+    @property
+    def last_report(self) -> int:
+        """Number of the last one."""
+        return self._reports.last
+
+    def restored(self, checkpoint: StoredCheckpoint) -> None:
+        """A report that was never heard of, with the checkpoint that it left in storage."""
+        self._put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+
+    def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
+        """After the end of an earlier controller, whose events are here: go on where its files end.
+
+        Args:
+            lines: that ``events.jsonl`` lacks.
+            first_report: number of the first report of the run.
+            reports: the last ones of ``reports.jsonl``.
+        """
+        for line in lines:
+            self.unwritten_events.add(line)
+        for report in reports:
+            if report.index in self._reports:
+                continue  # heard again, or later
+            self._reports.put(report.index, report)
+            if report.index >= self._reports.last:
+                self.metrics = report.metrics
+        if first_report:
+            self._reports.first = first_report
+
+    def waits(self, who: str, what: str) -> None:
+        """What someone waits for storage for; empty for nothing."""
+        if what:
+            self._waits[who] = what
+        else:
+            self._waits.pop(who, None)
+
+    def nobody_waits(self) -> None:
+        """Those that may have waited may be gone; who still waits says so soon."""
+        self._waits.clear()
+
+    @property
+    def waiting(self) -> str:
+        """What the job waits for storage for, as a sentence; empty where storage answers."""
+        return "; ".join(dict.fromkeys(self._waits.values()))
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def end(
+        self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
+    ) -> None:
+        """The job has ended."""
+        self.phase, self.message = phase, message
+        self._outcome = JobOutcome(
+            phase=phase,
+            error=error,
+            metrics=self.metrics,
+            reports=self._reports.values(),
+            first_report=self._reports.first or 1,
+            checkpoints=self._book.kept,
+            return_value=return_value,
+        )
+
+    def outcome(self) -> JobOutcome | None:
+        """How the job ended; None before."""
+        return self._outcome
+
+
+def _report(message: WorkerReport, workers: int) -> Report:
+    return Report(
+        index=message.index,
+        metrics=message.metrics,
+        checkpoint=message.checkpoint,
+        workers=workers,
+        epochs_done=int(message.resume_point.get("epoch", 0)),
+    )

@@ -1,0 +1,157 @@
+"""What others see of a job: the allocator its view, the driver its status (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
+from elastic_ray.job.batch_planner import BatchDesk
+from elastic_ray.job.fingerprint import fingerprint
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.generation import JobMembership
+from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.record import JobRecord
+from elastic_ray.sealed import Raised
+from elastic_ray.session.progress import RunProgress
+from elastic_ray.worker.messages import ProcessFacts
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+
+
+def max_workers(spec: JobSpec, desk: BatchDesk) -> int:
+    """Most workers that the job has a use for, never fewer than its minimum."""
+    most = spec.max_workers if desk.loader is None else min(spec.max_workers, desk.loader.max_workers)
+    return max(spec.min_workers, most)
+
+
+def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
+    """Refuse a size that the job cannot be held at.
+
+    Raises:
+        ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    """
+    most = max_workers(spec, desk)
+    if spec.min_workers <= workers <= most:
+        return
+    limit = ""
+    if desk.loader is not None and workers <= spec.max_workers:
+        limit = f"; its loader has work for {desk.loader.max_workers} (batch size and dataset)"
+    raise ValueError(
+        f"workers must be between {spec.min_workers} and {most} for job {spec.job}, but got {workers}{limit}"
+    )
+
+
+def allocator_view(
+    spec: JobSpec,
+    desk: BatchDesk,
+    history: SizeHistory,
+    *,
+    resume_point: Mapping[str, Any] | None,
+    submitted_s: float,
+    held_at: int | None,
+    allocation: Mapping[str, int],
+    may_be_stopped: bool,
+    weight: float,
+) -> JobView:
+    """The job as the allocator is told of it with every heartbeat.
+
+    ``resume_point`` tells how far a job is that goes on from a checkpoint, before its workers can.
+    """
+    limits = desk.loader.limits if desk.loader is not None else None
+    bounds = desk.tuner.atomic_bsz_range if desk.tuner is not None else None
+    return JobView(
+        job=spec.job,
+        bundle=spec.bundle,
+        min_workers=spec.min_workers,
+        max_workers=max_workers(spec, desk),
+        submitted_s=submitted_s,
+        held_at=held_at,
+        allocation=allocation,
+        most_workers=history.most_workers,
+        # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
+        growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
+        goodput=desk.own_model,
+        init_batch_size=limits.init_batch_size if limits else None,
+        max_batch_size=limits.max_batch_size if limits else None,
+        atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
+        accumulation=limits.gradient_accumulation if limits else False,
+        resize_cost_s=max(0.0, history.resize_cost_s),
+        stop_cost_s=history.start_s if may_be_stopped else None,
+        label_selector=spec.label_selector,
+        priority=spec.scheduling.priority,
+        tenant=spec.scheduling.tenant,
+        preemptible=spec.scheduling.preemptible,
+        deadline_s=None if spec.scheduling.deadline_s is None else submitted_s + spec.scheduling.deadline_s,
+        whole_nodes=spec.scheduling.whole_nodes,
+        spot=spec.scheduling.spot,
+        budget_usd=spec.scheduling.budget_usd,
+        weight=weight,
+        tenant_weight=spec.scheduling.tenant_weight,
+        restarts=history.resizes,
+        fingerprint=fingerprint(spec, desk.loader),
+        progress=_progress(spec, desk, resume_point),
+        models=desk.models,
+        observations=desk.observations,
+        atomic_bsz_ranges=desk.atomic_bsz_ranges,
+    )
+
+
+def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
+    if desk.latest is not None:
+        progress = desk.latest.progress
+    else:
+        progress = RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
+    if spec.trial is not None and progress is not None:
+        return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length
+    return progress
+
+
+def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:
+    """The job as its driver sees it."""
+    report, ended = desk.latest, record.phase.ended
+    return JobStatus(
+        job=spec.job,
+        phase=record.phase,
+        workers=0 if ended else machine.world_size,
+        target_workers=0 if ended else machine.target_workers,
+        generation=machine.generation,
+        epoch=report.epoch if report else 0,
+        epochs=report.epochs if report else None,
+        step=report.total_steps if report else 0,
+        batch_size=report.batch_size if report else 0,
+        throughput=desk.throughput,
+        goodput=desk.goodput(),
+        metrics=record.metrics,
+        message=record.message,
+        cost_usd=record.cost_usd,
+        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told))),
+    )
+
+
+def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, ProcessFacts]) -> tuple[WorkerInfo, ...]:
+    """Members of the present generation by rank, as far as their processes are known."""
+    plan = machine.current
+    if plan is None or record.phase.ended:
+        return ()
+    return tuple(
+        WorkerInfo(
+            rank=rank,
+            node=member.node,
+            pid=facts[member.worker].pid,
+            generation=plan.generation,
+            worker=member.worker,
+        )
+        for rank, member in enumerate(plan.members)
+        if member.worker in facts
+    )
+
+
+def explain(error: BaseException | Raised | None, phase: JobPhase) -> str:
+    """Why a job has ended, on one line; of a train function's error also what the function raised."""
+    if error is None:
+        return f"the job has {phase.value}"
+    headline = str(error).strip().split("\n", 1)[0]
+    raised = getattr(error, "traceback_text", "").strip().rsplit("\n", 1)[-1]
+    return f"{headline} {raised}".strip()

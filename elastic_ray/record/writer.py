@@ -1,0 +1,237 @@
+"""SHELL: a job's storage as its controller uses it, in threads of the job's own: nothing else waits for storage."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from elastic_ray.checkpoints.automatic import delete_states
+from elastic_ray.checkpoints.resumable import StoredRun, find_stored
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.events import Report
+from elastic_ray.job.background import Background
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.record.backlog import Backlog
+from elastic_ray.record.record import JobRecord
+from elastic_ray.record.tail import MOST
+from placement.storage.storage_calls import StorageCalls, StorageTimeoutError
+
+logger = logging.getLogger("elastic_ray.job")
+
+_REPORTS_EVERY_S = 1.0
+_REWRITTEN_EVERY_S = 10.0  # where some thousand of them are written anew each time
+_AGAIN_S = 1.0
+_LONGEST_AGAIN_S = 30.0
+_LAST_WORDS_S = 5.0
+_LAST_WORDS_AWAY_S = 1.0
+_BLOCK = 1000
+_THREADS = 4  # one each may hang: writing events and reports, looking for checkpoints, reading reports
+
+
+class _Writer:
+    """Writes one backlog, one call at a time: a call that hangs is waited for, for it may yet write its lines."""
+
+    def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
+        self.what, self.backlog = what, backlog
+        self._append = append
+        self._not_before_s = 0.0
+        self._again_s = _AGAIN_S
+        self.task: asyncio.Task[None] | None = None
+        self.problem = ""
+
+    @property
+    def idle(self) -> bool:
+        return self.task is None or self.task.done()
+
+    def due(self, now_s: float) -> bool:
+        return bool(self.backlog) and self.idle and now_s >= self._not_before_s
+
+    async def write(self, calls: StorageCalls, *, pause_s: float = 0.0) -> None:
+        lines = self.backlog.take()
+        try:
+            await asyncio.wrap_future(calls.start(self.what, lambda: self._append(lines)).answer)
+        except Exception as error:
+            self.backlog.failed()
+            if not self.problem:
+                logger.warning("%s to %s failed, and is tried again: %s", self.what, calls.where, error)
+            self.problem = f"{self.what} to {calls.where} fails and is tried again: {error}"
+            self._not_before_s = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, _LONGEST_AGAIN_S)
+        else:
+            self.backlog.written()
+            self.problem, self._again_s = "", _AGAIN_S
+            self._not_before_s = time.monotonic() + pause_s
+
+
+class Scribe:
+    """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
+
+    Args:
+        spec: the job.
+        record: what is known of the job.
+        background: what runs beside the controller's loop.
+        tell: takes what the job's user is to know of its storage, a sentence, once.
+    """
+
+    def __init__(self, spec: JobSpec, record: JobRecord, background: Background, tell: Callable[[str], None]) -> None:
+        self._spec, self._record, self._background, self._tell = spec, record, background, tell
+        private = spec.elastic.private_files
+        self._storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=private)
+        self._calls = StorageCalls(self._storage.where, threads=_THREADS)
+        self._deleting = StorageCalls(self._storage.where, threads=1)  # of many, none takes the others' threads
+        self._events = _Writer("writing events", record.unwritten_events, self._storage.append_events)
+        self._reports = _Writer("writing reports", record.unwritten_reports, self._storage.append_reports)
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._told: set[str] = set()
+        self._block: dict[int, Report] = {}
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float) -> None:
+        """Some ten times a second [s, monotonic]: write what is due, and note what storage does not answer."""
+        reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
+        for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
+            if writer.due(now_s):
+                writer.task = self._background.start(writer.write(self._calls, pause_s=pause_s))
+            if writer.idle and not writer.problem and writer.backlog.dropped:
+                dropped, writer.backlog.dropped = writer.backlog.dropped, 0
+                self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
+        waiting = self._calls.waiting() or self._deleting.waiting()
+        self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
+
+    async def finish(self) -> None:
+        """Write what is left, and finish deleting, as far as storage allows: its user waits for the job's end."""
+        writers = (self._events, self._reports)
+        away = self._calls.waiting() or any(writer.problem for writer in writers)
+        until_s = time.monotonic() + (_LAST_WORDS_AWAY_S if away else _LAST_WORDS_S)
+        while any(writer.backlog for writer in writers) and time.monotonic() < until_s:
+            for writer in writers:
+                if writer.backlog and writer.idle:
+                    writer.task = self._background.start(writer.write(self._calls))
+            pending = [writer.task for writer in writers if writer.task is not None and not writer.task.done()]
+            if pending:
+                await asyncio.wait(pending, timeout=max(0.0, until_s - time.monotonic()))
+            if any(writer.problem for writer in writers):
+                await asyncio.sleep(0.2)
+        if self._deletions:
+            await asyncio.wait(self._deletions, timeout=max(0.0, until_s - time.monotonic()))
+        for writer in writers:
+            if writer.backlog:
+                why = writer.problem or self._calls.waiting() or "there was no time"
+                logger.warning("job %s: %d lines were not written: %s", self._spec.job, len(writer.backlog), why)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete checkpoints."""
+        for path in paths:
+            self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
+
+    def delete_states(self) -> None:
+        """Delete the automatic checkpoints: the job has finished."""
+        self._record.forget_states()
+        self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
+
+    def _do(self, what: str, function: Callable[[], object]) -> None:
+        task = self._background.start(self._try(what, function))
+        self._deletions.add(task)
+        task.add_done_callback(self._deletions.discard)
+
+    async def _try(self, what: str, function: Callable[[], object]) -> None:
+        try:
+            await self._deleting.run(what, function, timeout_s=self._spec.elastic.storage_timeout_s)
+        except Exception as error:  # what is left costs room and nothing else
+            logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    async def look(self, timeout_s: float) -> StoredRun:
+        """What storage has of the run. Failures are tried again.
+
+        Raises:
+            OSError: storage was silent, or failed, for ``timeout_s``.
+        """
+        until_s, pause_s = time.monotonic() + timeout_s, 0.2
+        trial = self._spec.trial
+        while True:
+            try:
+                stored = await self._calls.run_long(
+                    "reading what is stored of the run",
+                    lambda go_on: find_stored(
+                        self._storage,
+                        start_from=trial.start_from if trial is not None else None,
+                        is_trial=trial is not None,
+                        with_states=bool(self._spec.states_kept),
+                        heard=go_on,
+                    ),
+                    timeout_s=timeout_s,
+                )
+                break
+            except (StorageTimeoutError, PermissionError):
+                raise
+            except Exception as error:  # of file systems that others wrote, not only an OSError
+                if time.monotonic() + pause_s > until_s:
+                    raise OSError(f"{type(error).__name__}: {error}") from error
+                what = f"what is stored in {self._storage.where} cannot be read, trying again: {error}"
+                self._record.waits("start", what)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 5.0)
+        self._record.waits("start", "")
+        for problem in stored.passed_over:
+            if problem not in self._told:
+                self._told.add(problem)
+                self._tell(problem)
+        return stored
+
+    async def report(self, number: int, last: int) -> Report | None:
+        """The first report from this number on to ``last``, which memory does not keep; None if the file has none."""
+        if number not in self._block:
+            try:
+                self._block = await self._calls.run(
+                    "reading reports",
+                    lambda: self._storage.read_reports(number, min(number + _BLOCK - 1, last)),
+                    timeout_s=self._spec.elastic.storage_timeout_s,
+                )
+            except Exception as error:
+                logger.warning("job %s: report %d cannot be read: %s", self._spec.job, number, error)
+                return None
+        return next((report for index, report in self._block.items() if index >= number), None)
+
+    async def catch_up(self, first_report: int) -> tuple[Report, ...]:
+        """Go on with the files of a controller that died: events of the record that they lack are written.
+
+        Args:
+            first_report: number of the first report of this run, as the one before knew it; 0 for none.
+
+        Returns:
+            The last reports, which the record has taken as well.
+
+        Raises:
+            OSError: the files could not be read.
+        """
+
+        def read() -> tuple[set[str], tuple[Report, ...]]:
+            return set(self._storage.event_lines()), self._storage.last_reports(first_report, MOST)
+
+        # Those that wait, or are being written now, are this controller's own.
+        told = [line for event in self._record.events if (line := event.to_json()) not in self._record.unwritten_events]
+        timeout_s = self._spec.elastic.storage_timeout_s
+        lines, reports = await self._calls.run("reading events and reports", read, timeout_s=timeout_s)
+        self._record.catch_up([line for line in told if line not in lines], first_report, reports)
+        return reports
+
+
+def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
+    """Why a job cannot begin whose storage does not say where it stands."""
+    if isinstance(error, PermissionError):
+        return RuntimeError(
+            f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "
+            "user's own; where the driver and Ray's processes belong to different users, set "
+            "ElasticConfig(private_files=False), and give the storage to a group of both"
+        )
+    return RuntimeError(
+        f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
+        f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
+        f"(ElasticConfig(storage_timeout_s={spec.elastic.storage_timeout_s:g}) now), or under another RunConfig(name)"
+    )

@@ -1,0 +1,1 @@
+"""One run of a train function in one process: its steps, votes and changes of group."""

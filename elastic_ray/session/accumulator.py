@@ -1,0 +1,79 @@
+"""Sums over all ranks and steps that stay right when workers come, go and die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from elastic_ray.session.api import current_session, session_of_thread
+
+
+class _Sum(float):
+    """A sum with the part that ``+=`` has just added to it."""
+
+    added: float = 0.0
+
+    def __iadd__(self, other: float) -> _Sum:
+        total = _Sum(float(self) + float(other))
+        total.added = self.added + float(other)
+        return total
+
+
+class Accumulator(Mapping[str, float]):
+    """Named sums, e.g. of losses and hits, added to by every rank inside a loader's loop.
+
+    What a step adds counts when the step is committed: a step that a failure voids leaves nothing behind and is
+    counted when it is drawn again, and no worker takes its part of the sums with it. Reading gives the sum over all
+    ranks and committed steps, the same on every rank; between two passes of a loader that is all of it.
+
+    Every rank must add to the same names in a step, at least 0.0.
+
+    >>> totals = Accumulator()
+    >>> for x, y in loader:
+    ...     totals["correct"] += (model(x).argmax(1) == y).sum().item()
+    ...     totals["samples"] += len(y)
+    >>> accuracy = totals["correct"] / totals["samples"]
+    """
+
+    def __init__(self) -> None:
+        self._session = current_session()
+        self._key = self._session.new_accumulator()
+
+    def _join_present_run(self) -> None:
+        """Where a process trains several times over, the sums belong to the run that adds to them."""
+        present = session_of_thread()
+        if present is not None and present is not self._session:
+            self._session, self._key = present, present.new_accumulator()
+
+    def __getitem__(self, name: str) -> float:
+        return _Sum(self._sums().get(name, 0.0))
+
+    def __setitem__(self, name: str, value: float) -> None:
+        if not isinstance(value, _Sum):
+            raise TypeError(f"sums are added to: write accumulator[{name!r}] += value, not = value")
+        self.add(name, value.added)
+
+    def add(self, name: str, value: float) -> None:
+        """Add this rank's ``value``; the same as ``accumulator[name] += value``."""
+        self._join_present_run()
+        if self._session.depth == 0:
+            raise RuntimeError(
+                f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
+                "has its own samples: a sum that a rank kept to itself until the loop's end would be lost with it. "
+                "What is the same on every rank needs no Accumulator"
+            )
+        self._session.sums.add(self._session.depth, self._key, name, float(value))
+
+    def reset(self) -> None:
+        """Begin all sums anew; on every rank, between two passes of a loader."""
+        self._session.progress.sums.pop(self._key, None)
+
+    def _sums(self) -> dict[str, float]:
+        if self._session.synced and self._session.depth == 1:
+            self._session.settle()
+        return self._session.progress.sums.get(self._key, {})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums())
+
+    def __len__(self) -> int:
+        return len(self._sums())

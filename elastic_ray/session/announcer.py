@@ -1,0 +1,232 @@
+"""Before the collectives of a group, its ranks tell each other what they are: a small all-reduce of a fixed size.
+
+Reductions of gradients are announced the first time, and from then on only by who waits for them for long: they have a
+lane of their own, where ranks that do something else cannot meet them, so that waiting is all that can happen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.session.intents import Announced, RanksDisagreeError, disagreement
+
+# Values that ride along, added up over the ranks.
+ROOM = 32
+# Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
+# So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
+_PARTING_S = 7 * 24 * 3600.0
+# A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
+_PATIENCE_S = 2.0
+_HEARING_S = 0.2
+_TURN = 64
+
+
+class Announcer:
+    """The announcements of one rank in one group.
+
+    Four numbers of each rank stand at its place: what it does, how many edges it has committed, a fingerprint of its
+    parameters (0 where none is asked for), and the number of its phase. A phase is what a rank announces, or might, and
+    the collectives that it is about; phases follow each other, and the next cannot begin before the last is over. An
+    announcement that was made while waiting may be outdated when the others come to make theirs: then the numbers of
+    the phases differ, and all repeat theirs.
+
+    Args:
+        communicator: the group, of at least two.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._world = communicator.world_size
+        self._tensor = torch.zeros(4 * self._world + ROOM, dtype=torch.float64)
+        self._values = self._tensor.numpy()
+        self._work: Any = None
+        self._phase = 0
+        self._entry: tuple[int, int, int] = (0, 0, 0)
+        self._payload: Sequence[float] = ()
+        self._open: Announced | None = None
+        self._heard = -1  # the last phase of which all ranks have said that they are in it
+        self._refused: Exception | None = None
+
+    def start(self, what: Announced, ticks: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
+        """Announce what comes next on this rank; :meth:`agree` must come before its collectives.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: this rank has not done what it announced before.
+        """
+        self._begin(what, ticks, fingerprint, payload)
+        if self._work is None:
+            self._post()
+
+    def start_quietly(self, what: Announced, ticks: int) -> None:
+        """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
+
+        Raises:
+            RanksDisagreeError: this rank has not done what it announced before.
+        """
+        self._begin(what, ticks, 0, ())
+
+    def agree(self) -> list[float]:
+        """Wait for all ranks' announcements; returns the sums of what rode along.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they do different things; raised on every rank.
+        """
+        if self._work is None:
+            raise CommunicationFailedError("the announcement was given up")
+        while True:
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self.communicator.left_behind = None
+            if self._all_in_phase():
+                return self._values[4 * self._world :].tolist()  # type: ignore[no-any-return]
+            self._post()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a reduction of what was started quietly; tell the others what for, if it takes long.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they do different things; raised on every rank.
+        """
+        since_s = time.monotonic()
+        patience_s = _PATIENCE_S
+        try:
+            while not self.communicator.wait(work, patience_s=patience_s, since_s=since_s):
+                self._speak()
+                patience_s = _HEARING_S
+        except CommunicationFailedError:
+            if self._work is not None and self._work.is_completed():
+                self.communicator.wait(self._work)
+                self._all_in_phase()  # whoever has heard of a disagreement before may have ended of it
+            raise
+
+    def done(self) -> None:
+        """The collectives that were announced are all on their way."""
+        self._open = None
+
+    @property
+    def fingerprints(self) -> list[int]:
+        """By rank, as announced last."""
+        return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
+
+    def part(self, what: Announced, ticks: int, wait_s: float) -> bool:
+        """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
+
+        The announcement stands as long as the group does, for those that come to another one to find.
+
+        Raises:
+            RanksDisagreeError: another one goes on, as far as that is known in this time.
+        """
+        self._begin(what, ticks, 0, ())
+        self._open = None
+        until_s = time.monotonic() + wait_s
+        self._work = None  # an outdated announcement, behind which these stand
+        try:
+            # Twice: the first may meet an outdated announcement of another rank, which then makes a second, too.
+            standing = [self._stand(), self._stand()]
+            while True:
+                work, self._tensor = standing.pop(0)
+                self._values = self._tensor.numpy()
+                if not self.communicator.leave_behind(work, until_s - time.monotonic()):
+                    if standing:
+                        self.communicator.left_behind = standing[-1][0]
+                    return False
+                self.communicator.wait(work)
+                if self._all_in_phase():
+                    self._open = what
+                    for work, _ in standing:  # all are here
+                        self.communicator.leave_behind(work, until_s - time.monotonic())
+                    return True
+                standing.append(self._stand())
+        except CommunicationFailedError:
+            return False  # whoever is gone does not matter any more
+
+    def _stand(self) -> tuple[Any, torch.Tensor]:
+        """Post an announcement that stands in a place of its own."""
+        self._tensor = torch.zeros_like(self._tensor)
+        self._values = self._tensor.numpy()
+        self._post(timeout_s=_PARTING_S)
+        return self._work, self._tensor
+
+    def check_turn(self, turns: Sequence[float]) -> None:
+        """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`turn`.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they have not; raised on every rank.
+        """
+        total, squares = turns
+        if self._world * squares == total * total:
+            return
+        rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
+        self._refuse([code for code, _ in rows], [ticks for _, ticks in rows])
+
+    @staticmethod
+    def turn(ticks: int) -> tuple[float, float]:
+        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other."""
+        turn = float(ticks % _TURN)
+        return turn, turn * turn
+
+    # -- posting and hearing -----------------------------------------------------------------------------------
+
+    def _begin(self, what: Announced, ticks: int, fingerprint: int, payload: Sequence[float]) -> None:
+        if self._refused is not None:
+            raise self._refused  # user code has caught it the first time
+        if self._open is not None:
+            self._refused = self._unfinished(what)
+            raise self._refused
+        self._open = what
+        self._phase += 1
+        self._entry, self._payload = (what.code, ticks, fingerprint), payload
+
+    def _post(self, *, timeout_s: float | None = None) -> None:
+        values, world, rank = self._values, self._world, self.communicator.rank
+        values.fill(0.0)
+        values[rank : 4 * world : world] = *self._entry, self._phase
+        if self._payload:
+            values[4 * world : 4 * world + len(self._payload)] = self._payload
+        self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
+
+    def _speak(self) -> None:
+        if self._work is not None:
+            if not self._work.is_completed():
+                return
+            work, self._work = self._work, None
+            self.communicator.wait(work)
+            self.communicator.left_behind = None
+            if self._all_in_phase():
+                self._heard = self._phase
+        if self._heard < self._phase:
+            self._post(timeout_s=_PARTING_S)
+            self.communicator.left_behind = self._work  # the others may need no announcement for as long as they train
+
+    def _all_in_phase(self) -> bool:
+        """Whether all ranks have announced the same phase.
+
+        Raises:
+            RanksDisagreeError: they have, but not the same in it.
+        """
+        values, world = self._values, self._world
+        codes, ticks, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
+        if (phases != self._phase).any():
+            return False
+        if (codes != codes[0]).any() or (ticks != ticks[0]).any():
+            self._refuse([int(code) for code in codes], [int(tick) for tick in ticks])
+        return True
+
+    def _refuse(self, codes: Sequence[int], ticks: Sequence[int]) -> None:
+        self._refused = RanksDisagreeError(disagreement(codes, ticks))
+        raise self._refused
+
+    def _unfinished(self, what: Announced) -> RanksDisagreeError:
+        return RanksDisagreeError(
+            f"rank {self.communicator.rank} {self._open}, which was not completed, and now {what}: an exception in "
+            "the middle of it was caught. Let errors inside backward() and collectives leave the train function"
+        )

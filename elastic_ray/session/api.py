@@ -1,0 +1,212 @@
+"""What a train loop calls: its session, its place in the job, reports, epochs (the public functions of the loop)."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elastic_ray.session.metrics import plain_metrics
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+    from elastic_ray.session.session import Session
+
+logger = logging.getLogger(__name__)
+
+_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
+
+
+def current_session() -> Session:
+    """The session of the train loop that runs in this thread.
+
+    Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
+    the environment describes.
+    """
+    session = _session.get()
+    if session is None:
+        from elastic_ray.standalone.session import standalone_session
+
+        session = standalone_session()
+        _session.set(session)
+    return session
+
+
+def session_of_thread() -> Session | None:
+    """The session of this thread's train loop; None where nothing has asked for one."""
+    return _session.get()
+
+
+def session_of_new_model() -> Session:
+    """The session that a model belongs to which is wrapped now.
+
+    Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
+    cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop
+    of the earlier run that goes on nevertheless raises (see :func:`check_present`).
+    """
+    earlier = current_session()
+    if not earlier.synced or earlier.elastic:
+        return earlier
+    from elastic_ray.standalone.session import session_after
+
+    session = session_after(earlier)
+    _session.set(session)
+    for late in earlier.late:
+        if (join := late()) is not None:
+            join(session)
+    leading = earlier.leading_loader
+    if leading is not None:
+        session.before_first_epoch.append(lambda: _take_along(leading, session))
+    return session
+
+
+def _take_along(leading: weakref.ref[Any], session: Session) -> None:
+    """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
+    loader = leading()
+    if loader is not None and session.loader is None:
+        loader.join(session)
+
+
+def check_present(session: Session) -> None:
+    """Raise RuntimeError if a later run of this process has taken the place of this one."""
+    present = _session.get()
+    if present is not None and present is not session:
+        raise RuntimeError(
+            "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
+            "begun another run of this process, so the loop of the run before cannot go on"
+        )
+
+
+def set_session(session: Session | None) -> None:
+    """Set (or forget) the session of this thread's train loop."""
+    _session.set(session)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ElasticContext:
+    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for.
+
+    Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
+    expected to join. Of the workers that start a job, or start it again, exactly one sees rank 0, and on each node one
+    sees local rank 0; workers that join a running job never see rank 0. ``if get_world_rank() == 0: download()`` is
+    thus right before the first epoch as well; but no other worker waits for it there.
+    """
+
+    _session: Session
+
+    def get_world_size(self) -> int:
+        """Number of workers of the present generation."""
+        return self._session.place.world_size
+
+    def get_world_rank(self) -> int:
+        """Rank of this worker, from 0."""
+        return self._session.place.rank
+
+    def get_local_rank(self) -> int:
+        """Rank of this worker among those on its node."""
+        return self._session.place.local_rank
+
+    def get_local_world_size(self) -> int:
+        """Workers of the present generation on this worker's node."""
+        return self._session.place.local_world_size
+
+    def get_node_rank(self) -> int:
+        """Index of this worker's node in the job."""
+        return self._session.place.node_rank
+
+    def get_generation(self) -> int:
+        """Number of the present generation: how often the group has changed, 0 before the first."""
+        return self._session.membership.generation
+
+    def get_job_name(self) -> str:
+        """Name of the job."""
+        return self._session.job
+
+    def get_experiment_name(self) -> str:
+        """Name of the job (the name that Ray Train uses)."""
+        return self._session.job
+
+    def get_global_step(self) -> int:
+        """Optimizer steps committed so far."""
+        return self._session.progress.steps
+
+
+def get_context() -> ElasticContext:
+    """Where this worker stands in its job."""
+    return ElasticContext(current_session())
+
+
+def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> None:
+    """Report metrics, and a checkpoint to keep, from every rank; rank 0's are recorded.
+
+    Metrics are numbers, strings, None, and lists, tuples and dicts (with string keys) of these, up to 256 KiB as JSON
+    in all: they are read by processes of the cluster that run no user's code. NumPy's scalars, and arrays and tensors
+    of one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
+
+    Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
+    stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
+    Storage that is silent, fails, or is not there, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which
+    an event of kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
+
+    Raises:
+        TypeError: ``metrics`` is no mapping, or rank 0's hold something else; the message names it.
+        ValueError: they are too large, nested deeper than 20 levels, or one holds itself.
+        FileNotFoundError: the checkpoint is no directory. PermissionError: it may not be read.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
+    session = current_session()
+    if session.replaying:
+        return  # the job has had this report before this worker came (back)
+    session.progress.reports = max(session.progress.reports, session.agreement.reports) + 1
+    session.agreement.reports = session.progress.reports
+    if session.place.rank == 0:
+        plain = plain_metrics(metrics)
+        session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The checkpoint to start from: the latest reported one when a job restarts, None otherwise.
+
+    Workers that join a running job get their state from the others and need none.
+    """
+    checkpoint: Checkpoint | None = current_session().checkpoint
+    return checkpoint
+
+
+def remaining_epochs_until(epochs: int) -> Iterator[int]:
+    """The epochs still to train, from the present one on; for a worker that joins, from where the others are.
+
+    Args:
+        epochs: number of epochs in all; 0 or more.
+
+    Raises:
+        TypeError: ``epochs`` is no integer.
+        ValueError: ``epochs`` is negative.
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int):
+        raise TypeError(f"epochs must be an integer, but got {epochs!r}")
+    if epochs < 0:
+        raise ValueError(f"epochs must be 0 or more, but got {epochs}")
+    return _epochs(current_session(), int(epochs))
+
+
+def _epochs(session: Session, epochs: int) -> Iterator[int]:
+    session.in_epochs = True
+    session.sync_point()
+    session.progress.epochs = epochs
+    while session.progress.epoch < epochs:
+        session.begin_epoch()
+        yield session.progress.epoch
+        check_present(session)
+        session.end_epoch()
+    session.begin_epoch()
+
+
+def current_epoch() -> int:
+    """The epoch in progress, from 0."""
+    return current_session().progress.epoch

@@ -1,0 +1,67 @@
+"""One step of a loader pass: who takes how many samples (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.session.progress import LoopProgress
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """The step in progress of one loader pass.
+
+    Attributes:
+        loop: the pass.
+        total: samples in the pass.
+        sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
+        scale: global / initial batch size, by the loader's setting (a short last step does not change it).
+        init_batch_size: global batch that the user's learning rate belongs to.
+        shape: how the loader cuts its full steps on each rank.
+        ordinal: how many loader passes of the epoch had begun when the step did.
+        can_switch: whether a group of a given size may begin after the step.
+        whole: each rank takes one whole batch, for evaluation; some may have none.
+        micro: the micro-step in progress.
+        count: samples of the whole step.
+    """
+
+    loop: LoopProgress
+    total: int
+    sizes: Sequence[Sequence[int]]
+    scale: float
+    init_batch_size: int
+    shape: BatchChoice
+    ordinal: int
+    can_switch: Callable[[int], bool]
+    whole: bool = False
+    micro: int = 0
+    count: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = sum(map(sum, self.sizes))
+
+    @property
+    def sample_scale(self) -> float:
+        """Samples of this very step / initial batch size."""
+        return self.count / self.init_batch_size
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches a rank takes in this step."""
+        return len(self.sizes[0])
+
+    @property
+    def leaves_ranks_idle(self) -> bool:
+        """Whether some ranks have no samples in this step."""
+        return self.whole and not self.sizes[-1][0]
+
+    @property
+    def is_last_micro(self) -> bool:
+        """Whether gradients are synchronised in this micro-step."""
+        return self.micro == self.micro_steps - 1
+
+    def weight(self, rank: int) -> float:
+        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
+        return self.sizes[rank][self.micro] / self.count

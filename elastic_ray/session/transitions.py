@@ -1,0 +1,98 @@
+"""SHELL: the ways from one group into the next: joining, an agreed switch, and regrouping after a failure."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.session.link import Link
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerDismissed(BaseException):
+    """This worker's part in the job is over; ``stopped`` when the whole job is."""
+
+    def __init__(self, *, stopped: bool) -> None:
+        super().__init__("stopped" if stopped else "left")
+        self.stopped = stopped
+
+
+class Passage:
+    """See the module's text. Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
+
+    Args:
+        membership: this worker's side of the membership protocol.
+        link: the way to the controller.
+        enter: exchanges state in a freshly formed group; returns the loader passes that its furthest rank has ended.
+        moment: scripted faults.
+        regroup_timeout_s: longest wait for a generation to go on with.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        link: Link,
+        enter: Callable[[Plan, Communicator], int],
+        moment: Callable[[str], None],
+        *,
+        regroup_timeout_s: float,
+    ) -> None:
+        self._membership = membership
+        self._link = link
+        self._enter = enter
+        self._moment = moment
+        self._regroup_timeout_s = regroup_timeout_s
+
+    def join(self, holds_state: Callable[[], bool], *, timeout_s: float) -> None:
+        """Become a member for the first time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._take_next(deadline - time.monotonic())
+                return
+            except CommunicationFailedError as error:
+                # A joiner that could not enter waits for the next plan; only members have something to report.
+                logger.info("worker %s: could not enter generation: %s", self._membership.worker, error)
+                if holds_state():
+                    self._link.failed(self._membership.generation, str(error))
+
+    def switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
+        """Go where all ranks have agreed to go, unless its size does not suit the place in the epoch."""
+        prepared = self._membership.prepared_plan(generation)
+        if prepared is not None and not can_switch(prepared.world_size):
+            return  # too few samples left in this pass for so many ranks: agreed on again at its end
+        try:
+            taken = self._membership.take(generation)
+            if taken is None:
+                raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
+            self._go_to(*taken)
+        except CommunicationFailedError as error:
+            self.regroup(str(error), generation)
+
+    def regroup(self, cause: str, generation: int) -> int:
+        """Wait for the next generation and enter it; returns the loader passes that its furthest rank has ended."""
+        while True:
+            self._link.failed(generation, cause)
+            try:
+                return self._take_next(self._regroup_timeout_s)
+            except CommunicationFailedError as error:
+                cause, generation = str(error), self._membership.generation
+
+    def _take_next(self, timeout_s: float) -> int:
+        try:
+            return self._go_to(*self._membership.take_next(timeout_s=timeout_s))
+        except LostGroupError:
+            if self._membership.stop_requested:
+                raise WorkerDismissed(stopped=True) from None
+            raise
+
+    def _go_to(self, plan: Plan, communicator: Communicator | None) -> int:
+        if communicator is None:
+            self._moment("leaving")
+            raise WorkerDismissed(stopped=False)
+        return self._enter(plan, communicator)

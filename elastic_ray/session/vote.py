@@ -1,0 +1,133 @@
+"""What all ranks decide together: numbers that ride on collectives, from which each rank concludes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.session.announcer import ROOM
+from elastic_ray.session.progress import agreed_lead, names_agree, names_ballot
+
+# What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption, and
+# how often rank 0 has reported.
+CONTROL_SIZE = 7
+# A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
+# there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
+_NAMES_END = CONTROL_SIZE + 4
+_SUMS_ROOM = ROOM - _NAMES_END
+
+Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
+
+
+class Agreement:
+    """What the ranks of the present group have agreed on and not yet carried out.
+
+    Attributes:
+        generation: generation to go to at the next edge, 0 for none.
+        stop: the job stops at the next edge, for good.
+        preempted: it stops there to go on another time.
+        batch: batch shape to change to, None to go on as it is.
+        reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.generation = 0
+        self.stop = False
+        self.preempted = False
+        self.reports = 0
+        self.batch: BatchChoice | None = None
+
+    def begin(self) -> None:
+        """A group was entered: nothing that another one agreed on counts in it."""
+        self.generation, self.batch = 0, None
+
+    def take_generation(self) -> int:
+        """The agreed generation, which has to be agreed on again if it is not entered now."""
+        generation, self.generation = self.generation, 0
+        return generation
+
+    def values(self, rank: int) -> list[float]:
+        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        membership = self._membership
+        lead = float(membership.prepared_ahead)
+        wish = membership.wanted_batch if rank == 0 else None
+        return [
+            lead,
+            lead * lead,
+            float(membership.stop_requested),
+            float(wish.atomic_bsz) if wish else 0.0,
+            float(wish.accum_steps) if wish else 0.0,
+            float(membership.preempting),
+            float(self.reports) if rank == 0 else 0.0,
+        ]
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
+        lead = agreed_lead(sums[0], sums[1], world_size)
+        if lead:
+            self.generation = self._membership.generation + lead
+        self.stop = self.stop or sums[2] > 0
+        self.preempted = self.preempted or sums[5] > 0
+        self.reports = max(self.reports, round(sums[6]))
+        if sums[3] > 0:
+            self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
+
+    def vote(
+        self, communicator: Communicator, added: Sums, agree: Callable[[Sequence[float]], Sequence[float]]
+    ) -> list[tuple[tuple[int, int], str, float]]:
+        """Agree in a collective of its own, and add up what the ranks' accumulators were given.
+
+        Args:
+            communicator: of the present group.
+            added: what this rank has added, by accumulator and name.
+            agree: announces the vote; adds up numbers that ride along.
+
+        Returns:
+            Accumulator, name and sum over the ranks, in the same order everywhere.
+
+        Raises:
+            CommunicationFailedError: the collective failed.
+            RanksDisagreeError: the ranks are not at the same place.
+            RuntimeError: the ranks have added to different names.
+        """
+        names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
+        sums = [added[key][name] for key, name in names]
+        world_size = communicator.world_size
+        ballot = [*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]
+        if world_size > 1:
+            ballot = list(agree(ballot))
+        self.conclude(ballot[:CONTROL_SIZE], world_size)
+        if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
+            raise RuntimeError(
+                "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
+                f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
+            )
+        if world_size > 1 and len(sums) > _SUMS_ROOM:
+            rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
+            communicator.wait(communicator.all_reduce(rest))
+            sums[_SUMS_ROOM:] = rest.tolist()
+        sums[:_SUMS_ROOM] = ballot[_NAMES_END : _NAMES_END + min(len(sums), _SUMS_ROOM)]
+        return [(key, name, value) for (key, name), value in zip(names, sums, strict=True)]
+
+
+def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
+    """What this rank has added, and 0 to what else the first rank has: one without a batch cannot know the names.
+
+    Raises:
+        CommunicationFailedError: the collective failed.
+    """
+    if communicator.world_size == 1:
+        return added
+    names = [[*key, name] for key in sorted(added) for name in sorted(added[key])]
+    told = communicator.broadcast_bytes(json.dumps(names).encode(), 0)
+    known = {key: dict(sums) for key, sums in added.items()}
+    for scope, number, name in json.loads(told):
+        known.setdefault((scope, number), {}).setdefault(name, 0.0)
+    return known

@@ -1,0 +1,209 @@
+"""SHELL: sessions without a trainer: one process alone, or the fixed group that ``torchrun`` or the like started."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.membership.worker_side import Membership
+from elastic_ray.parallel.optimizer_watch import watch_optimizers
+from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.session import Session
+from elastic_ray.standalone.departures import Departures
+from elastic_ray.standalone.env_store import address_towards, env_store
+from placement.goodput.model import NoiseScale
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT_S = 600.0
+_FORM_TIMEOUT_S = 60.0
+_SESSIONS: collections.Counter[str] = collections.Counter()  # of each group; ranks begin them in the same order
+# Between two looks at the measurements lies a tenth of the time trained so far, within these bounds [s]: a short run
+# finds its batch early, and the fits (about 20 ms each) never cost a long one more than a percent or two.
+_SHORTEST_LOOK_S = 0.2
+_LONGEST_LOOK_S = 2.0
+
+
+class StandaloneLink:
+    """Takes the controller's place: reports go to the log, and rank 0's own tuner adapts the batch.
+
+    Args:
+        nodes: number of nodes of the group.
+        replicas: world size.
+        post: delivers a message to this process's membership.
+    """
+
+    def __init__(self, nodes: int, replicas: int, post: Callable[[Message], None]) -> None:
+        self._nodes = nodes
+        self._replicas = replicas
+        self._post = post
+        self._tuner: BatchTuner | None = None
+        self._choice: BatchChoice | None = None
+        self._session: weakref.ref[Session] | None = None
+        self.metrics: dict[str, Any] = {}
+
+    def measure(self, session: Session) -> None:
+        """Take measurements from this session, rank 0's, once its loader is known to adapt its batch."""
+        self._session = weakref.ref(session)  # a session that is forgotten ends the thread that looks at it
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        """Deliver the one generation there will be."""
+        if loader is not None and not loader.limits.fixed:
+            self._tuner = BatchTuner(loader.limits)
+            self._choice = self._tuner.decide(self._nodes, self._replicas, None).choice
+            if self._session is not None:
+                threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
+        self._post(
+            Plan(
+                generation=1,
+                members=tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas)),
+                batch=self._choice,
+                reason="a group of fixed size",
+            )
+        )
+
+    def failed(self, generation: int, cause: str) -> None:
+        """A fixed group cannot recover; the session raises."""
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        """Nothing to tell anybody."""
+
+    def _look(self, reference: weakref.ref[Session]) -> None:
+        begin_s = time.monotonic()
+        while True:
+            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 0.1 * (time.monotonic() - begin_s))))
+            session = reference()
+            if session is None:
+                return
+            report = session.step_report()
+            del session
+            if report is not None:
+                self.observe(report)
+
+    def observe(self, report: StepReport) -> None:
+        """Learn from rank 0's measurements, and change the batch where that pays."""
+        tuner = self._tuner
+        if tuner is None or report.shape is None or not report.steps or report.shape != self._choice:
+            return
+        tuner.observe(
+            nodes=report.nodes,
+            replicas=report.replicas,
+            atomic_bsz=report.shape.atomic_bsz,
+            accum_steps=report.shape.accum_steps,
+            step_time=report.step_time,
+            grad_time=report.grad_time,
+            steps=report.steps,
+        )
+        tuner.set_noise(NoiseScale(*report.noise) if report.noise else None)
+        tuner.set_model(fit_snapshot(tuner.snapshot()))
+        decision = tuner.decide(self._nodes, self._replicas, self._choice)
+        if decision.choice != self._choice:
+            logger.info("batch %d: %s", decision.batch_size, decision.reason)
+            self._choice = decision.choice
+            self._post(SetBatch(generation=1, batch=decision.choice))
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+        """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
+        self.metrics = dict(metrics)
+        shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
+        logger.info("epoch %s: %s", resume_point.get("epoch"), shown)
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        """Log it."""
+        logger.warning("%s", text)
+
+    def claim_fault(self, index: int) -> bool:
+        """Scripted faults need a trainer."""
+        return False
+
+
+def _node_of(rank: int) -> str:
+    return f"node-{rank // max(1, int(os.environ.get('LOCAL_WORLD_SIZE', '1')))}"
+
+
+def session_after(earlier: Session) -> Session:
+    """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
+    assert isinstance(earlier.link, StandaloneLink), "a trainer's session serves one run"
+    earlier.membership.close(broken=False)
+    return standalone_session()
+
+
+def standalone_session() -> Session:
+    """A session for this process: under ``torchrun`` one of its group, else alone."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    alone = "MASTER_ADDR" not in os.environ or "RANK" not in os.environ
+    if alone:
+        rank, world_size = 0, 1
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
+    _SESSIONS[run] += 1
+    prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
+    departures = Departures(prefix, rank, world_size)
+
+    def form(plan: Plan, rank: int) -> Communicator:
+        try:
+            store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
+        except (RuntimeError, OSError) as error:
+            raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
+        if store is not None:
+            departures.use(store)
+        return Communicator(
+            store,
+            prefix,
+            rank=rank,
+            world_size=plan.world_size,
+            timeout_s=_COLLECTIVE_TIMEOUT_S,
+            form_timeout_s=_FORM_TIMEOUT_S,
+            host=_own_host() if plan.nodes > 1 else "127.0.0.1",
+            cuda=cuda,
+        )
+
+    def give_up(generation: int, cause: str) -> None:
+        membership.give_up(
+            f"the group of WORLD_SIZE={world_size} processes did not form within {_FORM_TIMEOUT_S:g} s: {cause}. Every "
+            "rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
+        )
+
+    membership = Membership(str(rank), form, give_up)
+    local_size = 1 if alone else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+    nodes = max(1, world_size // local_size)
+    expected = Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank % local_size,
+        local_world_size=min(local_size, world_size),
+        node_rank=rank // local_size,
+    )
+    link = StandaloneLink(nodes, world_size, membership.post)
+    session = Session(
+        str(rank),
+        membership,
+        link,
+        elastic=False,
+        join_timeout_s=120.0,
+        expected=expected,
+        explain=departures.explain,
+    )
+    watch_optimizers()
+    if rank == 0:
+        link.measure(session)
+    return session
+
+
+def _own_host() -> str:
+    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

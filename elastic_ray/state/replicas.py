@@ -1,0 +1,124 @@
+"""Whether all ranks hold the same parameters, bit by bit: a fingerprint that rides on announcements now and then."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.session.intents import ReplicasDifferError
+
+_EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later
+_EVERY = 100
+_BYTES = 6  # exact in float64
+_NAMED = 5
+
+
+class Replicas:
+    """The wrapped models of one rank.
+
+    Whether a check is due follows from shared numbers alone, so that all ranks make it at the same place.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[torch.nn.Module] = []
+        self._checked = -1
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Another model.
+
+        Raises:
+            ValueError: one that was added before has some of its parameters.
+        """
+        known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
+        for name, p in module.named_parameters():
+            if id(p) in known:
+                raise ValueError(
+                    f"module must be wrapped once, with all that shares parameters with it, but its {name} belongs to "
+                    f"model {known[id(p)]} of this train loop, which AdaptiveDataParallel has wrapped already: its "
+                    "gradients would be reduced twice. Put models that share parameters into one torch.nn.Module"
+                )
+        self._modules.append(module)
+
+    def begin(self) -> None:
+        """A group was entered: what was checked in another does not count."""
+        self._checked = -1
+
+    def due(self, steps: int, *, at_end: bool = False) -> bool:
+        """Whether all parameters are to be compared after ``steps`` steps.
+
+        Args:
+            steps: committed optimizer steps.
+            at_end: of a loader's pass.
+        """
+        due = at_end or steps in _EARLY or steps % _EVERY == 0
+        return due and steps != self._checked and bool(self._modules)
+
+    def fingerprint(self, steps: int) -> int:
+        """A fingerprint of all parameters after ``steps`` steps, never 0."""
+        self._checked = steps
+        digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
+        return int.from_bytes(digest.digest(), "big") or 1
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Whether all ranks announced the same; if not, they find out together what differs.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile.
+            ReplicasDifferError: they differ; raised on every rank.
+        """
+        if len(set(fingerprints)) == 1:
+            return
+        count = sum(1 for module in self._modules for _ in module.parameters())
+        if len({row[0] for row in communicator.gather_ints([count])}) > 1:
+            raise ReplicasDifferError("the ranks' models have different numbers of parameters by now")
+        names = [
+            name if len(self._modules) == 1 else f"model {number}: {name}"
+            for number, module in enumerate(self._modules)
+            for name, _ in module.named_parameters()
+        ]
+        everyone = communicator.gather_ints([*self._sums(), *_trainable(self._modules)])
+        differing = [
+            name
+            for index, name in enumerate(names)
+            if len({(row[index], row[len(names) + index]) for row in everyone}) > 1
+        ]
+        common = max(set(fingerprints), key=lambda value: (fingerprints.count(value), -fingerprints.index(value)))
+        others = [str(rank) for rank, value in enumerate(fingerprints) if value != common]
+        more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        raise ReplicasDifferError(
+            f"rank{'s' if len(others) > 1 else ''} {', '.join(others)} of {communicator.world_size} no longer hold"
+            f"{'' if len(others) > 1 else 's'} the same parameters as the others after {self._checked} steps: "
+            f"{', '.join(differing[:_NAMED])}{more}. Everything that changes parameters must do so alike on every "
+            "rank: learning rates, noise and in-place changes that follow from rank, clock or unseeded random numbers "
+            "do not, nor do gradients that are changed on one rank alone after backward(), nor what follows from a "
+            "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
+        )
+
+    def _sums(self) -> list[int]:
+        """Of each parameter's bits, by parameter."""
+        with torch.no_grad():
+            sums = [_sum_of_bits(p) for module in self._modules for p in module.parameters()]
+        by_device: dict[torch.device, list[int]] = {}
+        for device in {each.device for each in sums}:
+            by_device[device] = torch.stack([each for each in sums if each.device == device]).tolist()
+        found = {device: iter(values) for device, values in by_device.items()}
+        return [next(found[each.device]) for each in sums]
+
+
+def _trainable(modules: Sequence[torch.nn.Module]) -> list[int]:
+    return [int(p.requires_grad) for module in modules for p in module.parameters()]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's memory, taken as integers; it wraps around."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bytes_each = flat.element_size()
+    if flat.numel() * bytes_each % 8 == 0 and flat.storage_offset() * bytes_each % 8 == 0 and flat.numel():
+        return flat.view(torch.int64).sum()
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bytes_each]
+    return flat.view(kind).sum(dtype=torch.int64)

@@ -1,0 +1,178 @@
+"""What all ranks of a job must agree on: registered states, their exchange, and the undo of a lost step."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.membership.plan import Progress
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.session.intents import ReplicasDifferError, digest
+from elastic_ray.session.progress import LoopProgress, RunProgress
+from elastic_ray.state.layout import difference, packed
+from elastic_ray.state.tree import (
+    DictState,
+    ModuleState,
+    OptimizerState,
+    Stateful,
+    check_plain,
+    receive_state,
+    send_state,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """What an exchange of state found.
+
+    Attributes:
+        received: this rank was behind and took over another's state.
+        passes: ended loader passes of the rank that is furthest (see ``RunProgress.passes``).
+    """
+
+    received: bool
+    passes: int
+
+
+class SharedState:
+    """States by name, the run's progress, and small per-step state that a lost step must undo."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        self.progress = progress
+        self.shape: BatchChoice | None = None
+        self.complete = False
+        self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
+        self._states: dict[str, Stateful] = {}
+        self._rollbacks: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._snapshots: list[Any] = []
+
+    def register(self, key: str, state: Stateful) -> None:
+        """Make ``state`` part of what joiners receive.
+
+        Raises:
+            ValueError: the key is taken.
+        """
+        if key in self._states:
+            raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
+        self._states[key] = state
+
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
+        self._rollbacks.append((capture, restore))
+
+    def check_plain(self) -> None:
+        """Check that all of it can be sent to another rank.
+
+        Raises:
+            UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        """
+        check_plain(self.capture())
+
+    def snapshot(self) -> None:
+        """Remember the small state at the beginning of a step."""
+        self._snapshots = [copy.deepcopy(capture()) for capture, _ in self._rollbacks]
+
+    def forget_snapshot(self) -> None:
+        """The step was committed: there is nothing to undo."""
+        self._snapshots = []
+
+    def roll_back(self) -> None:
+        """Return the small state to the beginning of the step."""
+        for (_, restore), snapshot in zip(self._rollbacks, self._snapshots, strict=False):
+            restore(copy.deepcopy(snapshot))
+
+    def capture(self) -> dict[str, Any]:
+        """All states by name; tensors are not copied."""
+        trees = {key: state.capture() for key, state in self._states.items()}
+        shape = None if self.shape is None else dataclasses.asdict(self.shape)
+        return {**trees, "run": dataclasses.asdict(self.progress), "shape": shape}
+
+    def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
+        """Take over captured states.
+
+        Raises:
+            RuntimeError: this rank registered something that the captured states do not hold.
+        """
+        missing = self._states.keys() - trees.keys()
+        if missing:
+            raise RuntimeError(
+                "train_loop_per_worker must register the same state on every worker before its first epoch, but the "
+                f"others have no {', '.join(sorted(missing))}"
+            )
+        run = dict(trees["run"])
+        loops = [LoopProgress(**loop) for loop in run.pop("loops")]
+        self._take_progress(RunProgress(**run, loops=loops))
+        self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
+        for key, state in self._states.items():
+            if key not in skip:
+                state.restore(trees[key])
+
+    def _take_progress(self, progress: RunProgress) -> None:
+        # Loader passes in progress hold on to their LoopProgress: refresh these instead of replacing them.
+        mine = self.progress.loops
+        for own, theirs in zip(mine, progress.loops, strict=False):
+            own.position, own.done = theirs.position, theirs.done
+        loops = mine[: len(progress.loops)] + progress.loops[len(mine) :]
+        self.progress = dataclasses.replace(progress, loops=loops)
+
+    def exchange(self, communicator: Communicator) -> Exchanged:
+        """Bring every rank of a new group to the furthest rank's state, bit by bit.
+
+        Raises:
+            CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
+            UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
+            ReplicasDifferError: ranks that all begin here have built different things; every rank raises it.
+        """
+        if not self.complete and communicator.world_size > 1:
+            self.check_plain()
+        run, layout = self.progress, packed(self._layout())
+        rows = communicator.gather_ints(
+            [run.ticks, run.slot, run.lineage, run.passes, int(self.complete), digest(layout)]
+        )
+        everyone = [
+            Progress(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
+            for ticks, slot, lineage, passes, complete, _ in rows
+        ]
+        if not any(each.has_state for each in everyone):
+            _compare(communicator, layout, [row[-1] for row in rows])
+        received = False
+        for served in transfer_rounds(everyone):
+            for source, destination in served:
+                if source == communicator.rank:
+                    send_state(communicator, destination, self.capture())
+                elif destination == communicator.rank:
+                    self._receive(communicator, source)
+                    received = True
+        self.complete, self.loaded = True, False
+        return Exchanged(received=received, passes=max(row.passes for row in everyone))
+
+    def _layout(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for key, state in self._states.items():
+            if isinstance(state, ModuleState):
+                found |= {f"{key}: {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in state.capture().items()}
+            else:
+                found[key] = state.kind if isinstance(state, (OptimizerState, DictState)) else "registered"
+        return found
+
+    def _receive(self, communicator: Communicator, source: int) -> None:
+        # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
+        in_place = not self.complete
+
+        def own(key: str) -> Any | None:
+            state = self._states.get(key)
+            return state.capture() if in_place and isinstance(state, ModuleState) else None
+
+        trees, done = receive_state(communicator, source, own)
+        self.install(trees, skip=done)
+
+
+def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
+    """Where ranks differ, all of them learn how the first two do that differ, and raise the same."""
+    other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
+    if other is not None:
+        raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))

@@ -1,0 +1,336 @@
+"""The training state as a tree of tensors: taken apart, moved between ranks, put together (torch)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.state.codec import DEEPEST, NotPlainError, Slot, decode, dtype_name, dtype_of, encode, too_deep
+
+# Tensors under this size travel in one message together.
+_SMALL_BYTES = 1 << 18
+_TAG = 7
+# What is sent beside the tensors names each of them, in some 100 bytes: a peer that speaks of more than this is none.
+_LARGEST_HEADER_BYTES = 1 << 28
+_MOST_TENSORS = 1 << 20
+_MOST_DIMENSIONS = 64
+
+
+class Stateful(Protocol):
+    """Something whose state every rank must share."""
+
+    def capture(self) -> Any:
+        """The state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state; the tree's tensors belong to the callee from now on."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Spec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cuda: bool
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spec:
+        """What describes this tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
+
+    def told(self) -> tuple[Any, ...]:
+        """Plain values, for :meth:`heard`."""
+        return self.shape, dtype_name(self.dtype), self.cuda
+
+    @classmethod
+    def heard(cls, told: Any) -> _Spec:
+        """The inverse of :meth:`told`.
+
+        Raises:
+            ValueError: a peer has sent something else.
+        """
+        shape, dtype, cuda = told
+        if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
+            raise ValueError(f"no tensor is like {told!r:.80}")
+        if not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+            raise ValueError(f"no tensor has the shape {shape!r:.80}")
+        return cls(shape, dtype_of(dtype), cuda)
+
+
+class UnsafeStateError(TypeError):
+    """A state holds what could only be sent, or loaded, by running code."""
+
+
+def check_plain(trees: Mapping[str, Any]) -> None:
+    """Check that states can be sent to another rank: they hold tensors and plain values.
+
+    Raises:
+        UnsafeStateError: one of them does not; the message names it.
+    """
+    for key, tree in trees.items():
+        try:
+            encode(pack(tree)[0])
+        except NotPlainError as error:
+            raise UnsafeStateError(
+                f"state {key!r} holds something else than tensors and plain values, and what is sent between workers "
+                f"is never unpickled: {error}. Keep numbers, strings, lists, dicts and tensors in it, or leave that "
+                "value out of its state_dict() and make it anew in load_state_dict()"
+            ) from error
+
+
+def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Split a tree into its skeleton (small) and its tensors in order.
+
+    Raises:
+        NotPlainError: it is nested too deeply, or holds itself.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def visit(node: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > DEEPEST:
+            raise too_deep("".join(f"[{key!r}]" for key in path))
+        if isinstance(node, torch.Tensor):
+            tensors.append(node.detach())
+            return Slot(len(tensors) - 1)
+        if isinstance(node, Mapping):
+            return _alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
+        if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+            return type(node)(visit(value, (*path, index)) for index, value in enumerate(node))
+        return node
+
+    return visit(tree, ()), tensors
+
+
+def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of :func:`pack`."""
+    if isinstance(skeleton, Slot):
+        return tensors[skeleton.index]
+    if isinstance(skeleton, dict):
+        return _alike(type(skeleton), {key: unpack(value, tensors) for key, value in skeleton.items()})
+    if type(skeleton) in (list, tuple):
+        return type(skeleton)(unpack(value, tensors) for value in skeleton)
+    return skeleton
+
+
+def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
+    """A mapping of these values that is of this kind where a scheduler may count on that (milestones)."""
+    return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def send_state(communicator: Communicator, destination: int, trees: Mapping[str, Any]) -> None:
+    """Send captured states to one rank; the other side calls :func:`receive_state`.
+
+    Raises:
+        UnsafeStateError: one of them holds more than tensors and plain values.
+    """
+    check_plain(trees)
+    skeletons, tensors = pack(dict(trees))
+    specs = [_Spec.of(tensor) for tensor in tensors]
+    content = encode((skeletons, [spec.told() for spec in specs]))
+    header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
+    works.append(communicator.send(header, destination, _TAG))
+    kept = [header]  # gloo reads from these until the work is done
+    for cuda in (False, True):
+        small = [
+            _bytes_of(t) for t, s in zip(tensors, specs, strict=True) if s.cuda == cuda and s.nbytes < _SMALL_BYTES
+        ]
+        if small and sum(piece.numel() for piece in small):
+            kept.append(torch.cat(small))
+            works.append(communicator.send(kept[-1], destination, _TAG))
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.nbytes >= _SMALL_BYTES:
+            kept.append(_bytes_of(tensor))
+            works.append(communicator.send(kept[-1], destination, _TAG))
+    communicator.wait_all(works)
+
+
+def receive_state(
+    communicator: Communicator, source: int, own: Callable[[str], Any | None]
+) -> tuple[dict[str, Any], set[str]]:
+    """Receive what :func:`send_state` sent.
+
+    Args:
+        communicator: the group.
+        source: the sending rank.
+        own: for a key, this rank's captured tree when its tensors may be overwritten in place, else None.
+
+    Returns:
+        The trees, and the keys whose tensors were received in place (nothing is left to restore there).
+
+    Raises:
+        CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
+    """
+    skeletons, specs = _receive_header(communicator, source)
+    tensors, in_place = _destinations(skeletons, specs, own)
+    works, small = [], []
+    for cuda in (False, True):
+        members = [i for i, s in enumerate(specs) if s.cuda == cuda and s.nbytes < _SMALL_BYTES]
+        total = sum(specs[i].nbytes for i in members)
+        if total:
+            flat = torch.empty(total, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+            works.append(communicator.receive(flat, source, _TAG))
+            small.append((members, flat))
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if spec.nbytes >= _SMALL_BYTES:
+            works.append(communicator.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG))
+    communicator.wait_all(works)
+    for members, flat in small:
+        offset = 0
+        for i in members:
+            piece = flat[offset : offset + specs[i].nbytes].clone().view(specs[i].dtype)
+            tensors[i].copy_(piece.reshape(specs[i].shape))
+            offset += specs[i].nbytes
+    return unpack(skeletons, tensors), in_place
+
+
+def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
+    size = torch.zeros(1, dtype=torch.int64)
+    communicator.wait_all([communicator.receive(size, source, _TAG)])
+    if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
+        raise _refused(communicator, source, f"a header of {int(size)} bytes")
+    header = torch.empty(int(size), dtype=torch.uint8)
+    communicator.wait_all([communicator.receive(header, source, _TAG)])
+    try:
+        skeletons, told = decode(header.numpy().tobytes())
+        if type(skeletons) is not dict or type(told) is not list or len(told) > _MOST_TENSORS:
+            raise ValueError("neither states nor tensors")
+        specs = [_Spec.heard(each) for each in told]
+        if sorted(slot.index for slot in _slots(skeletons)) != list(range(len(specs))):
+            raise ValueError("its tensors are not those that it names")
+    except (ValueError, TypeError) as error:
+        raise _refused(communicator, source, str(error)) from error
+    return skeletons, specs
+
+
+def _refused(communicator: Communicator, source: int, why: str) -> CommunicationFailedError:
+    communicator.broken = True
+    return CommunicationFailedError(f"rank {source} sent what is no state: {why}")
+
+
+def _destinations(
+    skeletons: dict[str, Any], specs: list[_Spec], own: Callable[[str], Any | None]
+) -> tuple[list[torch.Tensor], set[str]]:
+    """Where each tensor goes: into this rank's own where layout and shape agree, into fresh memory elsewhere."""
+    tensors: dict[int, torch.Tensor] = {}
+    in_place: set[str] = set()
+    for key, skeleton in skeletons.items():
+        mine = own(key)
+        if mine is None:
+            continue
+        my_skeleton, my_tensors = pack(mine)
+        slots = _slots(skeleton)
+        if len(slots) == len(_slots(my_skeleton)) == len(my_tensors) and all(
+            specs[slot.index] == _Spec.of(t) and t.is_contiguous() for slot, t in zip(slots, my_tensors, strict=True)
+        ):
+            in_place.add(key)
+            tensors.update({slot.index: t for slot, t in zip(slots, my_tensors, strict=True)})
+    device = {False: "cpu", True: "cuda"}
+    return [
+        tensors[i] if i in tensors else torch.empty(s.shape, dtype=s.dtype, device=device[s.cuda])
+        for i, s in enumerate(specs)
+    ], in_place
+
+
+def _slots(skeleton: Any) -> list[Slot]:
+    if isinstance(skeleton, Slot):
+        return [skeleton]
+    if isinstance(skeleton, dict):
+        return [slot for value in skeleton.values() for slot in _slots(value)]
+    if isinstance(skeleton, (list, tuple)):
+        return [slot for value in skeleton for slot in _slots(value)]
+    return []
+
+
+class ModuleState:
+    """Parameters and buffers of a module."""
+
+    in_place = True
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def capture(self) -> Any:
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    def restore(self, tree: Any) -> None:
+        mine = self.capture()
+        if mine.keys() != tree.keys():
+            raise RuntimeError(
+                "train_loop_per_worker must build the same model on every worker, but these parameters or buffers "
+                f"differ: {sorted(mine.keys() ^ tree.keys())[:5]}"
+            )
+        for name, tensor in mine.items():
+            if tensor.shape != tree[name].shape:  # copy_ would spread the smaller one over the larger
+                raise RuntimeError(
+                    "train_loop_per_worker must build the same model on every worker, but parameter or buffer "
+                    f"{name!r} is {tuple(tensor.shape)} here and {tuple(tree[name].shape)} there"
+                )
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(tree[name])
+
+
+class OptimizerState:
+    """Moments, step counts and parameter groups of an optimizer, keyed by parameter order."""
+
+    in_place = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.kind = type(optimizer).__name__
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def capture(self) -> Any:
+        state = self._optimizer.state
+        return {
+            "state": {i: dict(state[p]) for i, p in enumerate(self._parameters()) if p in state},
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups],
+        }
+
+    def restore(self, tree: Any) -> None:
+        parameters = self._parameters()
+        known = [int(index) for index in tree["state"]]
+        if len(tree["groups"]) != len(self._optimizer.param_groups) or max(known, default=-1) >= len(parameters):
+            raise RuntimeError(
+                "train_loop_per_worker must build the same optimizer on every worker, but its parameters are "
+                f"{len(parameters)} in {len(self._optimizer.param_groups)} groups here, and others there"
+            )
+        self._optimizer.state.clear()
+        for index, values in tree["state"].items():
+            self._optimizer.state[parameters[index]] = values
+        for group, values in zip(self._optimizer.param_groups, tree["groups"], strict=True):
+            group.update(values)
+
+
+class DictState:
+    """Anything with ``state_dict`` and ``load_state_dict``: schedulers, gradient scalers, metrics."""
+
+    in_place = False
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self.kind = type(target).__name__
+
+    def capture(self) -> Any:
+        return self._target.state_dict()
+
+    def restore(self, tree: Any) -> None:
+        self._target.load_state_dict(tree)

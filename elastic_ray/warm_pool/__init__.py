@@ -1,0 +1,1 @@
+"""Processes that have imported everything before a job needs them."""

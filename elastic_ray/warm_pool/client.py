@@ -1,0 +1,118 @@
+"""SHELL: a controller's (or a sweep's) way to the cluster's pool of warm worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+import elastic_ray
+import placement
+from elastic_ray.warm_pool.plan import read_config
+from elastic_ray.warm_pool.pool import find_pool, get_or_create_pool
+from elastic_ray.worker.messages import Tenancy
+
+logger = logging.getLogger(__name__)
+
+_ORDER_S = 15.0  # nobody waits for it, and the pool itself may only be starting
+_CLAIM_S = 3.0
+_ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool that does not answer
+
+
+class PoolClient:
+    """Takes processes from the pool, and starts those that it wants.
+
+    Args:
+        tenancy: in whose name processes are taken.
+        environment: Ray's runtime environment of the processes, beside what all actors of this Ray job have.
+        start: starts a process that belongs to nobody, on a node and under a name.
+    """
+
+    def __init__(self, tenancy: Tenancy, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
+        self.on = read_config(os.environ).on
+        self._tenancy = tenancy
+        self._start = start
+        self._environment = environment_key(environment) if self.on else ""
+        self._witnesses: dict[str, Any] = {}
+
+    async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
+        """A process on the node that belongs to the tenant from now on, and its name; None if there is none.
+
+        Args:
+            node: where.
+            starting: whether to wait for one that is only starting.
+        """
+        while self.on:
+            try:
+                pool = await asyncio.to_thread(find_pool)
+                if pool is None:
+                    return None
+                asked = pool.hand_out.remote(self._tenancy.holder, self._environment, node, starting=starting)
+                handed = await asyncio.wait_for(asked, _ANSWER_S)
+            except (RayError, asyncio.TimeoutError) as error:
+                logger.info("%s: the pool of warm processes does not answer: %r", self._tenancy.holder, error)
+                return None
+            if handed is None:
+                return None
+            actor, ready, name = handed
+            if await self._claim(actor, ready=ready):
+                return actor, name
+        return None
+
+    async def _claim(self, actor: Any, *, ready: bool) -> bool:
+        claim = actor.claim.remote(self._tenancy)
+        try:
+            return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))
+        except RayError:
+            return False
+        except (asyncio.TimeoutError, asyncio.CancelledError) as error:
+            actor.leave.remote(self._tenancy.holder)  # not killed: it may belong to another by now
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            return False
+
+    async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
+        """Tell how many processes the tenant would use by node, and start what the pool says; it is made if need be."""
+        if not self.on or not (nodes or over):
+            return
+        try:
+            pool = await asyncio.to_thread(find_pool if over else get_or_create_pool)
+            if pool is None:
+                return
+            asked = pool.order.remote(self._tenancy.holder, self._environment, dict(nodes), over=over)
+            starts, self._witnesses = await asyncio.wait_for(asked, _ORDER_S)
+            for name, node in starts:
+                pool.started.remote(name, self._start(node, name))
+        except (RayError, asyncio.TimeoutError, ValueError) as error:
+            logger.info("%s: the pool of warm processes does not answer: %r", self._tenancy.holder, error)
+
+    def witness(self, node: str) -> Any | None:
+        """A process on the node that can look at others."""
+        return self._witnesses.get(node)
+
+
+def environment_key(environment: Mapping[str, Any]) -> str:
+    """What processes must have in common to be used one for the other: runtime environment, and code of this package.
+
+    Local directories have been uploaded by now, under names that tell their contents.
+    """
+    inherited = ray.get_runtime_context().get_runtime_env_string()  # type: ignore[no-untyped-call]
+    text = json.dumps([json.loads(inherited or "{}"), environment, _code()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code() -> tuple[str, int]:
+    """Where this package is, and when it was changed last: on a developer's cluster it may be while a pool lives."""
+    folders = [Path(str(package.__file__)).parent for package in (elastic_ray, placement)]
+    changed = max(path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*.py"))
+    return str(folders[0]), changed

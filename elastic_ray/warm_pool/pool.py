@@ -1,0 +1,306 @@
+"""SHELL: the cluster's pool of warm worker processes, as one named, detached, restartable actor.
+
+Importing torch takes a new process seconds; a process of the pool has done so, has never run anything, and goes to one
+job (or one sweep), which ends it. The pool only decides and keeps: processes are started by jobs' controllers, since
+an actor has the Ray job and the runtime environment of whoever starts it. They are detached actors whose names tell
+what they are, so that a pool that Ray has made anew finds those that nobody has claimed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from elastic_ray.job.background import Background
+from elastic_ray.warm_pool.plan import (
+    Demand,
+    End,
+    PoolConfig,
+    PooledProcess,
+    PoolNode,
+    Start,
+    plan,
+    read_config,
+    remember,
+)
+from placement.allocator.actor import NAMESPACE, head_actor
+from placement.ray_cluster.snapshot import read_nodes
+from placement.text import log_plainly
+
+NAME = "process-pool"
+
+logger = logging.getLogger("elastic_ray.pool")
+
+_LOOK_S = 1.0
+_ROUNDS_PER_CALL = 5  # idle processes are asked whether they live in every fifth round
+_ANSWER_S = 10.0
+_START_S = 120.0  # a process has so long to import everything
+_ORDER_S = 20.0  # a controller has so long to start what it was told to
+_COLD_S = 30.0  # nothing is started on a node for so long after a process failed there
+_FIRST_S = 30.0  # within this time after its start the first controller asks
+_CLOSE_S = 30.0
+_CLOSING_S = 5.0
+
+
+def find_pool() -> Any | None:
+    """The cluster's pool; None if there is none. Blocks for a moment."""
+    try:
+        return ray.get_actor(NAME, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def get_or_create_pool() -> Any:
+    """The cluster's pool, made on first use on the head node. Blocks for a moment."""
+    actor: Any = ray.remote(ProcessPool)
+    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote()
+
+
+def close_pool(timeout_s: float = _CLOSE_S) -> None:
+    """End the cluster's pool and all processes that no job has; running jobs keep theirs, and may make a new pool.
+
+    Raises:
+        TimeoutError: it has not ended in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while (pool := find_pool()) is not None:
+        with contextlib.suppress(RayActorError):
+            ray.get(pool.close.remote(), timeout=max(0.1, deadline_s - time.monotonic()))
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the pool of warm processes has not ended within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def process_name(environment: str, node: str) -> str:
+    """A new name for a process of the pool."""
+    return f"{NAME}/{environment}/{node}/{secrets.token_hex(4)}"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Held:
+    """A process that no job has: its actor, None until its controller has started it, and until when it may do so."""
+
+    facts: PooledProcess
+    actor: Any = None
+    until_s: float = 0.0
+
+
+class ProcessPool:
+    """Actor class; use :func:`get_or_create_pool`."""
+
+    def __init__(self) -> None:
+        log_plainly(logging.WARNING)
+        logger.setLevel(logging.INFO)
+        self._config: PoolConfig = read_config(os.environ)
+        self._held: dict[str, _Held] = {}
+        self._demands: dict[str, Demand] = {}
+        self._busy: dict[tuple[str, str], float] = {}
+        self._nodes: tuple[PoolNode, ...] = ()
+        self._background = Background()
+        self._closing = False
+        self._since_s = time.monotonic()
+        self._handle = ray.get_runtime_context().current_actor
+        self._found = asyncio.get_event_loop().create_task(self._find_again())
+        self._main = asyncio.get_event_loop().create_task(self._watch())
+
+    # -- for controllers ---------------------------------------------------------------------------------------
+
+    async def hand_out(self, job: str, environment: str, node: str, *, starting: bool) -> tuple[Any, bool, str] | None:
+        """A process for good, whether it is ready, and its name; None if there is none. It is to be claimed first.
+
+        Args:
+            job: whose controller (or sweep) asks; the node is left alone while this job begins.
+            environment: key of the runtime environment.
+            node: where it is to run.
+            starting: whether one that is only starting will do.
+        """
+        await self._found
+        self._busy[node, job] = time.monotonic() + self._config.quiet_s
+        for ready in (True, False) if starting else (True,):
+            for name, held in self._held.items():
+                facts = held.facts
+                fits = (facts.node, facts.environment, facts.ready) == (node, environment, ready)
+                if fits and held.actor is not None:
+                    del self._held[name]
+                    return held.actor, ready, name
+        return None
+
+    async def order(
+        self, job: str, environment: str, nodes: Mapping[str, int], *, over: bool = False
+    ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
+        """A job that trains says how many processes it would use, by node.
+
+        Args:
+            job: whose controller asks.
+            environment: key of its runtime environment.
+            nodes: how many processes it has and may want again, by node.
+            over: it has ended, and asks for the last time.
+
+        Returns:
+            Names and nodes of processes that the caller is to start now; and, by node, a process that can look at
+            others.
+        """
+        await self._found
+        now_s = time.monotonic()
+        before = self._demands.get(job)
+        since_s = before.since_s if before is not None and before.environment == environment else now_s
+        self._demands[job] = Demand(
+            job=job, environment=environment, nodes=dict(nodes), since_s=since_s, asked_s=now_s, over=over
+        )
+        self._busy = {(node, whose): until for (node, whose), until in self._busy.items() if whose != job}
+        if not self._nodes:
+            await self._look()
+        starts = self._decide(environment)
+        while over and (more := self._decide(environment, one_by_one=False)):  # nobody asks for this one any more
+            starts += more
+        witnesses = {each.facts.node: each.actor for each in self._held.values() if each.facts.ready}
+        return tuple(starts), witnesses
+
+    async def started(self, name: str, actor: Any) -> None:
+        """A controller has started what it was told to."""
+        held = self._held.get(name)
+        if held is None:  # too late
+            ray.kill(actor)
+            return
+        held.actor = actor
+        self._background.start(self._await_ready(held))
+
+    async def close(self) -> None:
+        """End everything that no job has, and the pool."""
+        await self._found
+        self._closing = True
+        until_s = time.monotonic() + _CLOSING_S
+        while any(each.actor is None for each in self._held.values()) and time.monotonic() < until_s:
+            await asyncio.sleep(0.02)  # controllers are starting these now
+        for name in list(self._held):
+            self._end(name, "the pool is closed")
+        ray.kill(self._handle)
+
+    async def processes(self) -> tuple[PooledProcess, ...]:
+        """What there is now."""
+        await self._found
+        return tuple(each.facts for each in self._held.values())
+
+    # -- deciding ----------------------------------------------------------------------------------------------
+
+    def _decide(self, environment: str = "", *, one_by_one: bool = True) -> list[tuple[str, str]]:
+        """Carry out what is to end; note and return what the asking controller is to start."""
+        now_s = time.monotonic()
+        busy: dict[str, float] = {}
+        for (node, _), until_s in self._busy.items():
+            busy[node] = max(busy.get(node, 0.0), until_s)
+        processes = [each.facts for each in self._held.values()]
+        if not one_by_one:
+            processes = [dataclasses.replace(each, ready=True) for each in processes]
+        starts: list[tuple[str, str]] = []
+        demands = tuple(self._demands.values())
+        if self._closing:
+            return starts
+        decided = plan(self._config, nodes=self._nodes, processes=processes, demands=demands, busy=busy, now_s=now_s)
+        for each in decided:
+            match each:
+                case End(name=name, reason=reason):
+                    self._end(name, reason)
+                case Start(node=node, reason=reason) if each.environment == environment:
+                    name = process_name(environment, node)
+                    facts = PooledProcess(name=name, node=node, environment=environment, ready=False)
+                    self._held[name] = _Held(facts=facts, until_s=now_s + _ORDER_S)
+                    logger.info("process pool: one more on node %s: %s", node[:8], reason)
+                    starts.append((name, node))
+        return starts
+
+    def _end(self, name: str, reason: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None:
+            logger.info("process pool: one less on node %s: %s", held.facts.node[:8], reason)
+            if held.actor is not None:
+                ray.kill(held.actor)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        await self._found
+        rounds = 0
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            rounds += 1
+            try:
+                await self._look()
+                self._decide()
+            except Exception:
+                logger.exception("a round of the process pool failed; the next one follows in %g s", _LOOK_S)
+            if rounds % _ROUNDS_PER_CALL == 0:
+                for held in [each for each in self._held.values() if each.facts.ready]:
+                    self._background.start(self._ask(held, _ANSWER_S))
+            now_s = time.monotonic()
+            self._demands = {each.job: each for each in remember(self._config, self._demands.values(), now_s)}
+            self._busy = {key: until_s for key, until_s in self._busy.items() if until_s > now_s}
+            if not self._demands and not self._held and now_s > self._since_s + _FIRST_S:
+                logger.info("process pool: no job for %g s, so it ends", self._config.idle_s)
+                ray.kill(self._handle)
+
+    async def _look(self) -> None:
+        """The nodes, and what controllers have not started."""
+        nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
+        self._nodes = tuple(
+            PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes
+        )
+        now_s = time.monotonic()
+        for name, held in list(self._held.items()):
+            if held.actor is None and now_s > held.until_s:
+                self._end(name, "its controller has not started it")
+
+    async def _await_ready(self, held: _Held) -> None:
+        if await self._ask(held, _START_S):
+            held.facts = dataclasses.replace(held.facts, ready=True)
+
+    async def _ask(self, held: _Held, timeout_s: float) -> bool:
+        """Whether a process is well; one that is not, or that a job has claimed, is held no more."""
+        name = held.facts.name
+        try:
+            memory = await asyncio.wait_for(held.actor.memory_bytes.remote(), timeout_s)
+        except (RayError, asyncio.TimeoutError) as error:
+            if name in self._held:
+                self._busy[held.facts.node, name] = time.monotonic() + _COLD_S
+                self._end(name, f"it is not well: {error!r}".split("\n", 1)[0])
+            return False
+        if memory is None:
+            self._held.pop(name, None)
+            return False
+        held.facts = dataclasses.replace(held.facts, memory_bytes=memory)
+        return True
+
+    async def _find_again(self) -> None:
+        """Processes of a pool that was here before."""
+        try:
+            earlier = await asyncio.to_thread(_pooled)
+        except Exception as error:  # those that are not found end themselves before long
+            logger.warning("processes of an earlier pool were not looked for: %r", error)
+            return
+        for name, actor in earlier:
+            _, environment, node, _ = name.split("/")
+            facts = PooledProcess(name=name, node=node, environment=environment, ready=True)
+            self._held[name] = _Held(facts=facts, actor=actor)
+        await asyncio.gather(*(self._ask(held, _ANSWER_S) for held in list(self._held.values())))
+
+
+def _pooled() -> list[tuple[str, Any]]:
+    found = []
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        name = str(named["name"])
+        if named["namespace"] == NAMESPACE and name.startswith(f"{NAME}/"):
+            try:
+                found.append((name, ray.get_actor(name, namespace=NAMESPACE)))
+            except ValueError:  # it has just ended
+                continue
+    return found

@@ -1,0 +1,327 @@
+"""SHELL: where a job's worker processes come from and go: its own, those of its sweep, and the cluster's warm pool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic_ray.job.background import Background
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.warm_pool.client import PoolClient
+from elastic_ray.worker.messages import ProcessFacts, Tenancy, WorkerSetup
+from elastic_ray.worker.process import WorkerProcess
+from elastic_ray.worker.tenant import own_tenancy
+from placement.allocator.actor import NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+# ``run`` occupies a thread for the length of the training and ``outcome`` another, for some seconds also that of a
+# controller which is gone; messages need some beside them.
+_THREADS = 6
+_ANSWER_S = 5.0  # of a process that is warm, or of the sweep
+_ORDER_EVERY_S = 1.0
+_COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
+
+
+def end_strays(job: str, keep: Collection[str]) -> None:
+    """End the job's processes that no controller knows any more, but for those with these names. Blocks.
+
+    Some may only be starting: a controller that has died was waiting for them.
+    """
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        name = str(named["name"])
+        if named["namespace"] == NAMESPACE and name.startswith(_prefix(job)) and name not in keep:
+            with contextlib.suppress(ValueError):  # it has just ended
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+
+def _prefix(job: str) -> str:
+    return f"worker:{job}/"
+
+
+def setup_of(spec: JobSpec, *, controller: Any = None, crew: str = "") -> WorkerSetup:
+    """What every worker process of the job is told first; ``controller`` and ``crew``: of one that is the job's own."""
+    return WorkerSetup(
+        use_gpu=spec.use_gpu,
+        cpus=spec.bundle.get("CPU", 1.0),
+        storage_filesystem=spec.storage_filesystem,
+        elastic=spec.elastic,
+        log_level=spec.log_level,
+        paced=spec.trial is not None,
+        states_kept=spec.states_kept,
+        controller=controller,
+        crew=crew,
+    )
+
+
+def environment_of(spec: JobSpec) -> dict[str, Any]:
+    """Ray's runtime environment of the job's worker processes."""
+    environment: dict[str, Any] = dict(spec.runtime_env)
+    if spec.use_gpu:
+        # The process asks for no GPU itself and would see none; it takes those of its reservation.
+        variables: Mapping[str, str] = environment.get("env_vars", {})
+        environment["env_vars"] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1", **variables}
+    return environment
+
+
+def start_process(spec: JobSpec, node: str, tenancy: Tenancy | None, name: str) -> Any:
+    """A new worker process on the node; whoever calls ends it, and it ends itself when its owner is gone.
+
+    It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
+    worker's, but it can run where the group has reserved the room.
+
+    Args:
+        spec: what environment it is to have.
+        node: where it is to run.
+        tenancy: for whom it works; None for one of the cluster's pool, which nobody has claimed yet.
+        name: its actor's name.
+    """
+    actor: Any = ray.remote(WorkerProcess)
+    return actor.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=_THREADS,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        runtime_env=environment_of(spec) or None,
+    ).remote(tenancy)
+
+
+def pool_client(spec: JobSpec, tenancy: Tenancy) -> PoolClient:
+    """The tenant's way to the cluster's pool."""
+    return PoolClient(tenancy, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
+
+
+class _Lent(enum.Enum):
+    """Whether a borrowed process is known to answer."""
+
+    STARTING = enum.auto()
+    ASKED = enum.auto()
+    READY = enum.auto()
+
+
+class Processes:
+    """A job's worker processes while no worker of the job runs in them.
+
+    One that a worker has left may serve the job's next one. Others come from the cluster's pool of warm processes,
+    which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
+
+    A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
+
+    Args:
+        spec: the job.
+        controller: handle of its controller.
+        crew: token of the controller's workers.
+    """
+
+    def __init__(self, spec: JobSpec, controller: Any, crew: str) -> None:
+        self._spec = spec
+        self._setup, self._setup_of_lent = setup_of(spec, controller=controller, crew=crew), setup_of(spec)
+        self._ordering: asyncio.Task[None] | None = None
+        self._ordered_s = 0.0
+        self._used: dict[str, int] = {}
+        self._sweep = spec.trial.sweep if spec.trial is not None else None
+        self._run = spec.trial.controller if spec.trial is not None else ""
+        self._names: dict[Any, str] = {}
+        self._lent: dict[Any, _Lent] = {}
+        self._warm: dict[str, list[Any]] = {}
+        self._warming: set[str] = set()
+        self._cold_until_s: dict[str, float] = {}
+        self._background, self._farewell = Background(), Background()
+        self._closed = False
+
+    @functools.cached_property
+    def _tenancy(self) -> Tenancy:
+        return own_tenancy(f"job:{self._spec.job}")
+
+    @functools.cached_property
+    def _pool(self) -> PoolClient:
+        return pool_client(self._spec, self._tenancy)
+
+    async def take(self, node: str) -> tuple[Any, ProcessFacts]:
+        """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""
+        warm = self._warm.get(node, [])
+        while warm:
+            actor = warm.pop()
+            if (facts := await self._answer(actor)) is not None:
+                return actor, facts
+            self._kill(actor)
+        while (lent := await self._borrow(node)) is not None:
+            actor, ready = lent
+            if not ready:
+                return actor, await self._started(actor)
+            self._lent[actor] = _Lent.ASKED
+            if (facts := await self._answer(actor)) is not None:
+                self._lent[actor] = _Lent.READY
+                return actor, facts
+            self.end(actor)
+        self._used[node] = self._used.get(node, 0) + 1
+        while (pooled := await self._pool.take(node)) is not None:
+            actor, name = pooled
+            self._names[actor] = name
+            if (facts := await self._answer(actor)) is not None:
+                return actor, facts
+            self._kill(actor)
+        return await self._start(node)
+
+    async def _start(self, node: str) -> tuple[Any, ProcessFacts]:
+        name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
+        actor = start_process(self._spec, node, self._tenancy, name)
+        self._names[actor] = name
+        try:
+            return actor, await actor.prepare.remote(self._setup)
+        except BaseException:  # nobody knows of it yet
+            self._kill(actor)
+            raise
+
+    async def _answer(self, actor: Any) -> ProcessFacts | None:
+        try:
+            setup = self._setup_of_lent if actor in self._lent else self._setup
+            facts: ProcessFacts = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
+        except (RayError, asyncio.TimeoutError):
+            return None
+        except asyncio.CancelledError:
+            if actor not in self._lent:
+                self._kill(actor)
+            raise
+        return facts
+
+    def name_of(self, actor: Any) -> str:
+        """Name of a process of this job's own; empty for one that a sweep lends."""
+        return self._names.get(actor, "")
+
+    async def _borrow(self, node: str) -> tuple[Any, bool] | None:
+        if self._sweep is None:
+            return None
+        try:
+            lent: tuple[Any, bool] | None = await asyncio.wait_for(self._sweep.lend.remote(self._run, node), _ANSWER_S)
+        except (RayError, asyncio.TimeoutError) as error:
+            logger.warning("job %s: its sweep lends no process, so it starts one: %s", self._spec.job, error)
+            return None
+        return lent
+
+    async def _started(self, actor: Any) -> ProcessFacts:
+        """A borrowed process that is only starting, once it is there; a start takes as long as it takes."""
+        self._lent[actor] = _Lent.STARTING
+        try:
+            facts: ProcessFacts = await actor.prepare.remote(self._setup_of_lent)
+        except RayError:
+            self.end(actor)
+            raise
+        self._lent[actor] = _Lent.READY
+        return facts
+
+    def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
+        """A process that a controller before this one has started, or borrowed."""
+        if lent:
+            self._lent[actor] = _Lent.READY
+        else:
+            self._names[actor] = name
+
+    def rest(self, node: str, actor: Any) -> None:
+        """A process is not used any more, and could be again."""
+        warm = self._warm.setdefault(node, [])
+        if actor in self._lent:
+            self._give_back(actor, fit=True)
+        elif len(warm) < self._spec.elastic.warm_workers_per_node and not self._closed:
+            warm.append(actor)
+        else:
+            self._kill(actor)
+
+    def end(self, actor: Any) -> None:
+        """A process is not to be used again."""
+        if actor in self._lent:
+            self._give_back(actor, fit=False)
+        else:
+            self._kill(actor)
+
+    def _kill(self, actor: Any) -> None:
+        self._names.pop(actor, None)
+        ray.kill(actor)
+
+    def _give_back(self, actor: Any, *, fit: bool) -> None:
+        if self._closed:
+            return  # it was given back with all others, and may be somebody else's by now
+        if not fit:
+            ray.kill(actor)  # at once, also if the sweep is busy
+        del self._lent[actor]
+        assert self._sweep is not None, "only a sweep lends"
+        self._sweep.take_back.remote(self._run, actor, fit=fit)
+
+    def witness(self, node: str) -> Any | None:
+        """A warm process of the node, which can look at others."""
+        return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
+
+    # -- the warm pool -----------------------------------------------------------------------------------------
+
+    def keep_warm(self, nodes: Mapping[str, int]) -> None:
+        """Have warm processes at hand on these nodes, and none of the job's own elsewhere.
+
+        Args:
+            nodes: how many workers the job has, by node.
+        """
+        for node in set(self._warm) - set(nodes):
+            for actor in self._warm.pop(node):
+                self._kill(actor)
+        wanted = self._spec.elastic.warm_workers_per_node
+        if not wanted or not nodes:
+            return
+        if self._pool.on:
+            # As many as its next start would take, and beside them those with which it then grows and replaces at once.
+            self._order({node: wanted + workers for node, workers in nodes.items()})
+        elif not self._warming:
+            self._warm_one(nodes, wanted)
+
+    def _order(self, nodes: dict[str, int]) -> None:
+        now_s = time.monotonic()
+        asks = self._ordering is not None and not self._ordering.done()
+        if not nodes or asks or now_s < self._ordered_s + _ORDER_EVERY_S:
+            return
+        self._ordered_s = now_s
+        self._used = dict(nodes)
+        self._ordering = self._background.start(self._pool.order(nodes))
+
+    def _warm_one(self, nodes: Iterable[str], wanted: int) -> None:
+        for node in sorted(nodes):
+            is_cold = time.monotonic() < self._cold_until_s.get(node, 0.0)
+            if not is_cold and len(self._warm.get(node, [])) < wanted:
+                self._warming.add(node)
+                self._background.start(self._warm_up(node))
+                return
+
+    async def _warm_up(self, node: str) -> None:
+        try:
+            actor, _ = await asyncio.wait_for(self._start(node), self._spec.elastic.join_timeout_s)
+            self.rest(node, actor)
+        except (RayError, asyncio.TimeoutError) as error:
+            self._cold_until_s[node] = time.monotonic() + _COLD_S
+            logger.info("job %s: no warm worker on node %s: %s", self._spec.job, node[:8], error)
+        finally:
+            self._warming.discard(node)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def close(self, *, fit: bool) -> None:
+        """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""
+        self.keep_warm({})
+        self._background.cancel()
+        if self._used and self._spec.elastic.warm_workers_per_node and not self._closed:
+            self._farewell.start(self._pool.order(self._used, over=True))  # for the next job
+        self._closed = True
+        if self._sweep is not None:
+            # One that was asked and has not answered may hang.
+            kept = {actor: state is _Lent.READY for actor, state in self._lent.items() if state is not _Lent.ASKED}
+            self._sweep.settle.remote(self._run, kept if fit else {})

@@ -1,0 +1,52 @@
+"""SHELL: a worker's way to the other members of a generation that is being formed: calls to the job's controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from elastic_ray.membership.bootstrap import Meeting, signed
+from elastic_ray.worker.messages import Assignment
+
+_ON_THE_WAY_S = 2.0
+
+
+class ControllerCaller:
+    """For one generation.
+
+    Args:
+        assignment: what the worker was started with.
+        generation: the generation.
+    """
+
+    def __init__(self, assignment: Assignment, generation: int) -> None:
+        self._controller = assignment.controller
+        self._worker = assignment.worker
+        self._generation = generation
+        self._proof = signed(assignment.secret, generation, assignment.worker)
+        self._told: list[Any] = []
+
+    def tell(self, values: Mapping[str, bytes]) -> None:
+        """Let the others know; returns at once. A call that is refused shows in the next :meth:`ask`."""
+        self._told.append(self._call(tells=values))
+
+    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
+
+        Raises:
+            RuntimeError: the controller does not answer, or refuses to.
+        """
+        try:
+            call = self._call(tells=tells, wants=keys, wait_s=wait_s)
+            known: Mapping[str, bytes] = ray.get(call, timeout=wait_s + _ON_THE_WAY_S)
+        except RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise RuntimeError(f"its controller does not introduce it to the others: {lines[-1]}") from error
+        return known
+
+    def _call(self, **fields: Any) -> Any:
+        call = Meeting(generation=self._generation, worker=self._worker, proof=self._proof, **fields)
+        return self._controller.bootstrap.remote(call)

@@ -1,0 +1,254 @@
+"""SHELL: a worker's way to its job's controller, which may be away for as long as Ray takes to restart it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+
+from elastic_ray.checkpoints.object_store import hold
+from elastic_ray.checkpoints.reported import ReportedCheckpoints
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.worker.messages import (
+    Assignment,
+    Beat,
+    StateSaved,
+    WorkerFailed,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerSetup,
+    WorkerSwitched,
+    WorkerTold,
+)
+from placement.storage.storage_calls import StorageCalls
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+_POLL_S = 0.1
+_PATIENCE_S = 60.0
+_MOST_UNHEARD = 500  # about a second of a controller's time
+_PAUSE_S = 2e-3
+_MOST_REPORTED = 2000
+_UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
+
+
+def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
+    """The answer to a call of the controller, which is called again while Ray restarts it.
+
+    Args:
+        call: makes the call; answering it twice must do no harm.
+        timeout_s: longest wait for one answer; None waits for as long as the controller lives.
+        patience_s: longest wait for a controller that is away.
+
+    Raises:
+        RayError: it is gone for good, or was away for too long.
+    """
+    away_since_s: float | None = None
+    while True:
+        try:
+            return ray.get(call(), timeout=timeout_s)
+        except ActorUnavailableError:
+            now_s = time.monotonic()
+            away_since_s = now_s if away_since_s is None else away_since_s
+            if now_s - away_since_s > patience_s:
+                raise
+            time.sleep(_POLL_S)
+
+
+class ControllerLink:
+    """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
+    where too many are under way, or the controller is away."""
+
+    def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
+        self._controller = assignment.controller
+        self._worker = assignment.worker
+        self.storage = RunStorage(
+            assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files
+        )
+        self.calls = StorageCalls(self.storage.where)
+        # The other ranks wait in a collective meanwhile, and must not take this one for lost.
+        timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
+        self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self._patience_s = setup.elastic.controller_timeout_s
+        self._paced = setup.paced
+        self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
+        self._sent = 0
+        self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
+        self._lock = threading.Lock()
+        self.resumed = ""
+        self.told_ready: WorkerReady | None = None
+        self.told_failed: WorkerFailed | None = None
+        self.told_switched = 0
+        self.pause_s = 0.0
+        self.starts_over = False
+
+    def saved(self, message: StateSaved) -> float:
+        """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
+
+    def push(self, message: WorkerMessage) -> Any:
+        """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
+        return self._controller.push.remote(self._worker, message)
+
+    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
+        """This worker starts over with less, and with its state if that is ``whole``."""
+        self.starts_over, self.told_switched = whole, 0
+        self.told_ready = self.told_failed = None
+        self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause, whole=whole))
+
+    def insist_on(self, message: WorkerMessage) -> None:
+        """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
+
+        Returns at once while few are under way; a loop that reports faster than the controller hears waits for it.
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while len(self._unheard) >= _MOST_UNHEARD and time.monotonic() < deadline_s:
+            self.repeat()
+            time.sleep(_PAUSE_S)
+        with self._lock:
+            self._sent += 1
+            self._unheard[self._sent] = (message, self.push(message))
+
+    def report_again(self) -> None:
+        """A controller has forgotten the reports that the one before it had heard, and not written."""
+        now_s = time.monotonic()
+        for told_s, report in tuple(self._reported):
+            if now_s - told_s < _UNWRITTEN_S:
+                self.push(dataclasses.replace(report, held=None, again=True))
+
+    def repeat(self) -> bool:
+        """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
+
+        Raises:
+            RayError: the controller is gone for good.
+        """
+        with self._lock:
+            if not self._unheard:
+                return True
+            references = [reference for _, reference in self._unheard.values()]
+            answered, _ = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+            done = set(answered)
+            for number, (message, reference) in tuple(self._unheard.items()):
+                if reference not in done:
+                    continue
+                try:
+                    ray.get(reference)
+                    del self._unheard[number]
+                except ActorUnavailableError:
+                    self._unheard[number] = (message, self.push(message))
+                except RayTaskError as error:  # it was heard, and could not be dealt with: nor could it be again
+                    del self._unheard[number]
+                    logger.warning("the controller could not take a message: %s", error)
+            return not self._unheard
+
+    def flush(self) -> None:
+        """Wait until every report has arrived: the end of the run must not overtake them.
+
+        Raises:
+            RayError: the controller is gone for good. TimeoutError: it has not come back in time.
+        """
+        deadline_s = time.monotonic() + self._patience_s
+        while not self.repeat():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
+            time.sleep(_POLL_S)
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        self.told_ready = WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=self.resumed)
+        self.push(self.told_ready)
+
+    def failed(self, generation: int, cause: str) -> None:
+        self.told_failed = WorkerFailed(generation=generation, cause=cause)
+        self.push(self.told_failed)
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        self.told_failed, self.told_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
+        self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
+
+    def observe(self, report: StepReport) -> None:
+        self.push(Beat(report=report))
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+        path, kept, problem = None, None, ""
+        if checkpoint is not None:
+            note = {"progress": resume_point, "metrics": metrics}
+            path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
+            if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
+                kept = hold(checkpoint)
+        message = WorkerReport(
+            index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept, problem=problem
+        )
+        self._reported.append((time.monotonic(), message))
+        if self._paced:  # answered after as long as the sweep's scheduler takes to decide
+            if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
+                raise WorkerDismissed(stopped=True)
+            return
+        self.insist_on(message)
+        if path is not None:
+            self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        logger.warning("%s", text)
+        self.insist_on(WorkerTold(kind=kind, text=text, detail=detail))
+
+    def claim_fault(self, index: int) -> bool:
+        return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
+
+
+class Heart:
+    """Beats to the controller from a thread of its own while a run lasts."""
+
+    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
+        self._link = link
+        self._session = session
+        self._interval_s = interval_s
+        self._every = max(1, round(report_s / interval_s))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._stop.wait(self._interval_s):
+            count += 1
+            session = self._session
+            report = self._report() if count % self._every == 0 else None
+            plan = session.membership.current
+            at = (plan.generation, session.progress.ticks) if plan is not None else None
+            try:
+                self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
+                self._link.repeat()
+            except RayError as error:  # its controller is gone for good: the leash ends this process
+                logger.info("a message was not delivered: %s", error)
+            except Exception:  # the next beat may come through
+                logger.exception("a beat failed")
+
+    def _report(self) -> StepReport | None:
+        session = self._session
+        if session.rank != 0 or not session.synced:
+            return None
+        try:
+            return session.step_report()
+        except Exception:  # the heart must beat on whatever a measurement runs into
+            logger.exception("the step report failed")
+            return None
+
+    def stop(self) -> None:
+        """Stop and join; the last report shows how far the run has come."""
+        self._link.push(Beat(ending=True, report=self._report()))
+        self._stop.set()
+        self._thread.join(timeout=5.0)

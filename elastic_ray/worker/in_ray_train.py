@@ -1,0 +1,84 @@
+"""SHELL: what ``ray.train``'s own functions find in a worker: there they mean ``elastic_ray``'s."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.worker.stand_in import standing_in
+
+_HOME = "ray.train.v2._internal.execution.train_fn_utils"
+_PREPARED = {
+    "prepare_model": "wrap it in elastic_ray.AdaptiveDataParallel(model, optimizer)",
+    "prepare_data_loader": "pass it to elastic_ray.AdaptiveDataLoader(...)",
+}
+_REFUSED = {
+    "get_dataset_shard": "pass what each worker reads to elastic_ray.AdaptiveDataLoader (elastic_ray.ArrowDataset for "
+    "Parquet files)",
+    "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
+    "one to go on from",
+    "get_preemption_info": "an elastic job saves itself when its nodes go (ElasticConfig.automatic_checkpoints)",
+    "barrier": "workers come and go between two steps, which every loader's loop takes together",
+    "broadcast_from_rank_zero": "what AdaptiveDataParallel knows reaches every worker, and Accumulator adds up",
+}
+
+
+def in_ray_train() -> contextlib.AbstractContextManager[None]:
+    """Within it ``ray.train.report``, ``get_checkpoint`` and ``get_context`` do what ours do; else they would raise."""
+    return standing_in(_HOME, "_train_fn_utils", _TrainFnUtils())
+
+
+class _TrainFnUtils:
+    """What ``ray.train``'s functions ask (its ``TrainFnUtils``)."""
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, **options: Any) -> None:
+        import elastic_ray
+
+        set_options = [name for name, value in options.items() if value and getattr(value, "value", "") != "SYNC"]
+        if set_options:
+            raise ValueError(
+                f"ray.train.report({set_options[0]}=...) has no meaning in an elastic job: elastic_ray.report(metrics, "
+                "checkpoint) copies rank 0's checkpoint to the run's storage under a name of its own and returns then"
+            )
+        elastic_ray.report(metrics, checkpoint)
+
+    def get_checkpoint(self) -> Any:
+        import elastic_ray
+
+        return elastic_ray.get_checkpoint()
+
+    def get_context(self) -> _Context:
+        asking = sys._getframe()
+        while asking.f_back is not None and asking.f_globals["__name__"].startswith(("ray.train", __name__)):
+            if (function := asking.f_code.co_name) in _PREPARED:
+                raise RuntimeError(
+                    f"ray.train.torch.{function} has no meaning in an elastic job: {_PREPARED[function]}"
+                )
+            asking = asking.f_back
+        return _Context()
+
+    def is_distributed(self) -> bool:
+        return False  # what asks this wants the device: the worker's own, cuda:0 of those that it sees
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        reason = _REFUSED.get(name, "elastic_ray has functions of its own for what an elastic job can do")
+        raise RuntimeError(f"ray.train's {name} has no meaning in an elastic job: {reason}")
+
+
+class _Context:
+    """``ray.train.get_context()``: values are those of the moment, as ``elastic_ray.get_context()``'s."""
+
+    def __getattr__(self, name: str) -> Any:
+        import elastic_ray
+
+        context = elastic_ray.get_context()
+        if name.startswith("__") or not hasattr(context, name):
+            raise AttributeError(
+                f"ray.train.get_context() has no {name!r} in an elastic job; it has "
+                + ", ".join(known for known in dir(context) if known.startswith("get_"))
+            )
+        return getattr(context, name)

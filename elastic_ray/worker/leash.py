@@ -1,0 +1,111 @@
+"""SHELL: a worker process's tie to its job's controller, which may die and come back while the process trains on.
+
+The process asks every now and then whether it is still the controller's. A controller that Ray has restarted has it
+introduce itself; without a controller that knows it, the process gives its reservation back and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from elastic_ray.worker.messages import Greeting, Introduction
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 0.5
+_ANSWER_S = 5.0
+_FAREWELL_S = 3.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tie:
+    """To which controller a process belongs, and as which of its workers (empty while it is idle)."""
+
+    controller: Any
+    token: str
+    worker: str = ""
+
+
+class Leash:
+    """Asks in a thread of its own for as long as the process lives.
+
+    Args:
+        introduce: what to tell a controller that has lost its memory; None while no run is under way.
+        introduced: called when it knows.
+        give_back: releases the reservation of the run under way, before the process ends.
+        timeout_s: longest time without an answer from a controller that may come back.
+    """
+
+    def __init__(
+        self,
+        introduce: Callable[[], Introduction | None],
+        introduced: Callable[[], None],
+        give_back: Callable[[], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._introduce = introduce
+        self._introduced = introduced
+        self._give_back = give_back
+        self._timeout_s = timeout_s
+        self._tie: Tie | None = None
+        self._heard_s = time.monotonic()
+        threading.Thread(target=self._run, name="leash", daemon=True).start()
+
+    def tie(self, tie: Tie | None) -> None:
+        """Belong to this controller from now on; None to nobody whose end would end this process."""
+        self._heard_s = time.monotonic()
+        self._tie = tie
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_EVERY_S)
+            tie = self._tie
+            if tie is None:
+                continue
+            try:
+                why = self._ask(tie)
+            except Exception:  # whatever it is, the next question may be answered
+                logger.exception("a worker process could not ask its controller")
+                continue
+            if why and tie is self._tie:
+                self._end(why)
+
+    def _ask(self, tie: Tie) -> str:
+        """Why this process is nobody's any more; empty while it is the controller's, or may be."""
+        try:
+            greeting: Greeting = ray.get(tie.controller.greet.remote(tie.worker, tie.token), timeout=_ANSWER_S)
+            if greeting is Greeting.INTRODUCE and (told := self._introduce()) is not None:
+                ray.get(tie.controller.introduce.remote(told), timeout=_ANSWER_S)
+                self._introduced()
+        except ActorDiedError:
+            return "its controller has ended"
+        except (RayError, TimeoutError) as error:  # it may be on its way back
+            silence_s = time.monotonic() - self._heard_s
+            if silence_s <= self._timeout_s:
+                return ""
+            return f"its controller has not answered for {silence_s:.0f} s ({type(error).__name__})"
+        self._heard_s = time.monotonic()
+        return "its controller does not know it" if greeting is Greeting.STRANGER else ""
+
+    def _end(self, why: str) -> None:
+        logger.warning("this worker process ends: %s", why)
+        # In a thread of its own, for the control store may hang, and this process must end all the same.
+        farewell = threading.Thread(target=self._release, name="farewell", daemon=True)
+        farewell.start()
+        farewell.join(_FAREWELL_S)
+        os._exit(1)
+
+    def _release(self) -> None:
+        with contextlib.suppress(Exception):
+            self._give_back()

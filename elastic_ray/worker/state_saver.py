@@ -1,0 +1,230 @@
+"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training goes on."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from elastic_ray.checkpoints.automatic import StateFile, delete_others
+from elastic_ray.checkpoints.format import write_state
+from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, checkpoint_interval_s
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.session.session import Session
+from elastic_ray.state.tree import UnsafeStateError, pack, unpack
+from elastic_ray.worker.messages import StateSaved
+from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class StateSaver:
+    """Looks between any two steps whether a checkpoint is due; :meth:`close` when the run is over.
+
+    All ranks hold the same state, so that nobody needs to be asked: whoever is rank 0 saves.
+
+    Args:
+        session: the run.
+        storage: where the run's files are.
+        told: takes what was saved; returns the job's mean time between losses [s].
+        keep: how many checkpoints to keep.
+        interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
+        calls: the run's calls on storage; None makes some.
+        timeout_s: longest silence of storage that a preempted job waits for [s].
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        storage: RunStorage,
+        told: Callable[[StateSaved], float],
+        *,
+        keep: int,
+        interval_s: float | None,
+        calls: StorageCalls | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._calls = calls or StorageCalls(storage.where)
+        self._timeout_s = timeout_s
+        self._session = session
+        self._storage = storage
+        self._told = told
+        self._keep = keep
+        self._fixed_s = interval_s
+        self._interval_s = min(interval_s, FIRST_INTERVAL_S) if interval_s is not None else FIRST_INTERVAL_S
+        self._since_s = time.monotonic()
+        self._buffers: list[torch.Tensor] = []
+        self._thread: threading.Thread | None = None
+        self._writing: Call | None = None
+        self._closed = threading.Event()
+        self._off = False
+        self._failing = False
+
+    def between_steps(self) -> None:
+        """Begin a checkpoint if one is due. Costs nothing otherwise."""
+        now_s = time.monotonic()
+        if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
+            return
+        if self._busy():
+            return
+        self._since_s = now_s
+        try:
+            trees, point = self._session.shared.capture(), self._session.resume_point()
+            skeleton, tensors = pack(trees)
+            buffers = self._fit(tensors)
+            if buffers is None:
+                # Fresh memory is several times slower to write to than known memory: have it made meanwhile.
+                self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
+                self._since_s = now_s - self._interval_s
+                return
+            _copy(buffers, tensors)
+            copied = unpack(skeleton, buffers)
+            pause_s = time.monotonic() - now_s
+            self._writing = self._calls.start_long(
+                f"writing the automatic checkpoint at step {point['steps']}",
+                lambda go_on: self._write(copied, point, pause_s, go_on),
+            )
+        except Exception:
+            self._give_up("it cannot be copied", exc_info=True)
+
+    def save(self) -> str:
+        """Save what this rank holds before it returns: the job is preempted, and nobody trains meanwhile.
+
+        Returns:
+            Why it could not be saved; empty if it was.
+        """
+        begin_s = time.monotonic()
+        try:
+            if self._thread is not None:
+                self._thread.join(self._timeout_s)
+            if self._writing is not None:  # one that was begun before; it is under way
+                self._calls.wait(self._writing, timeout_s=self._timeout_s)
+            state = self._write_now(self._session.shared.capture(), self._session.resume_point())
+            took_s = time.monotonic() - begin_s
+            self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        self._delete_others(state)
+        return ""
+
+    def _write_now(self, trees: Mapping[str, Any], point: Mapping[str, Any]) -> StateFile:
+        """Write while nobody trains, for as long as storage is not silent."""
+
+        def write(go_on: Callable[[], bool]) -> StateFile:
+            return write_state(self._storage, trees, point, go_on=go_on)
+
+        call = self._calls.start_long(f"saving the preempted job at step {point['steps']}", write)
+        self._calls.wait(call, timeout_s=self._timeout_s)
+        state: StateFile = call.answer.result()
+        return state
+
+    def close(self) -> None:
+        """Give up a checkpoint that is being written, and wait a little for its end."""
+        self._closed.set()
+        with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
+            if self._writing is not None:
+                self._calls.wait(self._writing, timeout_s=_CLOSE_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _busy(self) -> bool:
+        writing = self._writing is not None and not self._writing.answer.done()
+        return writing or (self._thread is not None and self._thread.is_alive())
+
+    # -- the copy ----------------------------------------------------------------------------------------------
+
+    def _fit(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """A buffer for each tensor; others stay free, such as those for gradients that are added up at times only."""
+        free = collections.defaultdict(list)
+        for buffer in reversed(self._buffers):
+            free[buffer.shape, buffer.dtype].append(buffer)
+        found = [free[t.shape, t.dtype].pop() for t in tensors if free[t.shape, t.dtype]]
+        return found if len(found) == len(tensors) else None
+
+    def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
+        self._buffers = []  # those of another shape: not both at once
+        for pin in (True, False):  # pinned memory is scarcer; without it a copy from a GPU only takes longer
+            try:
+                self._buffers = [
+                    torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in specs
+                ]
+                return
+            except Exception as error:
+                why = str(error)
+        self._give_up(f"there is no memory for a copy of the state: {why}")
+
+    # -- the thread --------------------------------------------------------------------------------------------
+
+    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(
+        self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float, go_on: Callable[[], bool]
+    ) -> None:
+        begin_s, cpu_s = time.monotonic(), time.thread_time()
+        try:
+            state = write_state(self._storage, trees, point, go_on=lambda: go_on() and not self._closed.is_set())
+        except InterruptedError:
+            return
+        except UnsafeStateError as error:
+            self._give_up(str(error))
+            return
+        except Exception as error:  # a full disk, a lost connection: the next one may do better
+            if not self._failing:
+                self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
+            self._failing = True
+            logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
+            return
+        self._failing = False
+        cost_s = pause_s + time.thread_time() - cpu_s
+        saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
+        try:
+            mean_s = self._told(saved)
+        except Exception as error:
+            logger.warning("job %s: nobody has heard of the automatic checkpoint: %s", self._session.job, error)
+            return
+        self._delete_others(state)  # not before: its controller may have to go on from one of them
+        self._interval_s = self._fixed_s if self._fixed_s is not None else checkpoint_interval_s(cost_s, mean_s)
+        logger.info(
+            "job %s: automatic checkpoint at step %d, %.1f MB, pause %.3f s, written in %.1f s; the next in %.0f s",
+            self._session.job, state.steps, state.size / 1e6, pause_s, saved.write_s, self._interval_s,
+        )  # fmt: skip
+
+    def _delete_others(self, state: StateFile) -> None:
+        try:
+            delete_others(self._storage, state, keep=self._keep)
+        except Exception as error:  # the next one deletes them
+            logger.warning("job %s: older automatic checkpoints were not deleted: %s", self._session.job, error)
+
+    def _give_up(self, why: str, *, exc_info: bool = False) -> None:
+        self._off = True
+        self._session.tell("storage", f"the job has no automatic checkpoints: {why}")
+        logger.warning(
+            "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
+            "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,
+        )  # fmt: skip
+
+
+def _copy(buffers: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    pairs = sorted(zip(buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
+        other = pool.submit(_copy_all, pairs[1::2])
+        _copy_all(pairs[::2])
+        other.result()
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+
+
+def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, tensor in pairs:
+        buffer.copy_(tensor, non_blocking=True)

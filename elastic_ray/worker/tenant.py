@@ -1,0 +1,153 @@
+"""SHELL: whom a worker process belongs to: nobody at first, then one job, or one sweep, until it ends.
+
+A process of the cluster's pool was started in the name of an earlier job. What Ray has set in it for that one is
+replaced: where modules are found, whose driver shows its output, and where names of actors are looked up.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import ray
+from ray._private import worker as _ray_worker
+from ray.actor import ActorClass
+from ray.exceptions import ActorDiedError
+
+from elastic_ray.worker.messages import Tenancy
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_ANSWER_S = 10.0
+_FAREWELL_S = 1.5
+_UNUSED_S = 120.0
+_UNWANTED_S = 60.0  # its pool asks every few seconds
+
+
+class Tenant:
+    """Whom this process belongs to; it ends the process when nobody is left that could.
+
+    Args:
+        tenancy: in whose name the process was started; None if it is for anybody.
+    """
+
+    def __init__(self, tenancy: Tenancy | None) -> None:
+        self._tenancy = tenancy
+        self._wanted_s = time.monotonic()
+        self._begun_s: float | None = None
+        self._prepared = False
+        self._thread = threading.Thread(target=self._watch, name="tenant", daemon=True)
+        self._thread.start()
+
+    def wanted(self) -> bool:
+        """Somebody keeps it for later; whether it belongs to nobody yet."""
+        self._wanted_s = time.monotonic()
+        return self._tenancy is None
+
+    def prepared(self) -> None:
+        """It has been told what its job is."""
+        self._prepared = True
+
+    def move_in(self, tenancy: Tenancy) -> bool:
+        """Belong to this one; whether it does."""
+        if self._tenancy is None:
+            adopt(tenancy)
+            self._tenancy = tenancy
+        return self._tenancy.holder == tenancy.holder
+
+    def leave(self, holder: str) -> None:
+        """End the process, unless it belongs to another than this one."""
+        if self._tenancy is None or self._tenancy.holder == holder:
+            os._exit(0)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            if self._tenancy is None:
+                if time.monotonic() - self._wanted_s > _UNWANTED_S:
+                    os._exit(0)
+                continue
+            self._begun_s = self._begun_s or time.monotonic()
+            if not self._prepared and time.monotonic() - self._begun_s > _UNUSED_S:
+                os._exit(0)  # whoever has claimed it has forgotten it
+            if self._tenancy.owner is not None and _is_gone(self._tenancy.owner):
+                time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``elastic_ray.worker.leash``)
+                os._exit(0)
+
+
+def _is_gone(owner: Any) -> bool:
+    try:
+        ray.get(owner.__ray_ready__.remote(), timeout=_ANSWER_S)
+    except ActorDiedError:  # not ActorUnavailableError: that one may come back
+        return True
+    except Exception as error:  # it may be on its way back
+        logger.debug("the owner of this process does not answer: %s", error)
+    return False
+
+
+# -- who starts and who takes a process -----------------------------------------------------------------------
+
+
+def own_tenancy(holder: str) -> Tenancy:
+    """A tenancy in the name of the calling actor (or driver, which then ends its processes itself) and its Ray job."""
+    context = ray.get_runtime_context()
+    return Tenancy(
+        holder=holder,
+        owner=context.current_actor if context.get_actor_id() is not None else None,
+        ray_job=context.get_job_id(),
+        namespace=context.namespace,
+        search_path=_search_path(),
+    )
+
+
+def _search_path() -> tuple[str, ...]:
+    """What Ray adds to ``sys.path`` in workers of this Ray job: the driver's script and working directory.
+
+    Private, but nothing public tells it.
+    """
+    worker: Any = _ray_worker.global_worker
+    return tuple(worker.core_worker.get_job_config().py_driver_sys_path)
+
+
+def adopt(tenancy: Tenancy) -> None:
+    """Make this process one of another Ray job, as far as a train function can see."""
+    if tenancy.ray_job == ray.get_runtime_context().get_job_id():
+        return
+    for path in _search_path():
+        if path in sys.path:
+            sys.path.remove(path)
+    for path in tenancy.search_path:  # in Ray's own order
+        sys.path.insert(0, path)
+    importlib.invalidate_caches()
+    for stream in (sys.stdout, sys.stderr):
+        # Ray's log monitor reads this line, shows it to nobody, and sends what follows to that job's driver.
+        print(f":job_id:{tenancy.ray_job}", file=stream, flush=True)
+    _look_up_in(tenancy.namespace)
+
+
+def _look_up_in(namespace: str) -> None:
+    """Let names of actors, where no namespace is given, be those of this one."""
+    get_actor: Any = ray.get_actor
+    actor_class: Any = ActorClass
+    create = actor_class._remote
+
+    @functools.wraps(get_actor)
+    def get_named(name: str, namespace: str | None = None) -> Any:
+        return get_actor(name, namespace or tenants)
+
+    @functools.wraps(create)
+    def create_named(self: Any, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        if options.get("name") and not options.get("namespace"):
+            options["namespace"] = tenants
+        return create(self, args, kwargs, **options)
+
+    tenants = namespace
+    ray.get_actor = get_named
+    actor_class._remote = create_named

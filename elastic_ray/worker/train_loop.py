@@ -1,0 +1,135 @@
+"""The user's train function, checked and pickled for its way to the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray.cloudpickle
+from ray.util import inspect_serializability
+
+from elastic_ray.worker.in_ray_train import in_ray_train
+
+_KINDS = inspect.Parameter
+_POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
+_VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
+_RUNS_NOTHING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
+
+def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> bytes:
+    """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
+
+    Raises:
+        TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message
+            names what it captures. ValueError: if there is a config that the function cannot take.
+    """
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
+    takes_config = _takes_config(train_loop, bool(config))
+    if config and not takes_config:
+        raise ValueError(
+            f"train_loop_config has {sorted(map(str, config))}, but {_name(train_loop)} takes no argument; "
+            "give it one parameter for the config, or leave train_loop_config out"
+        )
+    passed = dict(config or {}) if takes_config else None
+    try:
+        return bytes(ray.cloudpickle.dumps((train_loop, passed)))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(_unpicklable(train_loop, passed, error)) from error
+
+
+class Packed:
+    """A train function that is unpickled where it is called, together with its config: nobody on the way imports it."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    def __call__(self, config: Mapping[str, Any]) -> Any:
+        train_loop, own = pickle.loads(self._packed)
+        return train_loop() if own is None else train_loop({**own, **config})
+
+
+def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
+    """What :func:`pack` made, to be called with these values in its config, over those of the same name.
+
+    Raises:
+        TypeError: a value cannot be pickled; the message names it.
+    """
+    try:
+        return bytes(ray.cloudpickle.dumps((Packed(packed), dict(config))))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise TypeError(_unpicklable(Packed(packed), config, error)) from error
+
+
+def call(packed: bytes) -> Any:
+    """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do."""
+    with in_ray_train():
+        train_loop, config = pickle.loads(packed)
+        return train_loop() if config is None else train_loop(config)
+
+
+def _takes_config(train_loop: Any, has_config: bool) -> bool:
+    """Whether the function is to be called with the config; raises if it can be called neither way."""
+    if not callable(train_loop):
+        raise TypeError(f"train_loop_per_worker must be a function, but got {train_loop!r}")
+    body = getattr(train_loop, "func", train_loop)  # of a functools.partial
+    body = body if inspect.isroutine(body) else type(body).__call__
+    if any(is_such(body) for is_such in _RUNS_NOTHING):
+        raise TypeError(
+            f"train_loop_per_worker must be a plain function, but {_name(train_loop)} is a coroutine or "
+            "generator, and calling it would run nothing; remove async and yield"
+        )
+    try:
+        parameters = inspect.signature(train_loop).parameters.values()
+    except (TypeError, ValueError):  # written in C: no signature to read
+        return has_config
+    required = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
+        raise TypeError(
+            "train_loop_per_worker must be callable with no argument or one (the config), but "
+            f"{_name(train_loop)} requires {', '.join(p.name for p in required)}; pass everything in "
+            "train_loop_config"
+        )
+    return any(p.kind in _POSITIONAL for p in parameters)
+
+
+def _name(train_loop: Any) -> str:
+    name = getattr(train_loop, "__name__", None)
+    return f"{name}()" if name else repr(train_loop)
+
+
+def _unpicklable(train_loop: Any, config: Mapping[str, Any] | None, error: Exception) -> str:
+    """What cannot be pickled, by name."""
+    for key, value in (config or {}).items():
+        if (why := _pickling_error(value)) is not None:
+            return (
+                f"train_loop_config[{key!r}], a {_type(value)}, cannot be sent to the workers ({why}); pass "
+                "what it is made from and create it inside the function"
+            )
+    name = _name(train_loop)
+    culprits: list[str] = []
+    with contextlib.suppress(Exception):  # Ray's search for the culprit is a courtesy
+        _, failures = inspect_serializability(train_loop, name=name, print_file=io.StringIO())
+        culprits = sorted({f"{failure.path[-1]!r} (a {_type(failure.obj)})" for failure in failures})
+    if not culprits:
+        return f"{name} cannot be sent to the workers: {error}"
+    return (
+        f"{name} cannot be sent to the workers: it captures {', '.join(culprits)}, which cannot be pickled "
+        f"({error}); create it inside the function instead"
+    )
+
+
+def _pickling_error(value: Any) -> str | None:
+    try:
+        ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _type(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

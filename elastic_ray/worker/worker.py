@@ -1,0 +1,344 @@
+"""SHELL: the worker actor: runs the user's train function, again and again, in one process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import resource
+import threading
+import traceback
+from typing import Any
+
+import ray
+import torch
+
+from elastic_ray.checkpoints.automatic import CorruptStateError
+from elastic_ray.checkpoints.format import read_state
+from elastic_ray.checkpoints.object_store import held
+from elastic_ray.faults import FaultInjector
+from elastic_ray.membership.bootstrap_store import BootstrapStore
+from elastic_ray.membership.plan import Message, Plan
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.parallel.optimizer_watch import watch_optimizers
+from elastic_ray.sealed import seal, seal_error
+from elastic_ray.session.api import set_session
+from elastic_ray.session.progress import RunProgress
+from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.worker import train_loop
+from elastic_ray.worker.bootstrap_caller import ControllerCaller
+from elastic_ray.worker.controller_link import ControllerLink, Heart
+from elastic_ray.worker.leash import Leash, Tie
+from elastic_ray.worker.messages import (
+    Assignment,
+    Introduction,
+    ProcessFacts,
+    RunResult,
+    WorkerCouldNotForm,
+    WorkerSetup,
+)
+from elastic_ray.worker.state_saver import StateSaver
+from placement.cluster.cluster import GPU_TYPE_LABEL
+from placement.ray_cluster import groups
+from placement.text import log_plainly
+
+logger = logging.getLogger(__name__)
+
+_BEATS_PER_TIMEOUT = 4
+_RERUNS = 8
+_REGROUP_S = 30.0  # of a controller that has come back
+
+
+class Worker:
+    """What a ``WorkerProcess`` does; methods other than ``run`` return at once and may be called while it runs.
+
+    Args:
+        setup: what all workers of the job share.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        log_plainly(logging.WARNING)
+        logging.getLogger("elastic_ray").setLevel(setup.log_level)
+        self._setup = setup
+        self._membership: Membership | None = None
+        self._token = ""
+        self._assignment: Assignment | None = None
+        self._link: ControllerLink | None = None
+        self._facts: ProcessFacts | None = None
+        self._ended = threading.Condition()
+        self._result: tuple[str, str, RunResult] | None = None
+        self._graveyard = Graveyard()
+        self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._leash = Leash(
+            self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
+        )
+        self._leash.tie(self._idle)
+
+    @property
+    def _idle(self) -> Tie | None:
+        """Whose the process is between two runs; a sweep's is lent, and the sweep's to end."""
+        setup = self._setup
+        return Tie(controller=setup.controller, token=setup.crew) if setup.controller is not None else None
+
+    def prepare(self) -> ProcessFacts:
+        """Take what the job has set; returns what its controller must know of the process."""
+        torch.set_num_threads(max(1, int(self._setup.cpus)))
+        cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
+        labels = ray.get_runtime_context().get_node_labels()
+        self._facts = ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
+        return self._facts
+
+    def post(self, token: str, worker: str, message: Message) -> None:
+        """A message of the controller to one run; one that comes too late finds another, or none."""
+        membership = self._membership
+        if membership is not None and (self._token, membership.worker) == (token, worker):
+            membership.post(message)
+
+    def run(self, assignment: Assignment) -> None:
+        """Run the train function until it returns, leaves, fails or its group is lost."""
+        self._assignment, self._link, self._result = assignment, None, None
+        # A sweep's process is tied only while it runs for the controller.
+        self._leash.tie(Tie(controller=assignment.controller, token=assignment.token, worker=assignment.worker))
+        try:
+            result = self._run(assignment)
+        except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
+            logger.exception("job %s: a run failed outside its train function", assignment.job)
+            result = _result("error", error=RuntimeError(f"{type(error).__name__}: {_first_line(error)}"))
+        with self._ended:
+            self._result = (assignment.token, assignment.worker, result)
+            self._ended.notify_all()
+
+    def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
+        """How a run has ended; None if it has not within ``wait_s``. May be asked again, by a renewed controller."""
+
+        def result() -> RunResult | None:
+            found = self._result
+            return found[2] if found is not None and found[:2] == (token, worker) else None
+
+        with self._ended:
+            self._ended.wait_for(lambda: result() is not None, timeout=wait_s)
+            found = result()
+        if found is not None and self._setup.controller is None:
+            self._leash.tie(None)  # it goes back to the sweep
+        return found
+
+    def _introduce(self) -> Introduction | None:
+        assignment, link, facts, membership = self._assignment, self._link, self._facts, self._membership
+        if assignment is None or link is None or facts is None:
+            return None
+        return Introduction(
+            worker=assignment.worker,
+            token=assignment.token,
+            node=assignment.node,
+            group=assignment.group,
+            actor=ray.get_runtime_context().current_actor,
+            process=ray.get_runtime_context().get_actor_name() or "",
+            lent=self._setup.controller is None,
+            facts=facts,
+            plan=membership.current if membership is not None else None,
+            switched=link.told_switched,
+            pause_s=link.pause_s,
+            ready=link.told_ready,
+            failed=link.told_failed,
+            starts_over=link.starts_over,
+        )
+
+    def _report_again(self) -> None:
+        link = self._link
+        if link is not None:
+            link.report_again()
+
+    def _give_back(self) -> None:
+        assignment = self._assignment
+        if assignment is not None and assignment.group:
+            groups.release(groups.find(assignment.group))
+
+    def _run(self, assignment: Assignment) -> RunResult:
+        torch.set_num_threads(max(1, int(self._setup.cpus)))
+        if assignment.gpu_ids:
+            # Before CUDA is initialised in this process; afterwards such a process is not lent again.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
+        self._membership, self._token = None, assignment.token
+        link = self._link = ControllerLink(assignment, self._setup)
+        progress = _start_of(assignment)
+        kept, source = self._saved_state(assignment, link)
+        with held(assignment.held) as checkpoint:
+            for _ in range(_RERUNS):
+                session = self._session(assignment, link, progress, kept, source)
+                session.checkpoint = checkpoint or session.checkpoint
+                outcome = self._run_once(assignment, session, link)
+                if isinstance(outcome, RunResult):
+                    return outcome
+                (kept, progress), source = outcome, ""
+        return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+
+    def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
+        """The first good one of the automatic checkpoints to go on from, and its path."""
+        unusable = ""
+        for state in assignment.states:
+            try:
+                kept = read_state(link.storage, state)
+            except CorruptStateError as error:
+                logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
+                unusable += f"; not from a later one, for {error}"
+                continue
+            kept["run"] |= {"lineage": 0, "slot": 0}  # generations are counted anew
+            link.resumed = f"from the automatic checkpoint at step {state.steps}{unusable}"
+            return kept, state.path
+        link.resumed = unusable.removeprefix("; ")
+        return None, ""
+
+    def _run_once(
+        self, assignment: Assignment, session: Session, link: ControllerLink
+    ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
+        """One run; what a rerun needs when the run went out of memory."""
+        elastic = self._setup.elastic
+        interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
+        heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
+        set_session(session)
+        watch_optimizers()
+        saver = self._new_saver(assignment, session, link)
+        broken = False
+        try:
+            value = train_loop.call(assignment.train_loop)
+            session.finish()
+            link.flush()
+            return _result("finished", value=seal(value))
+        except WorkerDismissed as dismissed:
+            if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
+                return _preempted(session, link, saver)
+            return _result("stopped" if dismissed.stopped else "left")
+        except (LostGroupError, CommunicationFailedError) as error:
+            broken = True
+            return _result("lost", cause=str(error))
+        except BaseException as error:
+            broken = True
+            starts_over = _is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
+            whole = not session.applying
+            kept = session.keep_state() if starts_over else None
+            if kept is None and not starts_over:
+                raised = seal_error(error, rank=session.place.rank, node=self._host)
+                joining = _is_out_of_memory(error) and not session.synced
+                return _result("no room" if joining else "error", error=raised, cause=_first_line(error))
+            logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
+            atomic_bsz = session.atomic_bsz
+            _let_go(error)
+            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole)
+            return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
+        finally:
+            set_session(None)
+            if saver is not None:
+                saver.close()
+            session.membership.close(broken=broken)
+            heart.stop()
+
+    def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
+        if not self._setup.states_kept:
+            return None
+        elastic = self._setup.elastic
+        saver = StateSaver(
+            session,
+            link.storage,
+            link.saved,
+            calls=link.calls,
+            keep=self._setup.states_kept,
+            interval_s=elastic.checkpoint_interval_s,
+            timeout_s=elastic.storage_timeout_s,
+        )
+        session.between_steps.append(saver.between_steps)
+        return saver
+
+    def _session(
+        self,
+        assignment: Assignment,
+        link: ControllerLink,
+        progress: RunProgress | None,
+        kept: dict[str, Any] | None,
+        source: str,
+    ) -> Session:
+        elastic = self._setup.elastic
+
+        def form(plan: Plan, rank: int) -> Communicator:
+            caller = ControllerCaller(assignment, plan.generation)
+            return Communicator(
+                BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=plan.world_size),
+                f"generation/{plan.generation}",
+                rank=rank,
+                world_size=plan.world_size,
+                timeout_s=elastic.collective_timeout_s,
+                form_timeout_s=elastic.switch_timeout_s,
+                host=self._host,
+                cuda=bool(assignment.gpu_ids),
+                secret=assignment.secret,
+            )
+
+        def could_not_form(generation: int, cause: str) -> None:
+            link.push(WorkerCouldNotForm(generation=generation, cause=cause))
+
+        self._membership = Membership(assignment.worker, form, could_not_form, self._graveyard)
+        membership = self._membership
+        link.is_stopping = lambda: membership.stop_requested
+        session = Session(
+            assignment.worker,
+            membership,
+            link,
+            progress=progress,
+            kept=kept,
+            kept_from=source,
+            join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
+            # Only the controller announces generations, and it may be away.
+            regroup_timeout_s=max(elastic.switch_timeout_s * 3, elastic.controller_timeout_s + _REGROUP_S),
+            faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
+            job=assignment.job,
+            expected=assignment.expected,
+        )
+        if assignment.checkpoint is not None:
+            from ray.train import Checkpoint
+
+            session.checkpoint = Checkpoint(assignment.checkpoint, link.storage.filesystem)
+        return session
+
+
+def _start_of(assignment: Assignment) -> RunProgress | None:
+    point = assignment.resume_point
+    return RunProgress.from_resume_point(dict(point)) if point else None
+
+
+def _result(kind: str, **values: Any) -> RunResult:
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return RunResult(kind=kind, memory_bytes=memory, cuda_used=_cuda_used(), **values)
+
+
+def _preempted(session: Session, link: ControllerLink, saver: StateSaver | None) -> RunResult:
+    """The job goes on another time: rank 0 saves what all ranks hold."""
+    if session.rank != 0:
+        return _result("preempted")
+    link.flush()
+    return _result("saved", cause="automatic checkpoints are off" if saver is None else saver.save())
+
+
+def _cuda_used() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # torch's CPU allocator raises a plain RuntimeError
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    # A text of the user's own class would have to be imported to be read: str's own methods give none.
+    return str.strip(str(error)).split("\n", 1)[0] or type(error).__name__
+
+
+def _let_go(error: BaseException) -> None:
+    """Free what the failed run's frames hold, activations above all."""
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = None
+    gc.collect()
+    if _cuda_used():
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""A job's workers as one: started, watched, lost, found again."""

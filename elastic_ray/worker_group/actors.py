@@ -1,0 +1,264 @@
+"""SHELL: a job's workers: their placement groups, and the processes that they run in (owned by the controller)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from elastic_ray.job.background import Background
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.plan import Message, Plan
+from elastic_ray.membership.signals import Lost, Reserved, Stimulus
+from elastic_ray.warm_pool.processes import Processes
+from elastic_ray.worker.messages import Assignment, Introduction, ProcessFacts, RunResult
+from placement.ray_cluster import groups
+from placement.ray_cluster.snapshot import group_name
+
+logger = logging.getLogger(__name__)
+
+_VACATE_S = 0.5
+_ASK_OUTCOME_S = 10.0
+# Ray tries a group that found no room again after pauses that grow to a second, and a new one at once: room that
+# another worker is just giving back is had within 0.2 s instead of 0.9 s by asking anew, at first.
+_ASK_AGAIN_S = 0.15
+_ASK_AGAIN_FOR_S = 5.0
+
+
+class Crew:
+    """Carries out what the membership machine wants done with workers, and says what became of it.
+
+    A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
+    asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, whose crew adopts them.
+
+    Args:
+        spec: the job.
+        controller: handle of its controller.
+        tell: takes what happened to a worker.
+        on_result: takes how a run ended.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        controller: Any,
+        tell: Callable[[Stimulus], None],
+        on_result: Callable[[str, RunResult], None],
+    ) -> None:
+        self._spec = spec
+        self._tell = tell
+        self._on_result = on_result
+        self._token = secrets.token_hex(8)  # of two crews that a process serves one after the other, both have a "w1"
+        self._processes = Processes(spec, controller, self._token)
+        self._tokens: dict[str, str] = {}
+        self._groups: dict[str, Any] = {}
+        self._asked = 0
+        self._fulfilled: set[str] = set()
+        self._actors: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}
+        self._results: dict[str, RunResult] = {}
+        self._background = Background()
+        self.facts: dict[str, ProcessFacts] = {}
+
+    # -- resources ---------------------------------------------------------------------------------------------
+
+    def reserve(self, worker: str, node: str) -> None:
+        """Ask for the worker's resources; ``Reserved`` follows when they are there."""
+        self._nodes[worker] = node
+        self._ask(worker)
+        self._background.start(self._await_reservation(worker))
+
+    def _ask(self, worker: str) -> None:
+        # No name twice: Ray refuses one whose group, of this worker or of an earlier run's "w1", is only going.
+        self._asked += 1
+        name = group_name(self._spec.job, f"{worker}.{self._token}.{self._asked}")
+        self._groups[worker] = groups.reserve(self._spec.bundle, self._nodes[worker], name)
+
+    async def _await_reservation(self, worker: str) -> None:
+        # The membership machine gives reservations up in its own time; this only bounds the wait.
+        begun_s = time.monotonic()
+        until_s = begun_s + self._spec.elastic.reserve_timeout_s * 2
+        while (group := self._groups.get(worker)) is not None and (now_s := time.monotonic()) < until_s:
+            patience_s = _ASK_AGAIN_S if now_s < begun_s + _ASK_AGAIN_FOR_S else until_s - now_s
+            if await groups.ready(group, patience_s):
+                self._fulfilled.add(worker)
+                self._tell(Reserved(worker=worker))
+                return
+            if worker in self._groups and patience_s == _ASK_AGAIN_S:
+                groups.release(group)
+                self._ask(worker)
+
+    def reserved(self) -> dict[str, int]:
+        """Fulfilled reservations by node."""
+        counts: dict[str, int] = {}
+        for worker in self._fulfilled & self._groups.keys():
+            counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
+        return counts
+
+    def processes(self) -> dict[str, str]:
+        """Names of the workers' processes, by worker; empty of those that a sweep lends and has started itself."""
+        return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
+
+    def homes(self) -> dict[str, str]:
+        """Nodes of the workers' processes, by worker."""
+        return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
+
+    def gpu_type(self, plan: Plan) -> str | None:
+        """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
+        types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}
+        return next(iter(types), "") if len(types) <= 1 else None
+
+    # -- processes ---------------------------------------------------------------------------------------------
+
+    def launch(self, assignment: Assignment) -> None:
+        """Run the train function in a warm process of the node, or in a new one."""
+        self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
+
+    async def _run(self, assignment: Assignment) -> None:
+        worker = assignment.worker
+        try:
+            actor, facts = await self._processes.take(assignment.node)
+            group = self._groups.get(worker)
+            if group is None:  # given back meanwhile
+                self._processes.rest(assignment.node, actor)
+                return
+            self._actors[worker], self.facts[worker] = actor, facts
+            if facts.cuda:
+                assignment = await self._with_gpus(assignment)
+            running = actor.run.remote(dataclasses.replace(assignment, group=group.id.hex()))
+        except (RayError, asyncio.TimeoutError) as error:
+            self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return
+        await self._watch(worker, actor, self._token, running)
+
+    async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
+        """Wait for the end of a run, or of its process."""
+        try:
+            while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
+                if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
+                    await running  # it could not even begin
+        except RayTaskError as error:  # it has ended, and nobody can be told how: it would be so again
+            result = RunResult(
+                kind="error", error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}")
+            )
+        except (RayError, asyncio.TimeoutError) as error:
+            self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return
+        self._results[worker] = result
+        self._on_result(worker, result)
+
+    def adopt(self, told: Introduction) -> None:
+        """Take over a worker of a controller before this one."""
+        worker = told.worker
+        self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
+        self._fulfilled.add(worker)
+        self._actors[worker], self.facts[worker], self._tokens[worker] = told.actor, told.facts, told.token
+        self._processes.adopt(told.actor, told.process, lent=told.lent)
+        self._background.start(self._watch(worker, told.actor, told.token))
+
+    def knows(self, worker: str, token: str) -> bool:
+        """Whether a process with this token serves this crew."""
+        return token in (self._token, self._tokens.get(worker))
+
+    async def _with_gpus(self, assignment: Assignment) -> Assignment:
+        """The GPUs behind the reservation: a task inside the group sees which they are."""
+        group = self._groups[assignment.worker]
+        probe: Any = ray.remote(_gpu_ids)
+        ids = await probe.options(
+            num_cpus=0,
+            num_gpus=self._spec.bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group),
+        ).remote()
+        return dataclasses.replace(assignment, gpu_ids=tuple(ids))
+
+    def release(self, worker: str, *, kill: bool) -> None:
+        """Give a worker's resources back; its process rests in the warm pool, or ends."""
+        actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
+        result = self._results.pop(worker, None)
+        self.facts.pop(worker, None)
+        self._tokens.pop(worker, None)
+        group = self._groups.pop(worker, None)
+        self._fulfilled.discard(worker)
+        if group is not None:
+            groups.release(group)
+        if actor is not None:
+            fit = (
+                not kill
+                and result is not None
+                and not result.cuda_used  # its context would hold memory of a GPU that others use now
+                and result.memory_bytes <= self._spec.elastic.warm_worker_memory_bytes
+            )
+            if fit:
+                self._processes.rest(node, actor)
+            else:
+                self._processes.end(actor)
+
+    async def is_running(self, worker: str, timeout_s: float) -> bool | None:
+        """Whether another process of the worker's node sees its process running; None where none can tell.
+
+        A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
+        """
+        node, facts = self._nodes.get(worker, ""), self.facts.get(worker)
+        others = [actor for other, actor in self._actors.items() if other != worker and self._nodes[other] == node]
+        witness = self._processes.witness(node) or next(iter(others), None)
+        if witness is None or facts is None:
+            return None
+        try:
+            return bool(await asyncio.wait_for(witness.sees_running.remote(facts.pid), timeout_s))
+        except (RayError, asyncio.TimeoutError):
+            return None
+
+    def post(self, workers: Iterable[str], message: Message) -> None:
+        """Tell workers something; one that is gone misses nothing."""
+        for worker in workers:
+            actor = self._actors.get(worker)
+            if actor is not None:
+                actor.post.remote(self._tokens.get(worker, self._token), worker, message)
+
+    def keep_warm(self, nodes: Mapping[str, int]) -> None:
+        """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""
+        self._processes.keep_warm(nodes)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def disband(self) -> None:
+        """Give everything back."""
+        for worker in list(self._groups):
+            self.release(worker, kill=True)
+        self._background.cancel()
+        self._processes.close(fit=False)
+
+    async def vacate(self) -> None:
+        """Give everything back, processes in a state in which another trial can use them.
+
+        Those that are told to stop have half a second to come out of their train function.
+        """
+        deadline_s = time.monotonic() + _VACATE_S
+        while time.monotonic() < deadline_s and any(self._may_come_out(worker) for worker in self._actors):
+            await asyncio.sleep(0.01)
+        for worker in list(self._groups):
+            self.release(worker, kill=worker not in self._results)
+        self._background.cancel()
+        self._processes.close(fit=True)
+
+    def _may_come_out(self, worker: str) -> bool:
+        facts = self.facts.get(worker)
+        return worker not in self._results and facts is not None and not facts.cuda
+
+
+def _gpu_ids() -> list[int]:
+    return [int(index) for index in ray.get_gpu_ids()]
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, RayActorError):
+        return "its process died"
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__

@@ -1,0 +1,346 @@
+"""SHELL: the workers of a job as one: carries out what the membership machine decides, and sees who is lost."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from elastic_ray.job.background import Background
+from elastic_ray.job.batch_planner import BatchDesk
+from elastic_ray.job.journal import Noted
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.places import Places
+from elastic_ray.membership.plan import Cancel, Message
+from elastic_ray.membership.recovery import Witness
+from elastic_ray.membership.roster import number
+from elastic_ray.membership.signals import (
+    AllLost,
+    Announce,
+    Complete,
+    Instruction,
+    Launch,
+    Lost,
+    Note,
+    Release,
+    Reserve,
+    Stimulus,
+    Target,
+    Tick,
+    Withdraw,
+)
+from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.record import JobRecord
+from elastic_ray.worker.messages import Assignment, Beat, Introduction, ProcessFacts, RunResult
+from elastic_ray.worker_group.actors import Crew
+from elastic_ray.worker_group.failure_detector import Pulse
+
+logger = logging.getLogger("elastic_ray.job")
+
+# Nobody waits for the only member of a group, so that a busy machine is no reason to give it up.
+_ALONE_TIMES_LONGER = 15
+_WARM_UP_AFTER_S = 2.0
+_UNNOTED = 16  # workers that a controller may have named in its last moments
+
+
+class Owner(Protocol):
+    """The job, which is told of what is not the workers' own business."""
+
+    def came_back(self, worker: str, result: RunResult) -> None:
+        """A run of the train function has ended."""
+
+    def noted(self, note: Note) -> None:
+        """A group trains, or has failed."""
+
+    def all_lost(self, reason: str) -> None:
+        """Nobody is left."""
+
+    def complete(self) -> None:
+        """All have come to the end of the train function."""
+
+    def released(self) -> None:
+        """Resources were given back."""
+
+
+class WorkerGroup:
+    """Members of the present generation, and those that are to be.
+
+    Args:
+        spec: the job.
+        controller: handle of its controller.
+        record: what is known of the job.
+        desk: who chooses batch sizes.
+        background: what runs beside the controller's loop.
+        owner: the job.
+        named: workers of the trial that the controller ran before; their messages come too late.
+
+    Attributes:
+        machine: who is a member, and what is to become of that.
+        history: sizes and costs so far.
+        returned: workers whose train function has come back.
+        goal: where it is heading.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        controller: Any,
+        record: JobRecord,
+        desk: BatchDesk,
+        background: Background,
+        owner: Owner,
+        *,
+        named: int,
+    ) -> None:
+        elastic = spec.elastic
+        self._spec = spec
+        self._controller = controller
+        self._record = record
+        self._desk = desk
+        self._background = background
+        self._owner = owner
+        self.machine = JobMembership(
+            MembershipConfig(
+                min_workers=spec.min_workers,
+                reserve_timeout_s=elastic.reserve_timeout_s,
+                join_timeout_s=elastic.join_timeout_s,
+                # A member may be busy for as long as a collective may last; the pulse finds those that hang.
+                switch_timeout_s=elastic.collective_timeout_s,
+            ),
+            first_most=record.workers_at_most,
+            named=named,
+        )
+        self._crew = Crew(spec, controller, self.take, self._on_result)
+        self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
+        self.history = SizeHistory(time.monotonic())
+        self.returned: set[str] = set()
+        self.goal = Target(nodes={}, reason="")
+        self._furthest = (0, 0)
+        self._places = Places()
+        self._before = named
+        self._given_up: set[str] = set()
+
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Mapping[str, ProcessFacts]:
+        """What is known of the workers' processes."""
+        return self._crew.facts
+
+    def processes(self) -> dict[str, str]:
+        """Names of the workers' processes, by worker; empty of those that a sweep lends."""
+        return self._crew.processes()
+
+    def homes(self) -> dict[str, str]:
+        """Nodes of the workers' processes, by worker."""
+        return self._crew.homes()
+
+    @property
+    def earlier(self) -> int:
+        """Number of the last worker of the trial that the controller ran before."""
+        return self._before
+
+    def reserved(self) -> dict[str, int]:
+        """Fulfilled reservations by node."""
+        return self._crew.reserved()
+
+    def is_member(self, generation: int, worker: str) -> bool:
+        """Whether the worker belongs to this generation, which is the present one or is to be."""
+        flight = self.machine.in_flight
+        plans = (self.machine.current, flight.plan if flight is not None else None)
+        return any(plan.generation == generation and plan.rank_of(worker) is not None for plan in plans if plan)
+
+    def training(self) -> set[str]:
+        """Members, and those that are about to be, whose train function runs."""
+        members = [*self.machine.members(), *self.machine.entering()]
+        return {member.worker for member in members} - self.returned
+
+    # -- telling -----------------------------------------------------------------------------------------------
+
+    def take(self, stimulus: Stimulus) -> None:
+        """Let the membership machine decide, and do what it says."""
+        if self._record.phase.ended:
+            return
+        if isinstance(stimulus, Target):
+            self.goal = stimulus
+        if not isinstance(stimulus, Tick):
+            logger.debug("job %s: %s", self._spec.job, stimulus)
+        for instruction in self.machine.handle(stimulus, time.monotonic()):
+            self._perform(instruction)
+
+    def post(self, workers: Iterable[str], message: Message) -> None:
+        """Tell workers something; one that is gone misses nothing."""
+        self._crew.post(workers, message)
+
+    def post_to_members(self, message: Message) -> None:
+        """Tell all members something."""
+        self._crew.post([member.worker for member in self.machine.members()], message)
+
+    def begin_again(self, *, waits: bool) -> None:
+        """Give all workers back and start with others; ``waits``: not before the allocator says so."""
+        for instruction in self.machine.reset(first_most=self._record.workers_at_most):
+            self._perform(instruction)
+        if waits:
+            self._crew.keep_warm({})
+
+    def knows(self, worker: str, token: str) -> bool:
+        """Whether a process with this token serves this job."""
+        return self._crew.knows(worker, token)
+
+    def take_over(self, told: Sequence[Introduction], noted: Noted) -> None:
+        """Go on with the workers of a controller before this one, which are all that live."""
+        for each in told:
+            self._crew.adopt(each)
+            self._pulse.heard(each.worker)
+            if each.ready is not None:
+                self._desk.open(each.ready.loader)
+        self._before = noted.earlier
+        self.goal = Target(nodes=noted.nodes, reason=noted.reason)
+        self.machine.named = noted.named + _UNNOTED
+        instructions = self.machine.take_over(
+            [_witness(each) for each in told],
+            self.goal,
+            issued=noted.issued,
+            world_size=noted.world_size,
+            announced=noted.announced,
+            trained=noted.trained,
+            now_s=time.monotonic(),
+        )
+        plan = self.machine.current
+        if plan is not None:
+            self._desk.take_over(plan, self._crew.gpu_type(plan))
+        for instruction in instructions:
+            self._perform(instruction)
+
+    def disband(self) -> None:
+        """The job is over."""
+        self._crew.disband()
+
+    async def vacate(self) -> None:
+        """The job is over, and its processes are for others."""
+        await self._crew.vacate()
+
+    # -- who is there ------------------------------------------------------------------------------------------
+
+    def heard(self, worker: str) -> bool:
+        """A worker has said something; whether it matters.
+
+        It does not of one that was declared lost, or served the trial before: the job goes on without it.
+        """
+        if worker in self._given_up or number(worker) <= self._before:
+            return False
+        self._pulse.heard(worker)
+        return True
+
+    def beat(self, worker: str, beat: Beat) -> None:
+        """A sign of life."""
+        if beat.ending:
+            self._pulse.forget(worker)
+        elif beat.at is not None and beat.at > self._furthest:
+            # No step is committed without every member, however long one of them cannot beat.
+            self._furthest = beat.at
+            members = {member.worker for member in self.machine.members()}
+            self._pulse.heard(*(members - self.returned))
+
+    def tick(self, now_s: float) -> None:
+        """Some ten times a second [s, monotonic]."""
+        members = self.machine.watched()
+        for worker, silence_s in self._pulse.silent(now_s, members):
+            self.take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
+        for worker in set(self._pulse.questionable()) & members:
+            self._background.start(self._look_at(worker))
+        self.take(Tick())
+        if now_s - self.history.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
+            self._crew.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
+
+    async def _look_at(self, worker: str) -> None:
+        """One that is silent may be stopped or starved: its node knows."""
+        running = await self._crew.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
+        if running:
+            self._pulse.excuse(worker)
+        elif running is False and self._pulse.questioned(worker):
+            self.take(Lost(worker=worker, cause="its process is stopped or gone"))
+
+    def _on_result(self, worker: str, result: RunResult) -> None:
+        if worker not in self._given_up:
+            self.returned.add(worker)
+            self._pulse.forget(worker)
+            self._owner.came_back(worker, result)
+
+    # -- doing -------------------------------------------------------------------------------------------------
+
+    def _perform(self, instruction: Instruction) -> None:
+        logger.debug("job %s: %s", self._spec.job, instruction)
+        match instruction:
+            case Reserve(worker=worker, node=node):
+                self._crew.reserve(worker, node)
+            case Launch():
+                self._crew.launch(self._assignment(instruction))
+            case Release(worker=worker, kill=kill, reason=reason):
+                logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
+                self._pulse.forget(worker)
+                if kill:
+                    self._given_up.add(worker)
+                self._crew.release(worker, kill=kill)
+                self._owner.released()
+            case Announce(plan=plan, to=to):
+                self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan, self._crew.gpu_type(plan))))
+            case Withdraw(generation=generation, to=to):
+                self._desk.withdraw()
+                self._crew.post(to, Cancel(generation=generation))
+            case Note():
+                self._owner.noted(instruction)
+            case AllLost(reason=reason):
+                self._owner.all_lost(reason)
+            case Complete():
+                self._owner.complete()
+
+    def _assignment(self, launch: Launch) -> Assignment:
+        """What a worker is told that starts now."""
+        self._record.starting()
+        forming = self.machine.current is None
+        if forming:
+            self.history.launched(time.monotonic())
+        self._pulse.forget(launch.worker)
+        path, point = self._record.restart_point
+        trial = self._spec.trial
+        return Assignment(
+            worker=launch.worker,
+            job=self._spec.job,
+            train_loop=self._spec.train_loop,
+            storage_path=self._spec.storage_path,
+            node=launch.node,
+            controller=self._controller,
+            secret=self._spec.secret,
+            checkpoint=path,
+            held=trial.held if trial is not None and path == trial.start_from else None,
+            resume_point=point,
+            states=self._record.states if forming else (),
+            expected=self._places.of(
+                launch.worker,
+                {each.worker: each.node for each in self.machine.workers.values()},
+                self.machine.current,
+                self.machine.target_workers,
+            ),
+        )
+
+
+def _witness(told: Introduction) -> Witness:
+    ready, failed = told.ready, told.failed
+    return Witness(
+        worker=told.worker,
+        node=told.node,
+        plan=told.plan,
+        switched=told.switched,
+        ready=ready is not None,
+        has_state=ready is not None and ready.has_state,
+        loaded=ready.loaded if ready is not None else 0,
+        failed=failed.generation if failed is not None else -1,
+        cause=failed.cause if failed is not None else "",
+        pause_s=told.pause_s,
+        starts_over=told.starts_over,
+    )

@@ -1,0 +1,112 @@
+"""SHELL: a restarted controller waits until the workers of the one before have told it who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic_ray.job.journal import Noted
+from elastic_ray.worker.messages import Introduction
+from elastic_ray.worker.process import is_running
+from placement.allocator.actor import NAMESPACE
+
+logger = logging.getLogger("elastic_ray.job")
+
+_POLL_S = 0.05
+_LOOK_S = 0.5  # between two looks at the silent; a worker asks its controller as often
+_QUIET_S = 2.0  # a worker that is well has asked several times by then: those that have not are worth a look
+_SEE_S = 5.0  # a node has so long to tell whether a process of its own runs
+_SILENT_S = 3.0  # one of which nobody can tell counts as lost after this
+# One that runs and is silent may be starved, with its state whole. To wait for it costs nothing: no step is committed
+# without it, and a controller that had been there all along would wait longer (``WorkerGroup``'s pulse).
+_STARVED_S = 20.0
+
+
+class Gathering:
+    """Introductions so far; the latest of each worker counts, for training goes on meanwhile.
+
+    Args:
+        noted: what the controller before has noted down.
+    """
+
+    def __init__(self, noted: Noted) -> None:
+        self._processes = dict(noted.processes)
+        self._homes, self._pids = noted.homes, noted.pids
+        self._alive = {worker for worker, process in noted.processes.items() if process}
+        self._struck: set[str] = set()
+        self._told: dict[str, Introduction] = {}
+
+    def hear(self, told: Introduction) -> None:
+        """A worker introduces itself."""
+        self._told[told.worker] = told
+        for member in told.plan.members if told.plan is not None else ():
+            self._processes.setdefault(member.worker, "")
+
+    @property
+    def _missing(self) -> list[str]:
+        return sorted(self._processes.keys() - self._told.keys() - self._struck)
+
+    async def complete(self) -> tuple[Introduction, ...]:
+        """Everybody who lives, but for those that are stopped: they hang, as far as a job is concerned."""
+        begin_s = time.monotonic()
+        looking = asyncio.get_running_loop().create_task(self._look())
+        while missing := self._missing:
+            waited_s = time.monotonic() - begin_s
+            if waited_s > _STARVED_S or (waited_s > _SILENT_S and self._alive.isdisjoint(missing)):
+                break
+            await asyncio.sleep(_POLL_S)
+        looking.cancel()
+        return tuple(self._told.values())
+
+    async def _look(self) -> None:
+        """Expect nothing of those that are gone or stopped."""
+        begin_s = time.monotonic()
+        while True:
+            self._strike(await asyncio.to_thread(self._dead, self._missing))
+            await asyncio.sleep(_LOOK_S)
+            missing = self._missing if time.monotonic() - begin_s > _QUIET_S else []
+            states = await asyncio.gather(*(self._runs(worker) for worker in missing))
+            self._alive |= {worker for worker, runs in zip(missing, states, strict=True) if runs}
+            self._strike([worker for worker, runs in zip(missing, states, strict=True) if runs is False])
+
+    def _strike(self, workers: list[str]) -> None:
+        for worker in workers:
+            logger.info("worker %s is dead or stopped: its controller goes on without it", worker)
+        self._struck.update(workers)
+
+    def _dead(self, workers: list[str]) -> list[str]:
+        """Those whose process Ray knows to be dead."""
+        return [worker for worker in workers if (name := self._processes[worker]) and not _lives(name)]
+
+    async def _runs(self, worker: str) -> bool | None:
+        """Whether the worker's node sees its process running; None where that cannot be told."""
+        node, pid = self._homes.get(worker), self._pids.get(worker)
+        if node is None or pid is None:
+            return None
+        beside = next((told.actor for told in self._told.values() if told.node == node), None)
+        look: Any = ray.remote(is_running)
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        try:
+            if beside is not None:
+                asked = beside.sees_running.remote(pid)
+            else:
+                asked = look.options(num_cpus=0, scheduling_strategy=on_node).remote(pid)
+            return bool(await asyncio.wait_for(asked, _SEE_S))
+        except Exception as error:  # of a node that is gone, or of a control store that is away
+            logger.info("worker %s could not be looked at: %s", worker, error)
+            return None
+
+
+def _lives(process: str) -> bool:
+    try:
+        ray.get_actor(process, namespace=NAMESPACE)
+    except ValueError:
+        return False
+    except Exception as error:  # the control store does not answer: nobody knows
+        logger.info("process %s could not be looked up: %s", process, error)
+    return True

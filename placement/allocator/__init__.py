@@ -1,0 +1,1 @@
+"""The cluster's allocator: a pure core, and the actor around it."""

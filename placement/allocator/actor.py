@@ -1,0 +1,438 @@
+"""Shell: the allocator as one named, detached, restartable actor per Ray cluster.
+
+It keeps the clock, reads Ray's nodes, feeds ``AllocatorCore``, logs its decisions and carries its
+instructions to the jobs' controllers. It owns no resources: groups and workers belong to the controllers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayActorError
+
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import (
+    Allocate,
+    CoreSnapshot,
+    DecisionRecord,
+    Event,
+    Instruction,
+    JobEnded,
+    JobHeartbeat,
+    NodesChanged,
+    Recalled,
+    Tick,
+)
+from placement.allocator.explaining import Explanation
+from placement.allocator.policy_parcel import PolicyParcel, pack_policy
+from placement.autoscaling.autoscaler import ScalingDecision
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.knowledge.knowledge import Knowledge, Prior
+from placement.knowledge.store import StorageRoot
+from placement.knowledge.sync import Keeper
+from placement.ray_cluster.cluster_scaler import ClusterScaler
+from placement.ray_cluster.notice_watcher import Watchers
+from placement.ray_cluster.orphans import Orphans
+from placement.ray_cluster.snapshot import RawNode, on_head, read_nodes, usable
+from placement.text import log_plainly
+
+NAME = "allocator"
+NAMESPACE = "elastic_ray"
+
+_POLL_S = 0.5
+_CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
+_HISTORY = 3  # snapshots of the nodes that are compared
+_ATTEMPTS = 5  # to replace an allocator that has no jobs
+_HEARINGS = 10
+_ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
+_QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
+_NO_PRICES = "budget_usd={:g} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
+_FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+logger = logging.getLogger("placement.allocator")
+
+
+class PolicyConflictError(ValueError):
+    """The allocator shares the cluster out by another policy, and has jobs."""
+
+
+def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
+    """The cluster's allocator, created on first use on the head node (if it is there).
+
+    A cluster has one policy and one configuration at a time. What is asked for here takes effect if there is no
+    allocator yet, or one without jobs, which is then replaced and leaves its successor what is not asked for.
+
+    Args:
+        policy: whatever ``make_policy`` accepts (a registered name, ``module:name``, a function, class or object);
+            None for the one that there is, or else ``"goodput"``.
+        config: times, tenants, node types; None for the one that there is. While jobs run it stays, with a warning.
+
+    Raises:
+        PolicyConflictError: jobs are running under another policy.
+        ValueError: unknown policy name.
+        TypeError: an object that is no policy.
+    """
+    parcel = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
+    for attempt in range(_ATTEMPTS):
+        handle: ActorHandle[Any] = _named_actor(parcel, config)
+        if policy is None and config is None:
+            return handle
+        try:
+            ask: Any = handle.rule_by
+            wanted = (None if policy is None else parcel.identity, config)
+            rule: Rule | None = ray.get(ask.remote(*wanted), timeout=_ANSWER_S)
+            if rule is None:
+                return handle
+            if rule.running:
+                _let_it_be(rule, wanted=parcel if policy is not None else None)
+                return handle
+            ray.kill(handle)
+            parcel, config = parcel if policy is not None else rule.parcel, config or rule.config
+        except RayActorError:  # it is on its way out
+            time.sleep(0.1 * (attempt + 1))
+    raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r} and its configuration; try again")
+
+
+def _let_it_be(rule: Rule, *, wanted: PolicyParcel | None) -> None:
+    """Jobs run: say that their allocator stays, unless that is no answer."""
+    running = ", ".join(rule.running)
+    if wanted is not None and wanted.identity != rule.parcel.identity:
+        raise PolicyConflictError(
+            f"policy {wanted.name!r} cannot rule this cluster now: its allocator runs policy {rule.parcel.name!r} for "
+            f"{running}, and all jobs of a cluster share one; leave policy out, give the same one with the same "
+            "settings, or wait until these jobs have ended"
+        )
+    logger.warning(
+        "the allocator keeps its AllocatorConfig instead of the one given here, for %s; give it before the first job, "
+        "or when these have ended",
+        running,
+    )
+
+
+def find_allocator(parcel: PolicyParcel | None) -> Any:
+    """The cluster's allocator whatever its policy; made with this one if there is none. Never waits."""
+    return _named_actor(parcel or pack_policy("goodput"), None)
+
+
+def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
+    actor: Any = ray.remote(Allocator)
+    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote(parcel, config)
+
+
+def head_actor(name: str, **others: Any) -> dict[str, Any]:
+    """Options of an actor of ours that outlives whoever makes it, on the head node: without that nothing runs.
+
+    Args:
+        name: unique in our namespace.
+        **others: further options.
+    """
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
+        **on_head(),
+        **others,
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Who rules, how, over whom: the answer to one who wants another policy or configuration."""
+
+    parcel: PolicyParcel
+    config: AllocatorConfig | None
+    running: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a heartbeat.
+
+    Attributes:
+        priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
+        knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
+        cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
+        note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
+    """
+
+    priors: Mapping[str, Prior]
+    knows_root: bool
+    cost_usd: float | None = None
+    note: str = ""
+
+
+def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
+    """Whether they say the same; an objective of a user's own need not be comparable, and comes as a copy."""
+    said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
+    return said[0] == said[1]
+
+
+class Allocator:
+    """The actor's class; use ``get_or_create_allocator``."""
+
+    def __init__(self, parcel: PolicyParcel, config: AllocatorConfig | None = None) -> None:
+        log_plainly(logging.INFO)
+        self._parcel = parcel
+        self._policy = parcel.open()
+        self._config = config
+        self._knowledge = Knowledge()
+        session = ray.get_runtime_context().get_session_name()
+        self._keeper = Keeper(self._knowledge, session, lambda memory: self._handle(Recalled(memory=memory)))
+        self._watchers = Watchers((config or AllocatorConfig()).notices)
+        scaling = config.autoscaling if config is not None else None
+        self._scaler = ClusterScaler(scaling, parcel.open(), config.constraints) if config and scaling else None
+        self._orphans = Orphans()
+        self._core: AllocatorCore | None = None
+        self._started = asyncio.Lock()
+        self._controllers: dict[str, ActorHandle[Any]] = {}
+        self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
+        self._heard_s: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
+        self._logged: DecisionRecord | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
+        self._sending: set[tuple[str, type[Instruction]]] = set()
+        load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
+        self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
+        self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def heartbeat(self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None) -> Answer:
+        """A job's controller says how the job stands: every second, and at once when something changed.
+
+        Args:
+            view: the job.
+            controller: its controller.
+            root: where its results are, until the allocator has answered that it knows.
+        """
+        core = await self._start()
+        if root is not None and not self._keeper.knows(view.job):
+            await self._keeper.open(view.job, root)  # before anything is decided about it
+        self._keeper.heard(view)
+        self._controllers[view.job] = controller
+        self._heard_s[view.job] = time.time()
+        self._ended_s.pop(view.job, None)
+        # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
+        cluster = None if view.job in core.jobs else self._usable(view.job)
+        self._handle(JobHeartbeat(view=view, cluster=cluster))
+        return Answer(
+            priors=self._knowledge.priors(view, time.time()),
+            knows_root=self._keeper.knows(view.job),
+            cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
+            note=self._note(view),
+        )
+
+    def _note(self, view: JobView) -> str:
+        if self._scaler is None:
+            return "" if view.budget_usd is None else _NO_PRICES.format(view.budget_usd)
+        return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
+
+    async def ended(self, job: str, view: JobView | None = None) -> None:
+        """A job is over; the view is how it stood at last."""
+        await self._start()
+        self._forget(job, view)
+
+    async def snapshot(self) -> CoreSnapshot:
+        """What the allocator knows and has decided."""
+        return (await self._start()).snapshot()
+
+    async def explain(self, job: str) -> Explanation:
+        """Why a job has what it has, and what it would do with one more worker.
+
+        Raises:
+            KeyError: no such job; names those that there are.
+        """
+        return (await self._start()).explain(job)
+
+    async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
+        """The last decision about the cluster's size, and what each job has cost so far [USD]."""
+        return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
+
+    async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> Rule | None:
+        """Somebody wants the policy with this identity, or this configuration: None if both rule; else what is there.
+
+        Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
+        """
+        core = await self._start()
+        if identity in (None, self._parcel.identity) and (config is None or _equal(config, self._config)):
+            return None
+        for _ in range(_HEARINGS):
+            if core.settled:
+                break
+            await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
+        if not core.jobs:
+            await self._keeper.save(now=True)
+            if self._scaler is not None:
+                await self._scaler.withdraw()
+        return Rule(parcel=self._parcel, config=self._config, running=core.jobs)
+
+    # ------------------------------------------------------------------------------------------------ inside
+
+    async def _start(self) -> AllocatorCore:
+        """The core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
+        async with self._started:
+            if self._core is None:
+                while (nodes := await self._read()) is None:
+                    await asyncio.sleep(_POLL_S)
+                running = any(node.reserved for node in nodes)
+                core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
+                core.handle(self._nodes_changed(usable(self._history, ())), time.time())
+                self._core = core
+            return self._core
+
+    async def _watch(self) -> None:
+        """Look at the nodes twice a second; a round that fails is logged and the next one comes anyway."""
+        await self._start()
+        while True:
+            await asyncio.sleep(_POLL_S)
+            try:
+                if await self._read() is not None:
+                    self._take_nodes()
+                self._handle(Tick())
+                self._scale()
+                self._ask_the_quiet()
+                self._spawn(self._keeper.save())
+                self._spawn(self._orphans.look(self._known(), time.time()))
+            except Exception:
+                logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
+
+    async def _read(self) -> tuple[RawNode, ...] | None:
+        try:
+            nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_CALL_TIMEOUT_S)
+        except Exception as error:  # the control store may be away for a moment; the last view stays
+            logger.warning("Ray's nodes could not be read: %s", error)
+            return None
+        if not nodes:  # not even the head that this runs on; a cluster without nodes would have every job stopped
+            logger.warning("Ray names no node at all; the last view stays")
+            return None
+        self._history.append(nodes)
+        return nodes
+
+    def _known(self) -> set[str]:
+        assert self._core is not None, "the loop starts after the core"
+        return {*self._core.jobs, *self._ended_s}
+
+    def _take_nodes(self) -> None:
+        now_s = time.time()
+        self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
+        self._handle(self._nodes_changed(self._usable()))
+        self._watchers.watch(self._history[-1])
+
+    def _nodes_changed(self, cluster: Cluster) -> NodesChanged:
+        scaling = self._config.autoscaling if self._config is not None else None
+        return NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
+
+    def _usable(self, *newcomers: str) -> Cluster:
+        assert self._core is not None, "the loop starts after the core"
+        cluster = self._present(newcomers)
+        return cluster if self._scaler is None else self._scaler.marked(cluster)
+
+    def _present(self, newcomers: Iterable[str] = ()) -> Cluster:
+        assert self._core is not None, "the loop starts after the core"
+        return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
+
+    def _scale(self) -> None:
+        """The cluster's size; decided beside everything else, which never waits for nodes.
+
+        Not before jobs that ran already could be heard: their nodes would be taken for empty.
+        """
+        assert self._core is not None, "the loop starts after the core"
+        if self._scaler is not None and self._core.settled:
+            now_s = time.time()
+            self._scaler.look(self._core.views(now_s), self._present(), now_s)
+
+    def _forget(self, job: str, view: JobView | None = None) -> None:
+        self._controllers.pop(job, None)
+        self._heard_s.pop(job, None)
+        self._ended_s[job] = time.time()
+        if self._scaler is not None:
+            logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
+        self._handle(JobEnded(job=job, view=view))
+        self._keeper.ended(job)
+        self._spawn(self._keeper.save())
+
+    def _handle(self, event: Event) -> None:
+        assert self._core is not None, "events come after the start"
+        instructions = self._core.handle(event, time.time())
+        self._log_news()
+        for instruction in instructions:
+            self._post(instruction)
+
+    def _post(self, instruction: Instruction) -> None:
+        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
+        address = (instruction.job, type(instruction))
+        self._outbox[address] = instruction
+        if address not in self._sending:
+            self._sending.add(address)
+            self._spawn(self._send(address))
+
+    async def _send(self, address: tuple[str, type[Instruction]]) -> None:
+        try:
+            while (instruction := self._outbox.pop(address, None)) is not None:
+                await self._carry_out(instruction)
+        finally:
+            self._sending.discard(address)
+
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        # The loop keeps only weak references to its tasks.
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def _ask_the_quiet(self) -> None:
+        """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
+        now_s = time.time()
+        for job, heard_s in self._heard_s.items():
+            if now_s - heard_s > _QUIET_S and job in self._controllers:
+                self._spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
+
+    def _log_news(self) -> None:
+        """One line per decision that was made since the last call."""
+        assert self._core is not None, "events come after the start"
+        log = self._core.log
+        fresh: list[DecisionRecord] = []
+        for record in reversed(log):
+            if record is self._logged:
+                break
+            fresh.append(record)
+        for record in reversed(fresh):
+            # Of a job's own size, its events tell, with the same reason; `elastic-ray allocator` lists all decisions.
+            logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
+        self._logged = log[-1] if log else None
+
+    async def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Allocate):
+            nodes = dict(instruction.nodes)
+            await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
+        else:
+            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
+
+    async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
+        """Call one controller; never wait for a slow one, and never let a broken one harm the others."""
+        controller = self._controllers.get(job)
+        if controller is None:
+            return
+        try:
+            await asyncio.wait_for(call(controller), timeout=_CALL_TIMEOUT_S)
+        except ActorDiedError:  # not ActorUnavailableError: that one may come back
+            if self._controllers.get(job) is controller:
+                logger.warning("job %s: its controller is gone", job)
+                self._forget(job)
+                self._spawn(self._orphans.release(job))
+        except Exception as error:  # also a time-out: the next heartbeat leads to a reminder
+            logger.warning("job %s: its controller did not answer: %r", job, error)

@@ -1,0 +1,58 @@
+"""What a user may set about the allocator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from placement.autoscaling.config import Autoscaling
+from placement.planning.constraints import Constraints
+from placement.planning.tenants import Tenant, check_tenants
+from placement.ray_cluster.notices import NoticeConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorConfig:
+    """Times and thresholds of the core, times in seconds.
+
+    Attributes:
+        min_interval_s: pause after a decision before one that nothing forces (a changed model, more
+            room); an arrival, an end, changed limits or a lost node are decided at once.
+        refresh_s: time after which everything is decided again though nothing happened.
+        silence_s: a job that sends no heartbeat for so long is dropped.
+        settle_s: after a start beside jobs that already run, time from the first heartbeat to hear from all.
+        unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
+        model_change: relative change of any speed that counts as a changed model.
+        log_length: decision records kept.
+        rounds: decide at every ``Tick`` and never in between, as the published schedulers do.
+        tenants: weights and quotas of tenants (``Constraints``).
+        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+        notices: how spot nodes learn that their cloud takes them away.
+        autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
+    """
+
+    min_interval_s: float = 2.0
+    refresh_s: float = 30.0
+    silence_s: float = 10.0
+    settle_s: float = 1.5
+    unsatisfiable_s: float = 3.0
+    model_change: float = 0.1
+    log_length: int = 10_000
+    rounds: bool = False
+    tenants: tuple[Tenant, ...] = ()
+    one_multi_node_job_per_node: bool = False
+    notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
+    autoscaling: Autoscaling | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("tenants", "notices", "autoscaling") and not value >= 0:
+                raise ValueError(f"{field.name} must be 0 or more, but got {value}")
+        if self.log_length < 1:
+            raise ValueError(f"log_length must be 1 or more, but got {self.log_length}")
+        check_tenants(self.tenants)
+
+    @property
+    def constraints(self) -> Constraints:
+        """The cluster's rules."""
+        return Constraints(tenants=self.tenants, one_multi_node_job_per_node=self.one_multi_node_job_per_node)

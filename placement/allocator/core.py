@@ -1,0 +1,359 @@
+"""The allocator's brain: a state machine that is told what happened and answers with instructions."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.events import (
+    Allocate,
+    CoreSnapshot,
+    DecisionRecord,
+    Event,
+    Instruction,
+    JobEnded,
+    JobHeartbeat,
+    JobState,
+    NodesChanged,
+    Recalled,
+    Tick,
+    Unsatisfiable,
+)
+from placement.allocator.explaining import Explanation, explain
+from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
+from placement.cluster.jobs import JobView
+from placement.knowledge.knowledge import Knowledge
+from placement.planning.plan import is_news, make_plan, unsatisfiable
+from placement.planning.problem import Plan
+from placement.policies.base import Policy
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Job:
+    """Soft state about one job; the controller's next heartbeat could rebuild all of it."""
+
+    view: JobView
+    decided_on: JobView  # the view that the last decision saw; news is what differs from it
+    target: Mapping[str, int]
+    reason: str
+    heard_s: float
+    impossible_since_s: float | None = None
+    told_impossible: bool = False
+
+
+class AllocatorCore:
+    """Decides who gets what; pure: the clock comes with each event, and instructions are data.
+
+    A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
+    rarely without a cause. Heartbeats without news decide nothing. The plan may count on what shrinking jobs
+    still
+    hold: a growing job's reservation simply stays pending until they have given it back.
+
+    Args:
+        policy: decides the counts.
+        config: times and thresholds.
+        settling: whether jobs may be running that have not been heard of yet (a restarted allocator).
+        knowledge: what jobs of one fingerprint share; None lets each job know only what it has measured itself.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: AllocatorConfig | None = None,
+        *,
+        settling: bool = False,
+        knowledge: Knowledge | None = None,
+    ) -> None:
+        self._policy = policy
+        self._knowledge = knowledge
+        self._config = config or AllocatorConfig()
+        self._constraints = self._config.constraints
+        self._promised: frozenset[str] = frozenset()
+        self._cluster = Cluster()
+        self._obtainable: tuple[Node, ...] = ()
+        self._node_ids: frozenset[str] = frozenset()
+        self._jobs: dict[str, _Job] = {}
+        self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
+        self._settling = settling
+        self._settled_s: float | None = None
+        self._event_s: float | None = None
+        self._decided_s = float("-inf")
+        self._changed_s = float("-inf")
+        self._unjudged = False
+        self._urgent: str | None = None
+        self._pending: str | None = None
+
+    @property
+    def log(self) -> tuple[DecisionRecord, ...]:
+        """The decision log, oldest first. The same events in the same order give the same log."""
+        return tuple(self._log)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all jobs that ran before it was made have had the time to be heard of."""
+        return not self._settling
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """Names of the known jobs."""
+        return tuple(self._jobs)
+
+    def snapshot(self) -> CoreSnapshot:
+        """Everything it knows, as frozen values."""
+        return CoreSnapshot(
+            policy=self._policy.name,
+            settled=self.settled,
+            cluster=self._cluster,
+            jobs={
+                name: JobState(view=job.view, target=dict(job.target), reason=job.reason, heard_s=job.heard_s)
+                for name, job in self._jobs.items()
+            },
+            log=self.log,
+        )
+
+    def explain(self, job: str) -> Explanation:
+        """Why a job has what it has, and what it would do with one more worker; decides nothing.
+
+        Raises:
+            KeyError: no such job; names those that there are.
+        """
+        if job not in self._jobs:
+            raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
+        now_s = self._event_s or 0.0
+        views = {view.job: view for view in self.views(now_s)}
+        known = self._jobs[job]
+        view = views.get(job, known.view)  # a job that no node could hold takes no part in decisions
+        plan = functools.partial(self._plan, now_s=now_s)
+        return explain(view, known.reason, list(views.values()), plan, self._cluster)
+
+    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+        """Take in one event and answer with what is to be done, shrinking jobs first.
+
+        Args:
+            event: what happened.
+            now_s: present time [s since the epoch], never decreasing.
+        """
+        self._watch_the_clock(now_s)
+        if isinstance(event, JobHeartbeat):
+            self._hear(event.view, now_s)
+            if event.cluster is not None:
+                self._take_nodes(event.cluster)
+        elif isinstance(event, JobEnded):
+            if self._jobs.pop(event.job, None) is not None:
+                self._urgent = "end"
+                if self._knowledge is not None:
+                    if event.view is not None:
+                        self._knowledge.learn(event.view, now_s)
+                    self._knowledge.ended(event.job)
+        elif isinstance(event, NodesChanged):
+            self._obtainable = event.obtainable
+            self._take_nodes(event.cluster)
+        elif isinstance(event, Recalled):
+            if self._knowledge is not None:
+                self._knowledge.recall(event.memory, now_s)
+                self._pending = self._pending or "model"
+        elif isinstance(event, Tick):
+            self._drop_silent(now_s)
+        if self._settling:
+            self._unjudged = True
+            return []
+        self._judge(event, now_s)
+        told = self._tell_impossible(now_s)
+        trigger = self._due(now_s) if isinstance(event, Tick) or not self._config.rounds else None
+        changed: list[Instruction] = list(self._decide(trigger, now_s)) if trigger else []
+        if isinstance(event, JobHeartbeat):
+            changed += self._remind(event.view.job, changed)
+        return [*told, *changed]
+
+    # What happened
+    # -------------------------------------------------------------------------------------------
+
+    def _watch_the_clock(self, now_s: float) -> None:
+        gap = now_s - self._event_s if self._event_s is not None else 0.0
+        self._event_s = now_s
+        if gap > self._config.silence_s and self._jobs:
+            # Not the jobs were silent: this process slept. Listen again before judging anybody.
+            for job in self._jobs.values():
+                job.heard_s = now_s
+            self._settling, self._settled_s = True, None
+        if self._settling and self._settled_s is not None and now_s >= self._settled_s:
+            self._settling, self._settled_s = False, None
+            self._pending = self._pending or "refresh"
+
+    def _hear(self, view: JobView, now_s: float) -> None:
+        if self._settling and self._settled_s is None:
+            # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
+            self._settled_s = now_s + self._config.settle_s
+        if self._knowledge is not None:
+            self._knowledge.learn(view, now_s)
+        job = self._jobs.get(view.job)
+        if job is None:
+            reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
+            self._jobs[view.job] = _Job(
+                view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s
+            )
+            self._urgent = "arrival"
+            return
+        job.view, job.heard_s = view, now_s
+        if self._settling:  # nothing was decided yet: what it has is what it is to have
+            job.target = dict(view.allocation)
+        if self._config.rounds:
+            return  # the next round looks at everything anyway
+        news = is_news(job.decided_on, view, self._config.model_change)
+        if news == "limits":
+            self._urgent = self._urgent or news
+        elif news:
+            self._pending = self._pending or news
+
+    def _take_nodes(self, cluster: Cluster) -> None:
+        if cluster == self._cluster:
+            return
+        self._cluster = cluster
+        self._node_ids = frozenset(node.node_id for node in cluster.nodes)
+        if self._knowledge is not None:
+            self._knowledge.machines(cluster)
+        try:
+            check(self._targets(), {name: job.view.bundle for name, job in self._jobs.items()}, cluster)
+            urgent = any(not job.target for job in self._jobs.values())  # a waiting job may fit now
+        except AllocationError:
+            urgent = True
+        if urgent:
+            self._urgent = self._urgent or "nodes"
+        else:
+            self._pending = self._pending or "nodes"
+
+    def _drop_silent(self, now_s: float) -> None:
+        for name in [n for n, job in self._jobs.items() if now_s - job.heard_s > self._config.silence_s]:
+            job = self._jobs.pop(name)
+            silent_s = now_s - job.heard_s
+            reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
+            self._record(now_s, "silence", name, sum(job.target.values()), {}, reason)
+            self._urgent = "end"
+
+    # What to do
+    # ----------------------------------------------------------------------------------------------
+
+    def _due(self, now_s: float) -> str | None:
+        """The trigger of a decision that is due now."""
+        if not self._jobs or not self._cluster.nodes:
+            self._urgent = self._pending = None
+            return None
+        if self._urgent:
+            return self._urgent
+        rested_s = now_s - max(self._changed_s, self._decided_s)
+        if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
+            return self._pending
+        rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
+        return "refresh" if rested else None
+
+    def _decide(self, trigger: str, now_s: float) -> list[Allocate]:
+        """Ask the policy, place the workers, and instruct where something changed."""
+        self._urgent = self._pending = None
+        self._decided_s = now_s
+        views = self.views(now_s)
+        for job in self._jobs.values():
+            job.decided_on = job.view
+        try:
+            plan = self._plan(views, self._cluster, now_s)
+        except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
+            rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
+            reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
+            if not self._log or self._log[-1].reason != reason:
+                self._record(now_s, "refused", "", 0, {}, reason)
+            for job in self._jobs.values():
+                job.target = self._surviving(job.target)
+            return []
+        self._promised = plan.promised
+        return self._carry_out(plan, trigger, now_s)
+
+    def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
+        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._promised)
+
+    def views(self, now_s: float) -> list[JobView]:
+        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        views = [
+            job.view.placed(self._surviving(job.target))
+            for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
+            if job.impossible_since_s is None
+        ]
+        return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
+
+    def _carry_out(self, plan: Plan, trigger: str, now_s: float) -> list[Allocate]:
+        instructions: list[Allocate] = []
+        for name, job in self._jobs.items():
+            reason = plan.reasons.get(name, job.reason)
+            if reason != job.reason and not job.target and name not in plan.allocation:
+                instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
+            job.reason = reason
+        for change in diff(self._targets(), plan.allocation):
+            job = self._jobs[change.job]
+            self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
+            job.target = change.after
+            self._changed_s = now_s
+            instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason))
+        return instructions
+
+    def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
+        """Tell a job again that is not where it was told to be; a message or a worker may have been lost."""
+        job = self._jobs.get(name)
+        target = {} if job is None else self._surviving(job.target)  # with no node left nothing is decided
+        if job is None or dict(job.view.allocation) == target:
+            return []
+        if any(instruction.job == name for instruction in instructions):
+            return []
+        return [Allocate(job=name, nodes=target, reason=job.reason, repeated=True)]
+
+    def _judge(self, event: Event, now_s: float) -> None:
+        """Find the jobs that this cluster could never run, where the event may have changed that."""
+        if isinstance(event, JobHeartbeat):
+            suspects = [self._jobs[event.view.job]]
+        else:
+            suspects = list(self._jobs.values()) if isinstance(event, NodesChanged) or self._unjudged else []
+            self._unjudged = False
+        possible = Cluster(nodes=(*self._cluster.nodes, *self._obtainable)) if self._obtainable else self._cluster
+        reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
+        for job in suspects:
+            view = job.view
+            kind = tuple(view.bundle.items()), tuple(view.selector.items()), view.min_workers
+            if kind not in reasons:
+                reasons[kind] = unsatisfiable(view, possible)
+            reason = reasons[kind]
+            if reason is not None:
+                job.reason = reason
+                job.impossible_since_s = now_s if job.impossible_since_s is None else job.impossible_since_s
+            elif job.impossible_since_s is not None:
+                job.impossible_since_s, job.told_impossible = None, False
+                self._urgent = self._urgent or "nodes"
+
+    def _tell_impossible(self, now_s: float) -> list[Instruction]:
+        """Tell such jobs so, once; nodes that are just joining get some time."""
+        told: list[Instruction] = []
+        for name, job in self._jobs.items():
+            since_s = job.impossible_since_s
+            if since_s is None or job.told_impossible or now_s - since_s < self._config.unsatisfiable_s:
+                continue
+            job.told_impossible = True
+            told.append(Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable)))
+        return told
+
+    def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
+        return {node: workers for node, workers in target.items() if node in self._node_ids}
+
+    def _targets(self) -> Allocation:
+        return {name: dict(job.target) for name, job in self._jobs.items() if job.target}
+
+    def _record(self, now_s: float, trigger: str, job: str, before: int, nodes: Mapping[str, int], reason: str) -> None:
+        self._log.append(
+            DecisionRecord(
+                time_s=now_s,
+                trigger=trigger,
+                job=job,
+                from_workers=before,
+                to_workers=sum(nodes.values()),
+                nodes=dict(nodes),
+                reason=reason,
+            )
+        )

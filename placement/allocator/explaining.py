@@ -1,0 +1,100 @@
+"""Why a job has what it has, and what one more worker would do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
+from placement.cluster.labels import satisfying
+from placement.planning.problem import Plan
+from placement.policies.base import describe
+from placement.text import printable, short_ids
+
+EXTRA = "one-more-worker"
+"""Id of the node that is imagined."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """An answer for people; ``str`` of it is a short text.
+
+    Attributes:
+        job: name.
+        nodes: workers per node id that it is to have.
+        reason: of the last decision, a sentence.
+        speed: on so many workers, relative to its smallest size; 0 while it waits.
+        speed_with_one_more: on one worker more, on as few nodes as they fit; None where it may not grow.
+        taker: who would have more workers if the cluster had room for one more of this job's; None if nobody.
+        with_room: what the policy says of this job in that case.
+    """
+
+    job: str
+    nodes: Mapping[str, int]
+    reason: str
+    speed: float
+    speed_with_one_more: float | None
+    taker: str | None
+    with_room: str
+
+    def __str__(self) -> str:
+        workers = sum(self.nodes.values())
+        places = ", ".join(f"{count} on {node}" for node, count in sorted(self.nodes.items())) or "none"
+        lines = [f"job {self.job} has {workers} workers ({places}): {self.reason}"]
+        if self.speed_with_one_more is None:
+            lines.append("one more worker: it is at its largest useful size")
+        else:
+            gain = self.speed_with_one_more - self.speed
+            lines.append(f"one more worker: its speed would be {self.speed_with_one_more:.2f}, {gain:+.2f}")
+        if self.taker is None:
+            lines.append("room for one more worker would change nobody's size")
+        elif self.taker == self.job:
+            lines.append(f"room for one more worker would go to it: {self.with_room}")
+        else:
+            lines.append(f"room for one more worker would go to job {self.taker}; of this job: {self.with_room}")
+        return "\n".join(short_ids(printable(line)) for line in lines)
+
+
+def explain(
+    view: JobView,
+    reason: str,
+    views: Sequence[JobView],
+    decide: Callable[[Sequence[JobView], Cluster], Plan],
+    cluster: Cluster,
+) -> Explanation:
+    """Decide once more, with an imagined node that holds one worker of this job.
+
+    Args:
+        view: the job, with the workers that it is to have as ``allocation``.
+        reason: of the last decision.
+        views: all jobs that take part in decisions, likewise.
+        decide: what the core would do with these jobs on a cluster.
+        cluster: the nodes as they are.
+    """
+    workers = view.workers
+    slots = Room(cluster).slots(view).tolist()
+    curve = speeds(view, [*slots, 1])
+    larger = Cluster(nodes=(*cluster.nodes, _extra(view, cluster)))
+    plan = decide(views, larger)
+    gains = {other.job: sum(plan.allocation.get(other.job, {}).values()) - other.workers for other in views}
+    taker = max(sorted(gains), key=lambda job: (gains[job], job == view.job), default=None)
+    return Explanation(
+        job=view.job,
+        nodes=dict(view.allocation),
+        reason=reason,
+        speed=float(curve[min(workers, len(curve) - 1)]),
+        speed_with_one_more=float(curve[workers + 1]) if workers + 1 < len(curve) else None,
+        taker=taker if taker is not None and gains[taker] > 0 else None,
+        with_room=plan.reasons.get(view.job, f"it needs {view.min_workers} x {describe(view.bundle)} at least"),
+    )
+
+
+def _extra(view: JobView, cluster: Cluster) -> Node:
+    """A node for one worker, of the kind that the job is on, or could be on."""
+    nodes = cluster.by_id()
+    own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
+    like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)
+    labels = like.labels if like is not None else satisfying(view.selector)
+    return Node(node_id=EXTRA, total=dict(view.bundle), free=dict(view.bundle), labels=labels)

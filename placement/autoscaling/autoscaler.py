@@ -1,0 +1,374 @@
+"""How many nodes of which type: a state machine over jobs, node types and the present cluster, without a clock.
+
+An objective says how many workers each job should have (``placement.autoscaling.objectives``), and
+``placement.autoscaling.fleet`` which nodes that takes. The allocator's own policy is asked whether it would use them.
+What comes out is a ``ScalingDecision``; asking for nodes and letting them go is the shell's.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from placement.autoscaling.fleet import Fleet, build
+from placement.autoscaling.launches import Launches, Lifetimes
+from placement.autoscaling.objectives.base import Demand, Objective, Want, choices
+from placement.autoscaling.objectives.registry import make_objective
+from placement.cluster.cluster import Allocation, Cluster, Node, Resources
+from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType, check_types, type_of
+from placement.goodput.speeds import Memory
+from placement.planning.constraints import Constraints
+from placement.planning.plan import NO_CONSTRAINTS, make_plan
+from placement.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscalerConfig:
+    """Times of the autoscaler [s].
+
+    Attributes:
+        linger_s: a node that nobody needs is kept for so long; somebody may need it again.
+        launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
+            another type (on-demand instead of spot) is asked for.
+        retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
+    """
+
+    linger_s: float = 120.0
+    launch_timeout_s: float = 120.0
+    retry_s: float = 450.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) >= 0:
+                raise ValueError(f"{field.name} must be 0 seconds or more, but got {getattr(self, field.name)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingDecision:
+    """What the cluster should be.
+
+    Attributes:
+        nodes: by type, how many there should be; those that are there and stay included.
+        add: by type, how many of these are not there yet; 0 is left out.
+        release: ids of nodes that are given up: they get no workers, those on them move, and once empty they go.
+        leaving: ids of nodes that will be given up when what replaces them is there, or has not been needed for long.
+        reasons: by type, a sentence for each that changes or is closed.
+        wants: by job, the workers that it should have, and why.
+        notes: by job, what its user must be told now: a deadline or budget that cannot be met, nodes that are short.
+        usd_per_h: price of these nodes [USD/h].
+    """
+
+    nodes: Mapping[str, int]
+    add: Mapping[str, int]
+    release: tuple[str, ...]
+    leaving: tuple[str, ...]
+    reasons: Mapping[str, str]
+    wants: Mapping[str, Want]
+    notes: Mapping[str, str]
+    usd_per_h: float
+
+    def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
+        """The nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
+        return tuple(
+            (dict(each.resources), dict(each.labels)) for each in types for _ in range(self.nodes.get(each.name, 0))
+        )
+
+
+@dataclasses.dataclass(slots=True)
+class _Bill:
+    """What a job has cost [USD], and how many of its worker-seconds that counts."""
+
+    usd: float = 0.0
+    attained_s: float = 0.0
+
+
+class Autoscaler:
+    """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
+
+    Args:
+        types: node types on offer.
+        policy: the allocator's: a node that it would not use is not asked for.
+        objective: name of one, or one.
+        config: times.
+        constraints: the allocator's.
+        most_nodes: of all types together; None for no such limit.
+
+    Raises:
+        InputError: no node type, or two of one name.
+        ValueError: no objective has that name.
+    """
+
+    def __init__(
+        self,
+        types: Sequence[NodeType],
+        policy: Policy,
+        objective: str | Objective = "cost_per_progress",
+        config: AutoscalerConfig | None = None,
+        constraints: Constraints = NO_CONSTRAINTS,
+        most_nodes: int | None = None,
+    ) -> None:
+        check_types(types)
+        self._most_nodes = most_nodes
+        self._types = tuple(types)
+        self._policy = policy
+        self._objective = make_objective(objective)
+        self._config = config or AutoscalerConfig()
+        self._constraints = constraints
+        self._launches = Launches(types, timeout_s=self._config.launch_timeout_s, retry_s=self._config.retry_s)
+        self._lifetimes = Lifetimes(types)
+        self._memory = Memory()
+        self._wanted: Mapping[str, int] = {}
+        self._released: tuple[str, ...] = ()
+        self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
+        self._bills: dict[str, _Bill] = {}
+        self._forgotten: set[str] = set()
+
+    @property
+    def spent_usd(self) -> Mapping[str, float]:
+        """What each job has cost [USD]: its part of the nodes that it had workers on."""
+        return {job: bill.usd for job, bill in tuple(self._bills.items())}
+
+    def cost_usd(self, job: str) -> float | None:
+        """What one job has cost [USD]; None before it was seen. Cheap: asked with each heartbeat."""
+        bill = self._bills.get(job)
+        return None if bill is None else bill.usd
+
+    def forget(self, job: str) -> float:
+        """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
+        self._forgotten.add(job)
+        return self._bills.pop(job, _Bill()).usd
+
+    def refuse(self, name: str, why: str, now_s: float) -> None:
+        """The provider says that it has no node of this type now; another one is asked for instead."""
+        self._launches.refuse(name, why, now_s)
+
+    def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
+        """What the cluster should be.
+
+        Args:
+            views: every job, running and waiting, where it is to be (``AllocatorCore.views``).
+            cluster: the nodes that are there, those on their way out marked as draining.
+            now_s: present time [s since the epoch], never decreasing.
+        """
+        there = self._there(cluster)
+        present = {name: len(nodes) for name, nodes in there.items()}
+        self._lifetimes.watch(cluster, self._released, now_s)
+        self._launches.watch(self._wanted, present, now_s)
+        self._count_costs(views, cluster)
+        lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
+        limited = self._limited(present, now_s)
+        demand = self._demand(views, cluster, limited, lasts_h)
+        wants = self._objective.decide(demand, now_s)
+        static = [node for node in cluster.nodes if type_of(node, self._types) is None]
+        fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
+        order = self._order(there, views)
+        surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
+        target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)
+        keep = self._kept(target, present, now_s)
+        release = self._give_up(keep, target, order, views, cluster, now_s)
+        leaving = tuple(sorted(surplus - set(release)))
+        return self._decided(target, release, leaving, fleet, wants, there, now_s)
+
+    # What is there
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
+        """Nodes by type, without those on their way out."""
+        there: dict[str, list[Node]] = {each.name: [] for each in self._types}
+        for node in cluster.nodes:
+            name = type_of(node, self._types)
+            if name is not None and not node.draining:
+                there[name].append(node)
+        return there
+
+    def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
+        """Nodes by type, those first that are best kept: not given up before, and with most workers."""
+        load: collections.Counter[str] = collections.Counter()
+        for view in views:
+            load.update(dict(view.allocation))
+        return {
+            name: sorted(nodes, key=lambda n: (n.node_id in self._released, -load[n.node_id], n.node_id))
+            for name, nodes in there.items()
+        }
+
+    def _limited(self, present: Mapping[str, int], now_s: float) -> tuple[NodeType, ...]:
+        """The types, those that are closed with what is there of them as their limit."""
+        return tuple(
+            each
+            if self._launches.closed(each.name, now_s) is None
+            else dataclasses.replace(
+                each, max_nodes=present[each.name], min_nodes=min(each.min_nodes, present[each.name])
+            )
+            for each in self._types
+        )
+
+    def _demand(
+        self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
+    ) -> Demand:
+        gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
+        jobs = tuple(sorted(views, key=lambda view: view.arrival))
+        return Demand(
+            jobs=jobs,
+            choices={view.job: choices(view, types, lasts_h, self._memory) for view in jobs},
+            spent_usd=self.spent_usd,
+            gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
+        )
+
+    def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
+        """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.
+
+        How long that was, the job says, by a monotonic clock: by the one of these looks, setting a machine's clock ten
+        hours ahead would cost each job ten hours.
+
+        The views may be older than a job's end, so that it would come back for good: one that was forgotten since the
+        last look is left out of this one. A new job of its name pays for that time at the next.
+        """
+        forgotten = frozenset(self._forgotten)
+        for job in forgotten:
+            self._bills.pop(job, None)
+        types = {each.name: each for each in self._types}
+        of = {node.node_id: types.get(type_of(node, self._types) or "") for node in cluster.nodes}
+        for view in views:
+            if view.job in forgotten:
+                continue
+            usd_per_h = 0.0
+            for node, workers in view.allocation.items():
+                kind = of.get(node)
+                usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
+            bill = self._bills.setdefault(view.job, _Bill())
+            held_s = max(view.attained_s - bill.attained_s, 0.0)  # a controller that is started anew counts from 0
+            bill.usd += usd_per_h / max(view.workers, 1) * held_s / 3600.0
+            bill.attained_s = view.attained_s
+        self._forgotten -= forgotten
+
+    # What should be there
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _used(
+        self,
+        target: Mapping[str, int],
+        there: Mapping[str, Sequence[Node]],
+        views: Sequence[JobView],
+        cluster: Cluster,
+        now_s: float,
+    ) -> dict[str, int]:
+        """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
+        left = dict(target)
+        while True:
+            fresh = {
+                f"{each.name}~{i}": each
+                for each in self._types
+                for i in range(len(there[each.name]), left[each.name])
+                if i >= each.min_nodes
+            }
+            nodes = (*cluster.nodes, *(each.node(node_id) for node_id, each in fresh.items()))
+            plan = self._plan(views, Cluster(nodes=nodes), now_s) if fresh else {}
+            used = {node for place in plan.values() for node in place}
+            unused = [each for node_id, each in fresh.items() if node_id not in used]
+            if not unused:
+                return left
+            for each in unused:  # without them the allocator may use others, so it is asked again
+                left[each.name] -= 1
+
+    def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
+        """The most that was wanted of each type within the last ``linger_s``, of what is there."""
+        if not self._targets:  # made anew beside jobs that it has yet to hear of: nothing goes at once
+            self._targets.append((now_s, present))
+        self._targets.append((now_s, target))
+        while self._targets[0][0] < now_s - self._config.linger_s:
+            self._targets.popleft()
+        return {name: min(n, max(past.get(name, 0) for _, past in self._targets)) for name, n in present.items()}
+
+    def _give_up(
+        self,
+        keep: Mapping[str, int],
+        target: Mapping[str, int],
+        order: Mapping[str, Sequence[Node]],
+        views: Sequence[JobView],
+        cluster: Cluster,
+        now_s: float,
+    ) -> tuple[str, ...]:
+        """Nodes beyond those that are kept.
+
+        While something is still waited for, only empty ones: it may be what is to take the workers. Nor does a node go
+        without which some running job would have to stop.
+        """
+        busy = {node for view in views for node in view.allocation}
+        waits = any(target[name] > len(nodes) for name, nodes in order.items())
+        surplus = [node.node_id for name, nodes in order.items() for node in nodes[keep[name] :]]
+        empty = [node for node in surplus if node not in busy]
+        # An empty one too may be what lets a job run: without it a waiting one may start where that job is.
+        for release in (empty if waits else surplus, empty):
+            if not release or self._all_run(views, cluster, release, now_s):
+                return tuple(sorted(release))
+        return ()
+
+    def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
+        """Whether every running job would still run without these nodes."""
+        plan = self._plan(views, _draining(cluster, without), now_s)
+        return all(view.job in plan for view in views if view.workers)
+
+    def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
+        return make_plan(self._policy, views, cluster, now_s, self._constraints).allocation
+
+    # What is said
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _decided(
+        self,
+        target: Mapping[str, int],
+        release: tuple[str, ...],
+        leaving: tuple[str, ...],
+        fleet: Fleet,
+        wants: Mapping[str, Want],
+        there: Mapping[str, Sequence[Node]],
+        now_s: float,
+    ) -> ScalingDecision:
+        gone = set(release)
+        stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
+        nodes = {name: max(target[name], n) for name, n in stay.items()}
+        add = {name: n - stay[name] for name, n in nodes.items() if n > stay[name]}
+        reasons = {}
+        for each in self._types:
+            name, closed = each.name, self._launches.closed(each.name, now_s)
+            said = [] if closed is None else [f"no more are asked for: {closed}"]
+            if name in add or len(there[name]) != stay[name]:
+                said.append(_why(fleet.users[name], wants))
+            if said:
+                reasons[name] = f"{name}: {len(there[name])} -> {nodes[name]} nodes; {'; '.join(said)}"
+        notes = {job: want.note for job, want in wants.items() if want.note}
+        for job, short in fleet.short.items():
+            text = f"{short} of {wants[job].workers} workers find no node within the limits of the node types"
+            notes[job] = f"{notes[job]}; {text}" if job in notes else text
+        self._wanted, self._released = nodes, release
+        self._launches.watch(nodes, {name: len(each) for name, each in there.items()}, now_s)  # counts from now
+        return ScalingDecision(
+            nodes=nodes,
+            add=add,
+            release=release,
+            leaving=leaving,
+            reasons=reasons,
+            wants=wants,
+            notes=notes,
+            usd_per_h=sum(each.usd_per_h * nodes[each.name] for each in self._types),
+        )
+
+
+def _draining(cluster: Cluster, nodes: Collection[str]) -> Cluster:
+    """The cluster with these nodes on their way out."""
+    if not nodes:
+        return cluster
+    return Cluster(
+        nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in nodes else n for n in cluster.nodes)
+    )
+
+
+def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:
+    """The reason of the job that wants most of it."""
+    if not users:
+        return "no job needs them"
+    first = max(users, key=lambda job: wants[job].workers)
+    others = f" (and {len(users) - 1} other jobs)" if len(users) > 1 else ""
+    return f"job {first}{others}: {wants[first].reason}"

@@ -1,0 +1,126 @@
+"""What becomes of nodes that were asked for, and how long spot nodes last: small state machines without a clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.node_types import NodeType, type_of
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    """Nodes of one type that were asked for and are not there."""
+
+    since_s: float
+    present: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Failed:
+    """How often in a row launches of one type failed, and the fewest of its nodes that were there since the last."""
+
+    times: int
+    fewest: int
+
+
+class Launches:
+    """Closes a node type for a while when what was asked of it does not come: then others are asked for instead.
+
+        asked for --(arrives)--> there
+        asked for --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again
+
+    The provider saying that it has none (``refuse``) closes at once. A closed type offers what is there of it, no more.
+    Only a node that comes ends a row of failures, not one that is there.
+
+    Args:
+        types: node types on offer.
+        timeout_s: time beyond the start-up time after which a launch counts as failed [s].
+        retry_s: time until a closed type is asked again [s]; doubled with each failure, eight times at most.
+    """
+
+    def __init__(self, types: Sequence[NodeType], *, timeout_s: float, retry_s: float) -> None:
+        self._types = {each.name: each for each in types}
+        self._timeout_s, self._retry_s = timeout_s, retry_s
+        self._asked: dict[str, _Asked] = {}
+        self._closed: dict[str, tuple[float, str]] = {}
+        self._failed: dict[str, _Failed] = {}
+        self._present: Mapping[str, int] = {}
+
+    def watch(self, wanted: Mapping[str, int], present: Mapping[str, int], now_s: float) -> None:
+        """Compare what was asked for with what is there."""
+        self._present = present
+        for name, each in self._types.items():
+            there, asked, failed = present.get(name, 0), self._asked.get(name), self._failed.get(name)
+            if failed is not None and there > failed.fewest:
+                del self._failed[name]
+            elif failed is not None:
+                failed.fewest = there
+            if there >= wanted.get(name, 0):
+                self._asked.pop(name, None)
+            elif asked is None or there > asked.present:
+                self._asked[name] = _Asked(since_s=now_s, present=there)
+            elif now_s - asked.since_s >= each.startup_s + self._timeout_s:
+                missing = wanted[name] - there
+                waited_s = now_s - asked.since_s
+                self.refuse(name, f"{missing} x {name} asked for {waited_s:.0f} s ago did not come", now_s)
+            else:
+                asked.present = min(asked.present, there)
+
+    def refuse(self, name: str, why: str, now_s: float) -> None:
+        """No node of this type is to be had now."""
+        if name in self._types and self.closed(name, now_s) is None:
+            failed = self._failed.get(name)
+            times = 0 if failed is None else failed.times
+            self._failed[name] = _Failed(times=times + 1, fewest=self._present.get(name, 0))
+            self._closed[name] = now_s + self._retry_s * 2 ** min(times, 3), why
+        self._asked.pop(name, None)
+
+    def closed(self, name: str, now_s: float) -> str | None:
+        """Why no more nodes of this type are asked for now; None if they are."""
+        until_s, why = self._closed.get(name, (float("-inf"), ""))
+        return None if now_s >= until_s else f"{why}; asked again in {until_s - now_s:.0f} s"
+
+
+class Lifetimes:
+    """How long nodes of each type last: hours seen over losses seen, with what is expected counting as one loss.
+
+        lasts = (hours seen + expected) / (losses seen + 1)
+
+    A Gamma prior of weight one on the rate of losses, so that one unlucky hour does not decide, nor a lucky one.
+    """
+
+    def __init__(self, types: Sequence[NodeType]) -> None:
+        self._types = {each.name: each for each in types}
+        self._hours = dict.fromkeys(self._types, 0.0)
+        self._losses = dict.fromkeys(self._types, 0)
+        self._seen: dict[str, str] = {}
+        self._seen_s: float | None = None
+        self._leaving: frozenset[str] = frozenset()
+
+    def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
+        """Count hours, and nodes that went though nobody had given them up.
+
+        Args:
+            cluster: the nodes that are there.
+            given_up: ids of those that the last decision gave up. It names no node that is on its way out by now: once
+                given up and draining, one counts as given up until it is gone.
+            now_s: present time [s since the epoch].
+        """
+        ours = self._leaving.union(given_up)
+        here = {n.node_id: kind for n in cluster.nodes if (kind := type_of(n, tuple(self._types.values()))) is not None}
+        if self._seen_s is not None:
+            for node_id, kind in self._seen.items():
+                self._hours[kind] += max(now_s - self._seen_s, 0.0) / 3600.0
+                if node_id not in here and node_id not in ours:
+                    self._losses[kind] += 1
+        self._leaving = frozenset(n.node_id for n in cluster.nodes if n.draining and n.node_id in ours)
+        self._seen, self._seen_s = here, now_s
+
+    def hours(self, name: str) -> float:
+        """Mean time until a node of this type is taken away [h]; infinity for one that stays."""
+        expected = self._types[name].lasts_h
+        if expected == float("inf"):
+            return expected
+        return (self._hours[name] + expected) / (self._losses[name] + 1)

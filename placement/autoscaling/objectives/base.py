@@ -1,0 +1,220 @@
+"""What every objective is, and what it may know: each job's speed and cost on each node type by size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from placement.cluster.jobs import JobView
+from placement.cluster.node_types import NodeType
+from placement.goodput.model import GoodputModel
+from placement.goodput.remaining import remaining
+from placement.goodput.speeds import Memory, model_of, table
+from placement.goodput.step_time import Floats
+from placement.goodput.table import Ints
+from placement.policies.goodput.tables import useful
+
+UNKNOWN_S = 3600.0
+"""A job that does not say how long it is, is taken to go on for so long."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One job on one node type, at every size.
+
+    Attributes:
+        kind: the node type.
+        rate: useful samples per second on 1..n workers at their best batch, expected losses by preemption included;
+            linear in the workers where nothing is known of the job, 0 where it does not run.
+        known: whether that is known.
+        part_usd: price of 1..n workers that share their nodes with other jobs [USD/h].
+        whole_usd: price of the whole nodes that 1..n workers need [USD/h].
+        limit: the most workers that exploration allows now; the rates beyond are extrapolated.
+    """
+
+    kind: NodeType
+    rate: Floats
+    known: bool
+    part_usd: Floats
+    whole_usd: Floats
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """How many workers a job should have, if the nodes are to be had.
+
+    Attributes:
+        job: name.
+        workers: 0 if none.
+        gpu: type of GPU; all workers of a job are of one.
+        reason: a sentence.
+        note: what must be said at once: a deadline or a budget that cannot be met; empty if there is nothing.
+    """
+
+    job: str
+    workers: int
+    gpu: str
+    reason: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """The jobs, and what each could do on what is to be had.
+
+    Attributes:
+        jobs: in the order of arrival.
+        choices: by job: every node type that its workers fit onto, cheapest per worker first.
+        spent_usd: by job [USD].
+        gpus: by job: the GPU type that it runs on, None while it waits.
+    """
+
+    jobs: tuple[JobView, ...]
+    choices: Mapping[str, tuple[Choice, ...]]
+    spent_usd: Mapping[str, float]
+    gpus: Mapping[str, str | None]
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is but one job, which pays for whole nodes."""
+        return len(self.jobs) == 1
+
+
+class Objective(Protocol):
+    """Decides how many workers each job should have. ``placement.autoscaling.fleet`` decides which nodes these take.
+
+    Pure, like a policy: no clock, no dice.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that reasons carry."""
+        ...
+
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+        """What each job should have; jobs that are left out have no use for a node that is to be had."""
+        ...
+
+
+def choices(
+    view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], memory: Memory
+) -> tuple[Choice, ...]:
+    """What the job could do on each node type, cheapest per useful sample at its smallest size first.
+
+    A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
+
+    Args:
+        view: the job.
+        types: node types of which some node may be there.
+        lasts_h: mean time until a node is taken away, by type [h].
+        memory: of what was computed before.
+    """
+    fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
+    firm = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
+    found = []
+    for kind in fitting:
+        base = kind
+        if view.spot == "mixed" and kind.spot:
+            if kind.gpu_type not in firm:
+                continue
+            base = firm[kind.gpu_type]
+        choice = _choice(view, kind, base, lasts_h[kind.name], memory)
+        if choice is not None:
+            found.append(choice)
+    return tuple(sorted(found, key=_price))
+
+
+def _usd(kind: NodeType, view: JobView) -> float:
+    return kind.usd_per_h / kind.slots(view)
+
+
+def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memory: Memory) -> Choice | None:
+    """The job on nodes of one type; its minimum on those of ``base``, where that is another one."""
+    per_node = kind.slots(view)
+    firm = 0 if base is kind else view.min_workers
+    free = dataclasses.replace(view, growth_limit=None)
+    most = min(useful(free, kind.gpu_type), per_node * kind.max_nodes + firm)
+    least = view.min_workers
+    if view.held_at is not None:
+        least = most = min(view.held_at, most)
+    if not 1 <= least <= most:
+        return None
+    sizes = np.arange(1, most + 1)
+    firm_nodes = np.ceil(np.minimum(sizes, firm) / base.slots(view))
+    rest = np.maximum(sizes - firm_nodes * (base.slots(view) if firm else 0), 0)
+    nodes = firm_nodes + np.ceil(rest / per_node)
+    rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, memory)
+    known = not np.isnan(rate).any()
+    rate = np.where(sizes >= least, np.nan_to_num(rate) if known else sizes.astype(np.float64), 0.0)
+    part = np.minimum(sizes, firm) * _usd(base, view) + np.maximum(sizes - firm, 0) * _usd(kind, view)
+    return Choice(
+        kind=kind,
+        rate=rate * lasting(view, np.maximum(nodes - firm_nodes, 0), kind, lasts_h),
+        known=known,
+        part_usd=part,
+        whole_usd=firm_nodes * base.usd_per_h + np.ceil(rest / per_node) * kind.usd_per_h,
+        limit=max(useful(view, kind.gpu_type), least) if view.held_at is None else least,
+    )
+
+
+def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, memory: Memory) -> Floats:
+    """Goodput [samples/s], beyond the largest size that was measured as if synchronisation took no longer than there.
+
+    A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
+    grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
+    change of size, which costs a second, shows what is true.
+    """
+    rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], memory)[0]
+    seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)
+    model = model_of(view, gpu)
+    if model is None or not 0 < seen < len(sizes) or not rate[seen - 1] > 0:
+        return rate
+    times = model.throughput_model
+    flat = dataclasses.replace(
+        times,
+        alpha_n=times.alpha_n + times.beta_n * max(seen - 2, 0),
+        alpha_r=times.alpha_r + times.beta_r * max(seen - 2, 0),
+        beta_n=0.0,
+        beta_r=0.0,
+    )
+    hope = GoodputModel(flat, model.noise, model.init_batch_size)
+    twin = dataclasses.replace(view, goodput=hope, models={gpu: hope}, observations={})
+    rest = slice(seen - 1, None)
+    hoped = table([twin], gpu, nodes[np.newaxis, rest], sizes[np.newaxis, rest], memory)[0]
+    if hoped[0] > 0:
+        rate = rate.copy()
+        rate[rest] = np.maximum(rate[rest], hoped * (rate[seen - 1] / hoped[0]))
+    return rate
+
+
+def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
+    """The part of a job's work that losing some of so many nodes leaves it.
+
+        1 / (1 + (n x resize cost + start-up) / lasts)
+
+    n nodes are taken away n / lasts times an hour. Each time the job pauses for a change of size and is one n-th
+    smaller until another node has started.
+    """
+    lost_s = nodes * view.resize_cost_s + np.where(nodes > 0, kind.startup_s, 0.0)
+    part: Floats = 1.0 / (1.0 + lost_s / (lasts_h * 3600.0))
+    return part
+
+
+def work_left(view: JobView) -> float | None:
+    """Samples (at the initial batch) to the end; None if the job does not say how long it is, or cannot know yet."""
+    missing = remaining(view.progress)
+    if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
+        return None
+    return missing * float(view.init_batch_size or 1)
+
+
+def _price(choice: Choice) -> tuple[float, str]:
+    """USD per useful sample on the smallest size that runs."""
+    runs = np.flatnonzero(choice.rate > 0)
+    if not len(runs):
+        return float("inf"), choice.kind.name
+    return float(choice.part_usd[runs[0]] / choice.rate[runs[0]]), choice.kind.name

@@ -1,0 +1,69 @@
+"""Or, Zhang and Freedman's rules for the size of a cluster: what a frugal policy would use of all nodes on offer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from placement.autoscaling.objectives.base import Demand, Want
+from placement.cluster.cluster import Cluster
+from placement.policies.base import Policy
+from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
+from placement.policies.baselines.utility_cost import UtilityCostPolicy
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BySize:
+    """The sizes that a frugal policy gives the jobs where every node on offer is there ("Resource Elasticity in
+    Distributed Deep Learning", MLSys 2020, section 4.1: each job by itself, until one more worker is not worth it).
+
+    ``throughput_efficiency``: one more worker does ``threshold`` of a present one's work or more. ``utility_cost``: the
+    time that it saves is worth more than it costs.
+
+    Attributes:
+        policy: gives the sizes.
+    """
+
+    policy: Policy
+
+    @property
+    def name(self) -> str:
+        """See ``Objective``."""
+        return self.policy.name
+
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+        """See ``Objective``."""
+        views, nodes = [], {}
+        prices: dict[str, float] = {}
+        for view in demand.jobs:
+            options = demand.choices[view.job]
+            for choice in options:
+                kind = choice.kind
+                per_worker = float(choice.part_usd[-1]) / len(choice.part_usd)
+                prices.setdefault(kind.gpu_type, per_worker)  # cheapest first
+                for i in range(kind.max_nodes):
+                    name = f"{kind.name}-{i:05d}"
+                    nodes[name] = kind.node(name)
+            if options:
+                views.append(view.placed({}))
+        told: Callable[[Mapping[str, float]], Policy] | None = getattr(self.policy, "priced", None)
+        policy = self.policy if told is None else told(prices)
+        targets = policy.decide(views, Cluster(nodes=tuple(nodes.values())), now_s)
+        gpus = {view.job: demand.gpus[view.job] or demand.choices[view.job][0].kind.gpu_type for view in views}
+        return {
+            job: Want(job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason)
+            for job, target in targets.items()
+        }
+
+    def _allowed(self, demand: Demand, job: str, workers: int) -> int:
+        return min(workers, max(choice.limit for choice in demand.choices[job]))
+
+
+def throughput_efficiency() -> BySize:
+    """Or et al.'s throughput rule."""
+    return BySize(policy=ThroughputEfficiencyPolicy())
+
+
+def utility_cost() -> BySize:
+    """Or et al.'s utility-versus-cost rule."""
+    return BySize(policy=UtilityCostPolicy())

@@ -1,0 +1,210 @@
+"""``cost_per_progress``: the least money, with time at a price, or as little as a deadline or a budget allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.autoscaling.objectives.base import UNKNOWN_S, Choice, Demand, Want, work_left
+from placement.cluster.jobs import JobView
+from placement.goodput.step_time import Floats
+from placement.policies.base import count
+
+_MARGIN = 1.1  # a deadline is planned for with so much time to spare: estimates of what is left are not exact
+_STANDS_STILL = "no size that it may have now is known to make progress"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """A job on one node type until its end, at every size from 1.
+
+    Attributes:
+        choice: the node type.
+        time_s: until its end [s], infinity where it does not run.
+        usd: for the nodes until then [USD].
+        score: what is minimised [USD].
+    """
+
+    choice: Choice
+    time_s: Floats
+    usd: Floats
+    score: Floats
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CostPerProgress:
+    """Each job has the size at which the rest of it costs least, time counted as money.
+
+        score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    where nodes have to start first
+
+    with W the work that is left, G(k) goodput on k workers, g the present one and s the start-up time. Per unit of
+    progress that is (price + value) / G: with ``value`` 0 the least money, which is nearly always the smallest size;
+    the larger ``value``, the more a faster end may cost. Of all ways to spend a sum over a training whose G changes,
+    a constant ``value`` takes the least time: spending where the same money saves most time (Lagrange).
+
+    A job with a deadline has the cheapest size that meets it, one with a budget the fastest that the rest of its budget
+    pays for. Where there is none, it is said at once what is the best that can be had. Both need to know how long the
+    job is; until then ``value`` counts.
+
+    A size is left only for one whose score is better by ``hysteresis``; prices are those of whole nodes for a job that
+    is alone, of its part of them otherwise.
+
+    Attributes:
+        value_usd_per_h: what an hour less is worth, for each job [USD/h].
+        hysteresis: relative gain that is worth a change.
+    """
+
+    value_usd_per_h: float = 0.0
+    hysteresis: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in ("value_usd_per_h", "hysteresis"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+
+    @property
+    def name(self) -> str:
+        """See ``Objective``."""
+        return "cost_per_progress"
+
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+        """See ``Objective``."""
+        return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.choices[view.job]}
+
+    def _want(self, view: JobView, demand: Demand, now_s: float) -> Want:
+        gpu = demand.gpus[view.job]
+        options = demand.choices[view.job]
+        if not options[0].known or view.held_at is not None:
+            return _blind(view, options[0] if gpu is None else _on(options, gpu), now_s)
+        prospects = [self._prospect(view, choice, demand) for choice in options]
+        left_usd = None if view.budget_usd is None else view.budget_usd - demand.spent_usd.get(view.job, 0.0)
+        left_s = None if view.deadline_s is None else (view.deadline_s - now_s) / _MARGIN
+        note = ""
+        if left_usd is not None or left_s is not None:
+            if work_left(view) is None:
+                note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
+            else:
+                prospects, note = _within(prospects, left_s, left_usd)
+        best, k = self._best(prospects, view, gpu)
+        reason = self._reason(view, best, k)
+        return Want(job=view.job, workers=k, gpu=best.choice.kind.gpu_type, reason=reason, note=note)
+
+    def _prospect(self, view: JobView, choice: Choice, demand: Demand) -> Prospect:
+        rate = choice.rate
+        sizes = np.arange(1, len(rate) + 1)
+        here = demand.gpus[view.job] == choice.kind.gpu_type
+        have = view.workers if here else 0
+        now = _at(demand.choices[view.job], demand.gpus[view.job], view.workers)
+        work = work_left(view)
+        if work is None:
+            work = (now or float(rate[rate > 0][0] if (rate > 0).any() else 1.0)) * UNKNOWN_S
+        wait_s = np.where(sizes > have, choice.kind.startup_s, 0.0)
+        change_s = np.where((sizes != have) & (have > 0), view.resize_cost_s, 0.0)
+        meanwhile = np.minimum(now * wait_s, work)
+        usd_per_h = choice.whole_usd if demand.alone else choice.part_usd
+        # What never ends is the worst also where an hour costs nothing, and zero times infinity would be the best.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
+            usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
+            score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
+        return Prospect(choice=choice, time_s=time_s, usd=usd, score=score)
+
+    def _best(self, prospects: list[Prospect], view: JobView, gpu: str | None) -> tuple[Prospect, int]:
+        """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""
+        ranked: list[tuple[float, int, int]] = []
+        for i, prospect in enumerate(prospects):
+            score = prospect.score[: prospect.choice.limit]
+            k = max(int(np.argmin(score)), view.min_workers - 1)  # also where no size gets on: all are infinite
+            stays = prospect.choice.kind.gpu_type == gpu
+            if stays and 0 < view.workers <= len(score):
+                at = view.workers - 1
+                if score[at] <= score[k] * (1.0 + self.hysteresis):
+                    k = at
+            ranked.append((float(score[k]) * (1.0 if stays or gpu is None else 1.0 + self.hysteresis), i, k + 1))
+        _, i, k = min(ranked)
+        return prospects[i], k
+
+    def _reason(self, view: JobView, best: Prospect, k: int) -> str:
+        if not np.isfinite(best.time_s[k - 1]):
+            return f"{self.name}: {count(k)}, {_STANDS_STILL}"
+        usd, hours = float(best.usd[k - 1]), float(best.time_s[k - 1]) / 3600.0
+        price = best.choice.kind.name
+        known = "" if work_left(view) is not None else " for every hour on its present size"
+        return f"{self.name}: {count(k)} on {price} cost {usd:.3g} USD in {hours:.3g} h{known}, the least at this value"
+
+
+def _within(prospects: list[Prospect], left_s: float | None, left_usd: float | None) -> tuple[list[Prospect], str]:
+    """The prospects with what misses a deadline or a budget put last, and what to say if all do.
+
+    With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
+    within the budget, else the cheapest.
+    """
+    met = [_meets(p, left_s, left_usd) for p in prospects]
+    if any(fits.any() for fits in met):
+        by = "usd" if left_s is not None else "time_s"
+        kept = [np.where(fits, getattr(p, by), np.inf) for p, fits in zip(prospects, met, strict=True)]
+        return [dataclasses.replace(p, score=_finite(score, p)) for p, score in zip(prospects, kept, strict=True)], ""
+    paid = [_meets(p, None, left_usd) for p in prospects]
+    by = "time_s" if any(fits.any() for fits in paid) else "usd"
+    rest = [
+        dataclasses.replace(p, score=_finite(np.where(fits, getattr(p, by), np.inf) if by == "time_s" else p.usd, p))
+        for p, fits in zip(prospects, paid, strict=True)
+    ]
+    best = min(rest, key=lambda p: float(p.score.min()))
+    k = int(np.argmin(best.score))
+    what = " and ".join(
+        text
+        for text in (
+            None if left_s is None else f"deadline (in {max(left_s, 0.0) * _MARGIN / 3600.0:.3g} h)",
+            None if left_usd is None else f"budget ({max(left_usd, 0.0):.3g} USD left)",
+        )
+        if text
+    )
+    if not np.isfinite(best.time_s[k]):
+        return rest, f"its {what} cannot be met: {_STANDS_STILL}"
+    had = f"{count(k + 1)} on {best.choice.kind.name}: {best.usd[k]:.3g} USD more in {best.time_s[k] / 3600.0:.3g} h"
+    return rest, f"its {what} cannot be met; the best that can be had is {had}"
+
+
+def _meets(prospect: Prospect, left_s: float | None, left_usd: float | None) -> NDArray[np.bool_]:
+    fits = np.isfinite(prospect.time_s)
+    if left_s is not None:
+        fits &= prospect.time_s <= left_s
+    if left_usd is not None:
+        fits &= prospect.usd <= left_usd
+    return fits
+
+
+def _finite(score: Floats, prospect: Prospect) -> Floats:
+    """Scores with those that miss the target behind all others, the fastest first: exploration may allow no other."""
+    behind = 1e12 * (1.0 + prospect.time_s)
+    finite: Floats = np.where(np.isfinite(score), score, behind)
+    return finite
+
+
+def _on(options: tuple[Choice, ...], gpu: str) -> Choice:
+    return next((choice for choice in options if choice.kind.gpu_type == gpu), options[0])
+
+
+def _at(options: tuple[Choice, ...], gpu: str | None, workers: int) -> float:
+    """Present goodput [samples/s]; 0 while it waits."""
+    for choice in options:
+        if choice.kind.gpu_type == gpu and 0 < workers <= len(choice.rate):
+            return float(choice.rate[workers - 1])
+    return 0.0
+
+
+def _blind(view: JobView, choice: Choice, now_s: float) -> Want:
+    """A job that nothing is known of, or whose user has decided."""
+    k = choice.limit if view.held_at is None else len(choice.rate)
+    k = max(min(k, len(choice.rate)), view.min_workers)
+    why = "held at that size" if view.held_at is not None else "to find out how fast it is"
+    note = ""
+    if view.held_at is None and (view.deadline_s is not None or view.budget_usd is not None):
+        note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
+    if view.deadline_s is not None and view.deadline_s <= now_s:
+        note = "its deadline has passed"
+    return Want(job=view.job, workers=k, gpu=choice.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)

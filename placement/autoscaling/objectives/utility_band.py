@@ -1,0 +1,113 @@
+"""``utility_band``: as many workers as keep the cluster's utility inside a band."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Mapping
+
+import numpy as np
+
+from placement.autoscaling.objectives.base import Choice, Demand, Want
+from placement.goodput.step_time import Floats
+from placement.policies.base import count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UtilityBand:
+    """Pollux's rule for the size of a cluster (OSDI 2021, section 4.2.3).
+
+        utility(n) = sum over jobs of speed-up_j / n
+
+    on n workers shared out so that the sum is largest, a speed-up of k on k workers being perfect. While the utility of
+    the present size lies in [low, high], it is kept; otherwise it becomes the one whose utility is nearest to their
+    middle. Goodput counts statistical efficiency, so that a job gets more workers as larger batches become effective.
+
+    Attributes:
+        low: utility below which the cluster shrinks.
+        high: utility above which it grows.
+    """
+
+    low: float = 0.35
+    high: float = 0.65
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high <= 1:
+            raise ValueError(f"low and high must satisfy 0 < low < high <= 1, but got {self.low} and {self.high}")
+
+    @property
+    def name(self) -> str:
+        """See ``Objective``."""
+        return "utility_band"
+
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+        """See ``Objective``."""
+        jobs = {view.job: view for view in demand.jobs if demand.choices[view.job]}
+        chosen = {job: _chosen(demand.choices[job], demand.gpus[job]) for job in jobs}
+        speeds = {job: _speeds(choice, jobs[job].min_workers) for job, choice in chosen.items()}
+        least = {
+            job: len(speed) - 1 if jobs[job].held_at is not None else jobs[job].min_workers
+            for job, speed in speeds.items()
+        }
+        sizes, totals = _climb(speeds, least)
+        present = sum(view.workers for view in jobs.values())
+        start = sum(least.values())
+        utility = totals / np.maximum(np.arange(start, start + len(totals)), 1)
+        at = present - start
+        if 0 <= at < len(utility) and self.low <= utility[at] <= self.high:
+            n, why = present, "inside"
+        else:
+            at = int(np.argmin(np.abs(utility - (self.low + self.high) / 2)))
+            n, why = start + at, "nearest to the middle of"
+        wants = least | dict(sizes[: n - start])
+        said = f"{self.name}: utility {utility[at]:.2f} on {count(n)}, {why} [{self.low:g}, {self.high:g}]"
+        return {
+            job: Want(job=job, workers=wants[job], gpu=chosen[job].kind.gpu_type, reason=f"{count(wants[job])}; {said}")
+            for job in jobs
+        }
+
+
+def _chosen(options: tuple[Choice, ...], gpu: str | None) -> Choice:
+    """The cheapest, of the GPU type that the job runs on."""
+    return next((choice for choice in options if choice.kind.gpu_type == gpu), options[0])
+
+
+def _speeds(choice: Choice, least: int) -> Floats:
+    """Speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
+    rate = choice.rate[: max(choice.limit, least)]
+    speed: Floats = np.concatenate([[0.0], rate * (least / rate[least - 1] if rate[least - 1] > 0 else 1.0)])
+    return speed
+
+
+def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list[tuple[str, int]], Floats]:
+    """One worker after the other to where speed rises most, looking past sizes at which it dips.
+
+    Returns:
+        (job, its workers then) for each worker beyond the minimums, and the sum of speed-ups from the minimums on.
+    """
+    hulls = {job: _hull(speed[least[job] :]) for job, speed in speeds.items()}
+    heap = [(-float(hull[1] - hull[0]), job, 1) for job, hull in hulls.items() if len(hull) > 1]
+    heapq.heapify(heap)
+    order: list[tuple[str, int]] = []
+    totals = [sum(float(hull[0]) for hull in hulls.values())]
+    while heap:
+        gain, job, more = heapq.heappop(heap)
+        order.append((job, least[job] + more))
+        totals.append(totals[-1] - gain)
+        if more + 1 < len(hulls[job]):
+            heapq.heappush(heap, (-float(hulls[job][more + 1] - hulls[job][more]), job, more + 1))
+    return order, np.array(totals)
+
+
+def _hull(values: Floats) -> Floats:
+    """The least concave curve that is nowhere below these values at 0, 1, 2...; ends where they are largest."""
+    values = values[: int(np.argmax(values)) + 1]
+    points = [0]
+    for i in range(1, len(values)):
+        while len(points) > 1 and (values[i] - values[points[-2]]) * (points[-1] - points[-2]) >= (
+            values[points[-1]] - values[points[-2]]
+        ) * (i - points[-2]):
+            points.pop()
+        points.append(i)
+    hull: Floats = np.interp(np.arange(len(values)), points, values[points])
+    return hull

@@ -1,0 +1,188 @@
+"""What there is to share out: nodes, and which job has how many workers on which node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from placement.cluster.labels import matches
+
+Resources: TypeAlias = Mapping[str, float]
+"""Amounts by resource name, in Ray's units (``CPU`` and ``GPU`` in devices, ``memory`` in bytes)."""
+
+Allocation: TypeAlias = Mapping[str, Mapping[str, int]]
+"""``{job: {node id: workers}}``; nodes without workers and jobs without nodes are left out."""
+
+GPU_TYPE_LABEL = "ray.io/accelerator-type"
+"""Node label that names the type of the node's GPUs (Ray's own)."""
+
+MARKET_LABEL = "ray.io/market-type"
+"""Node label that says whether the node may be taken away: ``spot`` or ``on-demand`` (Ray's own)."""
+
+SPOT = "spot"
+
+TOLERANCE = 1e-6
+"""Ray counts resources in ten-thousandths, so that sums of fractions may be off by less than this."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine of the cluster.
+
+    Attributes:
+        node_id: Ray's hex node id.
+        total: everything the node has.
+        free: what elastic jobs may use altogether: ``total`` less what the cluster's other users hold. What
+            elastic jobs hold already is part of it.
+        draining: the node is about to go; it gets no new workers and those on it are moved.
+        labels: Ray's node labels (GPU type, market, zone...).
+    """
+
+    node_id: str
+    total: Resources
+    free: Resources
+    draining: bool = False
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.node_id:
+            raise ValueError("node_id must be a non-empty string, but got ''")
+        for field in ("total", "free"):
+            for name, amount in getattr(self, field).items():
+                if not amount >= 0:
+                    raise ValueError(f"{field}[{name!r}] of node {self.node_id} must be 0 or more, but got {amount}")
+
+    @property
+    def gpu_type(self) -> str:
+        """Type of the node's GPUs, empty where the node does not say."""
+        return self.labels.get(GPU_TYPE_LABEL, "")
+
+    @property
+    def spot(self) -> bool:
+        """Whether the node may be taken away; one that does not say so stays."""
+        return self.labels.get(MARKET_LABEL) == SPOT
+
+    def matches(self, label_selector: Mapping[str, str]) -> bool:
+        """Whether this node satisfies every condition of the selector (``placement.cluster.labels``)."""
+        return matches(self.labels, label_selector)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All nodes, in the order of their ids whatever order they are given in."""
+
+    nodes: tuple[Node, ...] = ()
+
+    def __post_init__(self) -> None:
+        ids = [node.node_id for node in self.nodes]
+        doubles = sorted({node_id for node_id in ids if ids.count(node_id) > 1}) if len(set(ids)) < len(ids) else []
+        if doubles:
+            raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
+        object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
+
+    def by_id(self) -> dict[str, Node]:
+        """Nodes by their id."""
+        return {node.node_id: node for node in self.nodes}
+
+
+class AllocationError(ValueError):
+    """An allocation breaks a rule.
+
+    Attributes:
+        rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
+            ``minimum``, ``maximum``, ``nodes``, ``capacity``, ``quota`` or ``one multi-node job per node``.
+    """
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+        self.message = message
+
+    def __reduce__(self) -> tuple[type[AllocationError], tuple[str, str]]:
+        return type(self), (self.rule, self.message)
+
+
+def slots(amounts: Resources, bundle: Resources) -> int:
+    """How many bundles fit into the amounts, at most 10**9 (an empty bundle fits for ever)."""
+    fits = [int(amounts.get(name, 0.0) / need + TOLERANCE) for name, need in bundle.items() if need > 0]
+    return min(fits, default=10**9)
+
+
+def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Cluster) -> None:
+    """Refuse an allocation that the cluster cannot hold.
+
+    Args:
+        allocation: workers per job and node.
+        bundles: resources of one worker, per job.
+        cluster: the nodes; a worker may use what is ``free`` there.
+
+    Raises:
+        AllocationError: naming the rule, and the job or node that breaks it.
+    """
+    nodes = cluster.by_id()
+    used: dict[str, dict[str, float]] = {}
+    for job, placed in sorted(allocation.items()):
+        if job not in bundles:
+            raise AllocationError("known job", f"job {job!r} is not one of {sorted(bundles)}")
+        for node_id, workers in placed.items():
+            if node_id not in nodes:
+                raise AllocationError("known node", f"job {job!r} is placed on node {node_id!r}, which is not there")
+            if workers < 1:
+                raise AllocationError("whole number", f"job {job!r} has {workers} workers on node {node_id!r}")
+            if nodes[node_id].draining:
+                raise AllocationError("draining", f"job {job!r} is placed on node {node_id!r}, which is draining")
+            totals = used.setdefault(node_id, {})
+            for name, need in bundles[job].items():
+                totals[name] = totals.get(name, 0.0) + workers * need
+    for node_id, totals in sorted(used.items()):
+        for name, amount in sorted(totals.items()):
+            free = nodes[node_id].free.get(name, 0.0)
+            if amount > free + TOLERANCE * max(1.0, free):
+                raise AllocationError("capacity", f"node {node_id!r} has {free:g} {name} to share, not {amount:g}")
+
+
+def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
+    """Amounts by node id that these workers take."""
+    used: dict[str, dict[str, float]] = {}
+    for job, placed in allocation.items():
+        for node_id, workers in placed.items():
+            amounts = used.setdefault(node_id, {})
+            for name, need in bundles[job].items():
+                amounts[name] = amounts.get(name, 0.0) + workers * need
+    return used
+
+
+def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
+    """The cluster less what these workers take."""
+    used = used_on_nodes(allocation, bundles)
+    return Cluster(
+        nodes=tuple(
+            dataclasses.replace(
+                node,
+                free={name: max(amount - used[node.node_id].get(name, 0.0), 0.0) for name, amount in node.free.items()},
+            )
+            if node.node_id in used
+            else node
+            for node in cluster.nodes
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What differs for one job between two allocations."""
+
+    job: str
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+
+def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
+    """The jobs whose workers differ, those that give something back first, then by name."""
+    changes = [
+        Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
+        for job in sorted({*before, *after})
+        if dict(before.get(job, {})) != dict(after.get(job, {}))
+    ]
+    return tuple(sorted(changes, key=lambda change: sum(change.after.values()) >= sum(change.before.values())))

@@ -1,0 +1,300 @@
+"""What an allocation policy may see of a job, and how fast the job would run on how many workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
+from placement.cluster.labels import check_selector
+from placement.cluster.progress import Oracle, Progress
+
+if TYPE_CHECKING:
+    from placement.goodput.fitting import Observation
+    from placement.goodput.model import GoodputModel
+
+
+SpotUse = Literal["avoid", "prefer", "mixed"]
+"""How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
+
+SPOT_USES: tuple[str, ...] = get_args(SpotUse)
+
+# A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
+FIRST_WORKERS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One job as its controller reports it with every heartbeat.
+
+    Attributes:
+        job: name, unique in the cluster.
+        bundle: resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``.
+        min_workers: with fewer workers the job does not run at all.
+        max_workers: with more workers it does not want to run.
+        submitted_s: when the job was submitted [s since the epoch]; earlier jobs are admitted first.
+        held_at: the user holds the job at exactly this many workers; None leaves it to the policy.
+        allocation: bundles held now by node id: every reservation that is fulfilled, whether or not its
+            worker has joined yet, and every leaving worker's until it is given back.
+        most_workers: the most workers the job has trained with so far; bounds exploration before ``goodput``
+            is known.
+        goodput: the fitted model, None before there is one.
+        init_batch_size: the global batch size M0 the user asked for [samples].
+        max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
+        atomic_bsz_range: least and most samples of one worker in one micro-step.
+        accumulation: whether the job may accumulate gradients over several micro-steps.
+        resize_cost_s: training time lost by one change of size [s], measured or estimated.
+        stop_cost_s: what it costs to be stopped and started again later [s]; None if that would lose work, so that
+            only limits, room and the user may stop it.
+        label_selector: conditions on the labels of a worker's node (``placement.cluster.labels``); the types of GPU
+            that it accepts are ``{"ray.io/accelerator-type": "in(T4,A100)"}``.
+        requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
+        growth_limit: the most workers that exploration allows now, for policies that only know what the job has
+            run itself; None where nothing limits it.
+        attained_s: worker-seconds that the job has held so far.
+        restarts: changes of its workers so far, the first start not counted.
+        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
+            left, where that was seen.
+        fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
+        progress: how far it is; None if it does not tell.
+        models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
+        observations: measured step times by GPU type, oldest first.
+        atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
+        oracle: what only a simulator can know.
+        priority: higher ones get their minimum, and then their growth, before lower ones.
+        tenant: whose job it is; tenants share the cluster by their weights.
+        preemptible: whether it may be stopped, once it runs, for a job that comes before it.
+        deadline_s: when it should be done [s since the epoch]; None if it does not matter.
+        whole_nodes: it prefers whole nodes, and nodes of its own.
+        weight: what its speed counts beside that of the others that a policy is asked about with it.
+        tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
+        spot: how it uses spot nodes; on a cluster without any, all are the same.
+        budget_usd: what it may cost [USD]; None if it does not matter.
+    """
+
+    job: str
+    bundle: Resources
+    min_workers: int = 1
+    max_workers: int = 1
+    submitted_s: float = 0.0
+    held_at: int | None = None
+    allocation: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    most_workers: int = 0
+    goodput: GoodputModel | None = None
+    init_batch_size: int | None = None
+    max_batch_size: int | None = None
+    atomic_bsz_range: tuple[int, int] | None = None
+    accumulation: bool = False
+    resize_cost_s: float = 0.2
+    stop_cost_s: float | None = None
+    label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    requested_workers: int | None = None
+    growth_limit: int | None = None
+    attained_s: float = 0.0
+    restarts: int = 0
+    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fingerprint: str | None = None
+    progress: Progress | None = None
+    models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
+    observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
+    atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    oracle: Oracle | None = None
+    priority: int = 0
+    tenant: str = ""
+    preemptible: bool = True
+    deadline_s: float | None = None
+    whole_nodes: bool = False
+    weight: float = 1.0
+    tenant_weight: float | None = None
+    spot: SpotUse = "prefer"
+    budget_usd: float | None = None
+
+    def __post_init__(self) -> None:
+        where = f"of job {self.job!r}"
+        if not self.job:
+            raise ValueError("job must be a non-empty name, but got ''")
+        if not any(amount > 0 for amount in self.bundle.values()):
+            raise ValueError(
+                f"bundle {where} must name a resource above 0, such as {{'CPU': 1}}, but got {self.bundle}"
+            )
+        if any(not amount >= 0 for amount in self.bundle.values()):
+            raise ValueError(f"bundle {where} must hold amounts of 0 or more, but got {self.bundle}")
+        if not 1 <= self.min_workers <= self.max_workers:
+            raise ValueError(
+                f"min_workers and max_workers {where} must satisfy 1 <= min <= max, "
+                f"but got {self.min_workers} and {self.max_workers}"
+            )
+        if self.held_at is not None and not self.min_workers <= self.held_at <= self.max_workers:
+            raise ValueError(
+                f"held_at {where} must lie between min_workers and max_workers "
+                f"({self.min_workers} to {self.max_workers}), but got {self.held_at}"
+            )
+        if any(workers < 1 for workers in self.allocation.values()):
+            raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
+        if self.most_workers < 0:
+            raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
+        if not self.resize_cost_s >= 0:
+            raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
+        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
+            raise ValueError(f"deadline_s {where} must be None or seconds since the epoch, but got {self.deadline_s}")
+        for name in ("weight", "tenant_weight"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} {where} must be above 0 and finite, but got {value}")
+        if self.spot not in SPOT_USES:
+            raise ValueError(f"spot {where} must be one of {', '.join(SPOT_USES)}, but got {self.spot!r}")
+        if self.budget_usd is not None and not (self.budget_usd > 0 and math.isfinite(self.budget_usd)):
+            raise ValueError(f"budget_usd {where} must be None or above 0 USD, but got {self.budget_usd}")
+        if self.label_selector:
+            check_selector(self.label_selector, f"label_selector {where}")
+        self._check_batch(where)
+        self._check_history(where)
+
+    def _check_history(self, where: str) -> None:
+        for name, least in (
+            ("requested_workers", 1),
+            ("growth_limit", 1),
+            ("attained_s", 0),
+            ("restarts", 0),
+            ("stop_cost_s", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
+        if any(not factor >= 1 for factor in self.slow_nodes.values()):
+            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
+
+    def _check_batch(self, where: str) -> None:
+        for name in ("init_batch_size", "max_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {where} must be 1 sample or more, but got {value}")
+        bounds = self.atomic_bsz_range
+        if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
+            raise ValueError(
+                f"atomic_bsz_range {where} must be (least, most) with 1 <= least <= most, but got {bounds}"
+            )
+
+    def placed(self, allocation: Mapping[str, int]) -> JobView:
+        """The same job at another place."""
+        return self if self.allocation == allocation else dataclasses.replace(self, allocation=allocation)
+
+    @property
+    def selector(self) -> Mapping[str, str]:
+        """Conditions on a worker's node: ``label_selector``, and no spot node for a job that avoids them.
+
+        Where the user's own selector already has a condition on the market, that one stands.
+        """
+        if self.spot != "avoid" or MARKET_LABEL in self.label_selector:
+            return self.label_selector
+        return {**self.label_selector, MARKET_LABEL: f"!{SPOT}"}
+
+    @property
+    def workers(self) -> int:
+        """Workers held now."""
+        return sum(self.allocation.values())
+
+    @property
+    def arrival(self) -> tuple[float, str]:
+        """Sort key of the order of arrival; the name breaks ties."""
+        return (self.submitted_s, self.job)
+
+    @property
+    def useful_workers(self) -> int:
+        """The most workers worth giving to this job now.
+
+        At most ``max_workers``; at most so many that each gets its least micro-batch out of the largest
+        global batch; before a model exists at most twice what the job has run with (2 -> 4..., as Pollux
+        explores), since nothing is known about larger sizes. Never below ``min_workers``.
+        """
+        most = self.max_workers
+        batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
+        if batch is not None:
+            most = min(most, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
+        if self.goodput is None:
+            most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
+        return max(most, self.min_workers)
+
+
+def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
+    """A job's speed on 0..n workers, each size on as few nodes as it fits.
+
+    speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1) with k1 the smallest size that can run at all, so
+    that speeds of different jobs compare. Without a model, speed[k] = k: linear, within
+    ``JobView.useful_workers``.
+
+    Args:
+        view: the job.
+        slots: how many of its workers fit on each node; only used for nodes(k), in any order.
+        most: the largest size of interest; ``view.useful_workers`` by default.
+
+    Returns:
+        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more.
+        Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
+        the gain.
+    """
+    n = min(view.useful_workers if most is None else most, int(sum(slots)))
+    if view.goodput is None or n == 0:
+        return np.arange(n + 1, dtype=np.float64)
+    return _fitted_speeds(
+        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
+    )
+
+
+def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
+    """A job's goodput [samples/s] on 1..n workers, as ``speeds`` counts them; empty without a model."""
+    n = min(view.useful_workers, int(sum(slots)))
+    if view.goodput is None or n == 0:
+        return np.zeros(0)
+    return _fitted_goodputs(
+        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
+    )
+
+
+def _fewest_nodes(slots: Sequence[int], most: int) -> tuple[int, ...]:
+    """How many nodes 1..most workers need at least."""
+    roomy = np.cumsum(sorted(slots, reverse=True))
+    return tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
+
+
+@functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
+def _fitted_speeds(
+    model: GoodputModel,
+    nodes: tuple[int, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+) -> NDArray[np.float64]:
+    values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
+    positive = values[values > 0]
+    speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
+    speed.flags.writeable = False
+    return speed
+
+
+@functools.lru_cache(maxsize=4096)
+def _fitted_goodputs(
+    model: GoodputModel,
+    nodes: tuple[int, ...],
+    max_batch_size: int | None,
+    atomic_bsz_range: tuple[int, int] | None,
+    accumulation: bool,
+) -> NDArray[np.float64]:
+    best, _, _ = model.best(
+        np.array(nodes),
+        np.arange(1, len(nodes) + 1),
+        max_batch_size=None if max_batch_size is None else max(max_batch_size, model.init_batch_size),
+        atomic_bsz_range=atomic_bsz_range,
+        accumulation=accumulation,
+    )
+    values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
+    values.flags.writeable = False
+    return values

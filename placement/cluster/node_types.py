@@ -1,0 +1,108 @@
+"""Kinds of nodes that may be asked for: what they have, what they cost, and how long they last."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
+from placement.cluster.jobs import JobView
+from placement.cluster.labels import matches
+from placement.errors import InputError
+
+GROUP_LABEL = "ray.io/node-group"
+"""Node label that names the node type (Ray's own: the key in ``available_node_types``, or KubeRay's group)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeType:
+    """A kind of node on offer.
+
+    Attributes:
+        name: as in ``available_node_types`` of a cluster file.
+        resources: everything one node has, in Ray's units.
+        labels: of every such node; ``ray.io/market-type`` says whether it is a spot node, ``ray.io/accelerator-type``
+            the type of its GPUs.
+        usd_per_h: price of one node [USD/h].
+        min_nodes: that stay whatever happens.
+        max_nodes: that there may be at once.
+        startup_s: from asking until it can take a worker [s].
+        lasts_h: mean time until a node of this type is taken away [h]; infinity for one that stays.
+    """
+
+    name: str
+    resources: Resources
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    usd_per_h: float = 0.0
+    min_nodes: int = 0
+    max_nodes: int = 1
+    startup_s: float = 180.0
+    lasts_h: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise InputError("name of a node type must be a non-empty string, but got ''")
+        where = f"of node type {self.name!r}"
+        if not any(amount > 0 for amount in self.resources.values()):
+            raise InputError(f"resources {where} must name one above 0, such as {{'GPU': 4}}, but got {self.resources}")
+        if not 0 <= self.min_nodes <= self.max_nodes:
+            raise InputError(
+                f"min_nodes and max_nodes {where} must satisfy 0 <= min <= max, "
+                f"but got {self.min_nodes} and {self.max_nodes}"
+            )
+        for field in ("usd_per_h", "startup_s"):
+            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
+                raise InputError(f"{field} {where} must be 0 or more, but got {getattr(self, field)}")
+        if not self.lasts_h > 0:
+            raise InputError(f"lasts_h {where} must be above 0 hours, but got {self.lasts_h}")
+
+    @property
+    def spot(self) -> bool:
+        """Whether its nodes may be taken away."""
+        return self.labels.get(MARKET_LABEL) == SPOT
+
+    @property
+    def gpu_type(self) -> str:
+        """Type of its GPUs, empty where it does not say."""
+        return self.labels.get(GPU_TYPE_LABEL, "")
+
+    def node(self, node_id: str) -> Node:
+        """A node of this type with nothing on it."""
+        labels = {**self.labels, GROUP_LABEL: self.name}
+        return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
+
+    def slots(self, view: JobView) -> int:
+        """How many of the job's workers fit onto one such node; 0 where it does not want one."""
+        return slots(self.resources, view.bundle) if matches(self.labels, view.selector) else 0
+
+
+def check_types(types: Sequence[NodeType]) -> None:
+    """Refuse offers that make no sense together.
+
+    Raises:
+        InputError: no type at all, or a name that occurs twice.
+    """
+    if not types:
+        raise InputError("node types must name one or more, but there are none: nothing could be asked for")
+    names = [each.name for each in types]
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise InputError(f"every node type must occur once, but {', '.join(doubles)} occurs more than once")
+
+
+def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
+    """Name of the node's type; None for a node that nobody asked for, such as the head.
+
+    Ray labels a node that its autoscaler started with the type's name. One without is of the type whose labels and
+    resources it has.
+    """
+    group = node.labels.get(GROUP_LABEL)
+    if group is not None:
+        return group if any(each.name == group for each in types) else None
+    for each in types:
+        if matches(node.labels, each.labels) and all(
+            node.total.get(name, 0.0) >= amount for name, amount in each.resources.items()
+        ):
+            return each.name
+    return None

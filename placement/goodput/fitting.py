@@ -1,0 +1,225 @@
+"""Fitting the throughput model to measured steps, with optimism about what was never seen.
+
+Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"): a job that has never run
+on more resources is taken to scale perfectly onto them, so that the allocator tries, and then knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from placement.goodput.least_squares import least_squares
+from placement.goodput.step_time import LARGEST, Floats, ThroughputModel, power_sum, real
+
+# Positions in the vector of parameters, in the order of ThroughputModel.
+_ALPHA_C, _BETA_C, _ALPHA_N, _BETA_N, _ALPHA_R, _BETA_R, _GAMMA = range(7)
+_GAMMA_RANGE = (1.0, 10.0)  # Pollux: 10 is as good as the maximum
+_GOOD_ENOUGH = 1e-6  # a sum of squared errors (0.1 %) with which no other start is tried
+_LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: T_grad is never 0
+
+# Priors as more errors, _PRIORS @ parameters - _PRIOR_VALUES, against errors of logarithms (0.01 is 1 %):
+# equal shares of alpha_c and beta_c m, little synchronisation and much less growth of it, little overlap. They are
+# weak enough to decide only what the data leave open.
+_PRIORS = np.zeros((6, 7))
+_PRIORS[0, [_ALPHA_C, _BETA_C]] = 1e-3, -1e-3
+_PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
+_PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
+_PRIORS[5, _GAMMA] = 1e-3
+_PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Measured time of steps at one configuration.
+
+    Attributes:
+        nodes: N >= 1.
+        replicas: R >= N.
+        atomic_bsz: m >= 1, samples per replica and micro-step.
+        accum_steps: s >= 0, micro-steps before the one that synchronises.
+        step_time: Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
+        grad_time: Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured.
+        count: Weight, such as how many steps the times are a mean of. > 0.
+
+    Raises:
+        TypeError: a value is not a real number.
+        ValueError: a value is outside its range or not finite.
+    """
+
+    nodes: int
+    replicas: int
+    atomic_bsz: float
+    accum_steps: int
+    step_time: float
+    grad_time: float = 0.0
+    count: float = 1.0
+
+    def __post_init__(self) -> None:
+        real("nodes", self.nodes, at_least=1)
+        if real("replicas", self.replicas, at_least=1) < self.nodes:
+            raise ValueError(f"replicas must be at least nodes ({self.nodes}), but got {self.replicas}")
+        real("atomic_bsz", self.atomic_bsz, at_least=1)
+        real("accum_steps", self.accum_steps, at_least=0)
+        real("grad_time", self.grad_time, at_least=0)
+        for name in ("step_time", "count"):
+            if real(name, getattr(self, name)) <= 0:
+                raise ValueError(f"{name} must be above 0, but got {getattr(self, name)}")
+
+
+def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
+    """The model whose step times are nearest to those measured, by the squared errors of their logarithms.
+
+    Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
+
+        sum_i w_i [(log T_step(i) - log step_time_i)^2 + (log T_grad(i) - log grad_time_i)^2]
+
+    the second term where grad_time was measured. What the data cannot tell follows priors:
+
+    - one atomic batch size only: alpha_c = beta_c m, half of the compute time each; with ``fixed_batch``
+      alpha_c = 0, since more replicas then mean smaller atomic batches: what was never tried scales perfectly;
+    - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
+    - never several nodes: as within a node; never several replicas within a node: free;
+    - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - several nodes (or replicas of one node) at one size only: their synchronisation is mostly alpha, not beta, since
+      a time that grows with every replica would forbid all larger sizes before any was tried.
+
+    Deterministic; any valid observations give a model.
+
+    Args:
+        observations: at least one.
+        fixed_batch: the job keeps its global batch whatever its size.
+
+    Raises:
+        TypeError: an element is not an Observation.
+        ValueError: there are no observations.
+    """
+    given = list(observations)
+    if not given:
+        raise ValueError("observations must hold at least one measured step, but got none")
+    for each in given:
+        if not isinstance(each, Observation):
+            raise TypeError(f"observations must be Observation values, but got {each!r}")
+    problem = _Problem(given, fixed_batch=fixed_batch)
+    first, *others = problem.starts()
+    best = problem.solve(first)
+    for start in others:
+        if best[0] > _GOOD_ENOUGH:
+            best = min(best, problem.solve(start), key=lambda solved: solved[0])
+    return problem.model(best[1])
+
+
+class _Problem:
+    """Least squares over the free parameters z; the whole vector is p = ties @ z + offset.
+
+    Times are in units of the geometric mean step time, and beta_c in such times per mean atomic batch, so
+    that the unknowns are near 1 whatever the job's speed.
+    """
+
+    def __init__(self, observations: list[Observation], *, fixed_batch: bool) -> None:
+        config = [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps] for o in observations]
+        nodes, replicas, atomic_bsz, self.accum = np.array(config, dtype=np.float64).T
+        weight = np.array([o.count for o in observations], dtype=np.float64)
+        weight = weight / weight.max()
+        self.weight = np.sqrt(weight / weight.sum())
+        log_step = np.log([o.step_time for o in observations])
+        grad_time = np.array([o.grad_time for o in observations], dtype=np.float64)
+        self.measured = grad_time > 0
+        log_grad = np.log(np.where(self.measured, grad_time, 1.0))
+        self.log_unit = float(log_step.mean())
+        # Times further apart than exp(30) are no measurements, but their squares must not overflow.
+        self.log_step, self.log_grad = (np.clip(x - self.log_unit, -30, 30) for x in (log_step, log_grad))
+        self.mean_bsz = float(np.exp(np.log(atomic_bsz).mean()))
+        self.bsz = atomic_bsz / self.mean_bsz
+        self.remote, self.alone = nodes > 1, replicas == 1
+        self.beyond_two = np.maximum(replicas - 2, 0)
+        self.ties, self.offset, self.free = self._tie(one_bsz=np.unique(atomic_bsz).size == 1, fixed_batch=fixed_batch)
+        least, most = np.full(7, _LEAST * np.exp(min(self.log_step.min(), 0.0))), np.full(7, np.inf)
+        least[_GAMMA], most[_GAMMA] = _GAMMA_RANGE
+        self.bounds = least[self.free], most[self.free]
+
+    def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
+        local, third = ~self.remote & ~self.alone, self.beyond_two > 0
+        seen_n, seen_r = self.remote.any(), local.any()
+        grows_n, grows_r = (self.remote & third).any(), (local & third).any()
+        # Whose value each unseen parameter takes: another one's, or none: 0, and 1 for gamma.
+        tied: dict[int, int | None] = {}
+        if one_bsz:
+            tied[_ALPHA_C] = None if fixed_batch else _BETA_C
+        if not seen_n:
+            tied[_ALPHA_N] = _ALPHA_R if seen_r else None
+        if not grows_n:
+            tied[_BETA_N] = _BETA_R if grows_r else None
+        if not seen_r:
+            tied[_ALPHA_R] = None
+        if not grows_r:
+            tied[_BETA_R] = None
+        if not (seen_n or seen_r):
+            tied[_GAMMA] = None
+        free = [i for i in range(7) if i not in tied]
+        ties, offset = np.zeros((7, len(free))), np.zeros(7)
+        for i in range(7):
+            source = tied.get(i, i)
+            if source is not None:
+                ties[i, free.index(source)] = 1.0
+            elif i == _GAMMA:
+                offset[i] = 1.0
+        return ties, offset, free
+
+    def starts(self) -> list[Floats]:
+        """A little and much synchronisation, with little and much overlap."""
+        micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
+        compute = float(np.exp(np.median(micro))) / 2
+        points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
+        wholes = [np.array([compute, compute, *[sync, 0.1 * sync] * 2, gamma]) for sync, gamma in points]
+        return [np.clip(whole[self.free], *self.bounds) for whole in wholes]
+
+    def solve(self, start: Floats) -> tuple[float, Floats]:
+        """(cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
+        return least_squares(self.errors, self.slopes, start, self.bounds)
+
+    def model(self, free: Floats) -> ThroughputModel:
+        whole = self.ties @ free + self.offset
+        whole[_BETA_C] /= self.mean_bsz
+        with np.errstate(divide="ignore", over="ignore", under="ignore"):
+            times = np.minimum(np.exp(np.log(whole[:_GAMMA]) + self.log_unit), LARGEST)
+        alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r = times
+        gamma = float(np.clip(whole[_GAMMA], *_GAMMA_RANGE))
+        return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma)
+
+    def _times(self, p: Floats) -> tuple[Floats, Floats]:
+        """T_grad and T_sync of each observation."""
+        grad = p[_ALPHA_C] + p[_BETA_C] * self.bsz
+        alpha = np.where(self.remote, p[_ALPHA_N], p[_ALPHA_R])
+        beta = np.where(self.remote, p[_BETA_N], p[_BETA_R])
+        return grad, np.where(self.alone, 0.0, alpha + beta * self.beyond_two)
+
+    def errors(self, free: Floats) -> Floats:
+        p = self.ties @ free + self.offset
+        grad, sync = self._times(p)
+        step = self.accum * grad + power_sum(grad, sync, p[_GAMMA])
+        of_step = self.weight * (np.log(step) - self.log_step)
+        of_grad = np.where(self.measured, self.weight * (np.log(grad) - self.log_grad), 0.0)
+        return np.concatenate([of_step, of_grad, _PRIORS @ p - _PRIOR_VALUES])
+
+    def slopes(self, free: Floats) -> Floats:
+        """Derivatives of `errors`: a row for each error, a column for each free parameter."""
+        p = self.ties @ free + self.offset
+        (grad, sync), gamma = self._times(p), p[_GAMMA]
+        joint = power_sum(grad, sync, gamma)
+        ratio = np.minimum(grad, sync) / np.maximum(grad, sync)
+        power, log_ratio = ratio**gamma, np.log(np.where(ratio > 0, ratio, 1.0))
+        by_grad = self.accum + (grad / joint) ** (gamma - 1.0)
+        by_sync = np.where(self.alone, 0.0, (sync / joint) ** (gamma - 1.0))
+        of_grad = np.zeros((len(grad), 7))
+        of_grad[:, _ALPHA_C], of_grad[:, _BETA_C] = 1.0, self.bsz
+        of_step = by_grad[:, np.newaxis] * of_grad
+        for link, alpha, beta in ((self.remote, _ALPHA_N, _BETA_N), (~self.remote, _ALPHA_R, _BETA_R)):
+            of_step[:, alpha] = np.where(link, by_sync, 0.0)
+            of_step[:, beta] = np.where(link, by_sync * self.beyond_two, 0.0)
+        of_step[:, _GAMMA] = joint * (power * log_ratio / (gamma * (1.0 + power)) - np.log1p(power) / gamma**2)
+        of_step *= (self.weight / (self.accum * grad + joint))[:, np.newaxis]
+        of_grad *= (np.where(self.measured, self.weight, 0.0) / grad)[:, np.newaxis]
+        return np.concatenate([of_step, of_grad, _PRIORS]) @ self.ties

@@ -1,0 +1,111 @@
+"""What an option is worth to a job: weight of its remaining work x speed-up, less what the change costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.step_time import Floats
+
+
+def remaining(progress: Progress | None) -> float | None:
+    """Scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
+
+    Declared epochs x measured progress per epoch - progress so far. In its first epoch what other jobs of the same
+    model needed for one counts, if it is known; else only that an epoch takes at least what is done already: a
+    newcomer counts as short until it proves to be long.
+    """
+    if progress is None or progress.epochs is None:
+        return None
+    finished = len(progress.epoch_ends)
+    if finished:
+        per_epoch = progress.epoch_ends[-1] / finished
+    elif progress.usual_epoch is not None:
+        per_epoch = max(progress.usual_epoch, progress.done)
+    else:
+        return max(progress.epochs - 1.0, 0.0) * progress.done
+    return max(progress.epochs * per_epoch - progress.done, 0.01 * per_epoch)
+
+
+def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
+    """Remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
+
+    Args:
+        views: the jobs.
+        rate: goodput on the smallest size [samples/s], 0 where no model is known yet.
+    """
+    left = np.full(len(views), np.nan)
+    for j, view in enumerate(views):
+        missing = remaining(view.progress)
+        if missing is None:
+            continue
+        if rate[j] > 0 and view.init_batch_size:
+            left[j] = missing * view.init_batch_size / rate[j]
+        else:
+            left[j] = 0.0  # not even started: it counts as the shortest
+    return left
+
+
+def rank_weights(left_s: Floats, exponent: float) -> Floats:
+    """w = (rank / n)^a, rank 1 for the largest remaining time, n for the smallest; equal times share a rank.
+
+    heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
+    Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p with shares that depend on the ranks
+    only. A job without known length gets the middle rank: it is neither favoured nor put off.
+    """
+    n = len(left_s)
+    known = np.flatnonzero(~np.isnan(left_s))
+    rank = np.full(n, (n + 1) / 2)
+    if len(known):
+        times = left_s[known]
+        order = np.sort(times)
+        larger = len(known) - np.searchsorted(order, times, side="right")
+        equal = np.searchsorted(order, times, side="right") - np.searchsorted(order, times, side="left")
+        rank[known] = (larger + (equal + 1) / 2) * (n / len(known))
+    weights: Floats = (rank / max(n, 1)) ** exponent
+    return weights
+
+
+def overdue(views: Sequence[JobView], left_s: Floats, fair_speed: Floats, now_s: float) -> Floats:
+    """How late each job would be on an equal share from now on: 1 at most if it is not, NaN if it has no length.
+
+        lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
+
+    an estimate of finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from what the job knows of itself.
+    """
+    lateness = np.full(len(views), np.nan)
+    for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
+        missing = remaining(view.progress)
+        if view.progress is None or missing is None or not missing > 0:
+            continue
+        whole_s = left * (1.0 + view.progress.done / missing) / max(speed, 1e-9)
+        if whole_s > 0:
+            age_s = max(now_s - view.submitted_s, 0.0)
+            lateness[j] = (age_s + left / max(speed, 1e-9)) / whole_s
+    return lateness
+
+
+def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -> Floats:
+    """H' / (H' + d): the part of the next H' = min(horizon, remaining time) in which a changed job trains.
+
+    Args:
+        speed: of each job and option, (J, C).
+        left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
+        cost_s: time without progress that a change costs [s], (J,).
+        horizon_s: H [s], (J,).
+    """
+    lasting = np.where(np.isnan(left_s), np.inf, left_s)[:, np.newaxis] / np.maximum(speed, 1e-9)
+    span = np.clip(lasting, 1.0, horizon_s[:, np.newaxis])
+    part: Floats = span / (span + cost_s[:, np.newaxis])
+    return part
+
+
+def happiness(speed: Floats, power: float) -> Floats:
+    """phi(s) = (s^p - 1) / p, log s for p = 0: the smaller p, the more an even distribution counts."""
+    positive = np.maximum(speed, 1e-9)
+    with np.errstate(under="ignore"):
+        result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power
+    return result

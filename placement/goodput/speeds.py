@@ -1,0 +1,127 @@
+"""How fast every job would be in every shape, with measured step times trusted before the fitted model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from placement.cluster.jobs import JobView
+from placement.goodput.step_time import Floats
+from placement.goodput.table import Ints, numbers_of, of_numbers
+
+if TYPE_CHECKING:
+    from placement.goodput.fitting import Observation
+    from placement.goodput.model import GoodputModel
+
+_LIMIT = 4.0  # a measured time counts as at most so many times faster or slower than the model says
+
+Ratios = Mapping[tuple[int, int], float]
+"""Measured over modelled step time by (nodes, workers)."""
+
+
+@dataclasses.dataclass(slots=True)
+class Memory:
+    """What a policy has computed before: a decision asks again for all jobs, though few have changed.
+
+    It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
+    and needs no clock.
+
+    Attributes:
+        most: rows, and sets of measured points, that it holds.
+        rows: goodput by model, limits of the batch and shapes, as bytes.
+        ratios: by id of the observations, which are kept so that the id stays their own, and model.
+    """
+
+    most: int = 20_000
+    rows: dict[bytes, Floats] = dataclasses.field(default_factory=dict)
+    ratios: dict[object, tuple[object, Ratios]] = dataclasses.field(default_factory=dict)
+
+    def make_room(self, entries: int) -> None:
+        """Forget, where so many more would be too many."""
+        if len(self.rows) + entries > self.most:
+            self.rows.clear()
+        if len(self.ratios) + entries > self.most:
+            self.ratios.clear()
+
+
+def model_of(view: JobView, gpu: str) -> GoodputModel | None:
+    """The job's model on this GPU type; that of the type it knows where it has not run on this one."""
+    return view.models.get(gpu, view.goodput)
+
+
+def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
+    """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
+
+    Args:
+        views: the jobs.
+        gpu: GPU type.
+        nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
+        workers: workers of each shape, (J, C).
+        memory: of what was computed before.
+    """
+    memory.make_room(len(views))
+    result = np.full(workers.shape, np.nan)
+    known, numbers = [], []
+    for j, view in enumerate(views):
+        model = model_of(view, gpu)
+        if model is not None:
+            bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
+            known.append(j)
+            numbers.append(numbers_of(model, view.max_batch_size, bounds, view.accumulation))
+    if known:
+        result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], memory)
+    factors: dict[tuple[int, bytes], Floats] = {}
+    for j, view in enumerate(views):
+        measured, model = view.observations.get(gpu), model_of(view, gpu)
+        if measured and view.goodput is not None and model is not None:
+            found = ratios(measured, model, memory)
+            key = id(found), nodes[j].tobytes() + workers[j].tobytes()
+            if key not in factors:
+                factors[key] = _factors(found, nodes[j], workers[j])
+            result[j] /= factors[key]
+    return result
+
+
+def _rows(numbers: Floats, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
+    """Goodput of jobs in shapes, computed where it is not remembered."""
+    texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
+    keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
+    fresh = {key: row for row, key in enumerate(keys) if key not in memory.rows}
+    if fresh:
+        first = np.fromiter(fresh.values(), dtype=np.int64)
+        memory.rows.update(zip(fresh, of_numbers(numbers[first], nodes[first], workers[first]), strict=True))
+    return np.concatenate([memory.rows[key] for key in keys]).reshape(workers.shape)
+
+
+def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
+    """What to divide the modelled goodput of every shape by."""
+    return np.array([known.get(shape, 1.0) for shape in zip(nodes.tolist(), workers.tolist(), strict=True)])
+
+
+def ratios(observations: tuple[Observation, ...], model: GoodputModel, memory: Memory) -> Ratios:
+    """A curve that falls at the node boundary stays one.
+
+    The mean over the batch sizes measured there, in logarithms, weighted by their counts.
+    """
+    key = id(observations), model.throughput_model
+    if key not in memory.ratios:
+        memory.ratios[key] = observations, _ratios(observations, model)
+    return memory.ratios[key][1]
+
+
+def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
+    columns = np.array(
+        [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
+        dtype=np.float64,
+    ).T
+    nodes, workers, atomic, accum, seconds, count = columns
+    expected = model.throughput_model.step_time_unchecked(nodes, workers, atomic, accum)
+    error = np.clip(np.log(seconds / np.maximum(expected, 1e-12)), -np.log(_LIMIT), np.log(_LIMIT))
+    sums: dict[tuple[int, int], tuple[float, float]] = {}
+    for n, k, e, c in zip(nodes.tolist(), workers.tolist(), error.tolist(), count.tolist(), strict=True):
+        total, weight = sums.get((int(n), int(k)), (0.0, 0.0))
+        sums[int(n), int(k)] = total + c * e, weight + c
+    return {shape: float(np.exp(total / weight)) for shape, (total, weight) in sums.items()}

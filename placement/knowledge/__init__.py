@@ -1,0 +1,1 @@
+"""What jobs of one model learn from each other, kept beyond their ends."""

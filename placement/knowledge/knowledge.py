@@ -1,0 +1,316 @@
+"""What jobs of one model learn from each other: step times, by GPU type and shape, kept beyond the job's end.
+
+Pure: the clock is passed in, and nothing is read or written; ``placement.knowledge.store`` keeps it in files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.jobs import JobView
+from placement.goodput.fitting import Observation, fit
+from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.step_time import ThroughputModel
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Memory, Shape, shape_of
+
+_CHANGED = 0.2
+"""Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnowledgeConfig:
+    """How much is kept, and for how long.
+
+    Attributes:
+        forget_s: an observation older than this no longer counts [s]; drivers and libraries change.
+        refit: a model is fitted anew when there are so many times as many shapes as it was fitted to.
+    """
+
+    forget_s: float = 30 * 86400.0
+    refit: float = 1.25
+
+    def __post_init__(self) -> None:
+        if not self.forget_s > 0:
+            raise ValueError(f"forget_s must be above 0 seconds, but got {self.forget_s}")
+        if not self.refit >= 1:
+            raise ValueError(f"refit must be 1 or more, but got {self.refit}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What a job that has measured nothing yet on a GPU type is told of it.
+
+    Attributes:
+        model: fitted to what others measured; its noise is that of the earliest epoch known.
+        largest_batch: largest global batch that any of them ran with [samples].
+    """
+
+    model: GoodputModel
+    largest_batch: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Family:
+    """What is known of one fingerprint on one GPU type."""
+
+    seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
+    told: tuple[Observation, ...] | None = None
+    fits: dict[bool, tuple[ThroughputModel, int]] = dataclasses.field(default_factory=dict)
+    most: int = 0
+    noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
+
+    def take(self, observation: Observation, seen_s: float) -> bool:
+        """Add one measurement; whether it was news."""
+        shape = shape_of(observation)
+        known = self.seen.get(shape)
+        if known is not None and (known[0] == observation or known[1] > seen_s):
+            return False
+        if known is not None and _corrects(observation, known[0]):
+            self.fits.clear()
+        self.seen[shape] = observation, seen_s
+        self.told = None
+        self.most = max(self.most, observation.replicas)
+        return True
+
+
+class Knowledge:
+    """Observations of all jobs that were heard of, by fingerprint and GPU type.
+
+    A job without a fingerprint neither gives nor takes. Of several measurements of one shape the newest counts,
+    whosever it is; the job's own are among them, since it is heard before it is decided about.
+
+    Attributes:
+        version: rises whenever there is something new to keep.
+    """
+
+    def __init__(self, config: KnowledgeConfig | None = None) -> None:
+        self._config = config or KnowledgeConfig()
+        self._families: dict[str, dict[str, _Family]] = {}
+        self._read: dict[tuple[str, str], tuple[Observation, ...]] = {}
+        self._epochs: dict[str, float] = {}
+        self._machines: dict[str, frozenset[str]] = {}
+        self.version = 0
+
+    def machines(self, cluster: Cluster) -> None:
+        """Look at the nodes: where those of a GPU type are not what they were, its observations are forgotten.
+
+        A type is the same as long as one node of it is there that is of a kind that was there before (a cluster may
+        mix sizes, and grow by others); it has changed when none is.
+        """
+        present: dict[str, set[str]] = {}
+        for node in cluster.nodes:
+            present.setdefault(node.gpu_type, set()).add(machine_of(node))
+        for gpu, kinds in present.items():
+            before = self._machines.get(gpu)
+            self._machines[gpu] = frozenset(kinds)
+            if before is not None and not before & kinds:
+                self.forget(gpu)
+
+    def forget(self, gpu: str) -> None:
+        """Forget everything about a GPU type."""
+        for families in self._families.values():
+            families.pop(gpu, None)
+        for key in [key for key in self._read if key[1] == gpu]:
+            del self._read[key]
+
+    def learn(self, view: JobView, now_s: float) -> None:
+        """Take in what a job's heartbeat says; the newest observation of a shape counts."""
+        if view.fingerprint is None:
+            return
+        if _epoch(view) and view.progress is not None and view.progress.epoch_ends[-1] > 0:
+            self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / _epoch(view)
+        for gpu, observations in view.observations.items():
+            read = self._read.get((view.job, gpu))
+            if read is observations or (read is not None and read == observations):
+                continue
+            self._read[view.job, gpu] = observations
+            family = self._family(view.fingerprint, gpu)
+            for each in observations:
+                self.version += family.take(each, now_s)
+            model = view.models.get(gpu)
+            if model is not None:
+                batches = Batches(
+                    init_batch_size=model.init_batch_size,
+                    max_batch_size=view.max_batch_size,
+                    atomic_bsz_range=view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range),
+                    accumulation=view.accumulation,
+                )
+                epoch = _epoch(view)
+                self.version += epoch not in family.noise
+                family.noise[epoch] = model.noise, batches, now_s
+
+    def ended(self, job: str) -> None:
+        """A job is over: what it measured stays known."""
+        for key in [key for key in self._read if key[0] == job]:
+            del self._read[key]
+
+    # What others may know of it
+    # ------------------------------------------------------------------------------------------------------------
+
+    def complete(self, view: JobView, now_s: float) -> JobView:
+        """The view with what others have measured where the job itself has not.
+
+        Observations, models, room to grow, and how much progress an epoch takes.
+
+        The growth limit becomes twice the most workers that any job of the family has run with. The model is fitted
+        to everything known; the gradient noise stays the job's own where it has one. A job that has not told its
+        batch yet (its workers are still starting) is taken to have the limits that the family's last one had.
+        """
+        if view.fingerprint is None:
+            return view
+        families = self._families.get(view.fingerprint, {})
+        if view.init_batch_size is None:
+            view = _with_batches(view, families.values())
+        observations, models = dict(view.observations), dict(view.models)
+        most = 0
+        for gpu, family in families.items():
+            if not family.seen:
+                continue
+            told = self._told(family, now_s)
+            model = self._model(family, told, fixed_batch=view.max_batch_size is None)
+            own = models.get(gpu, view.goodput)
+            noise = own.noise if own is not None else _noise(family, view)
+            if model is None or noise is None or view.init_batch_size is None:
+                continue
+            observations[gpu] = told
+            models[gpu] = GoodputModel(model, noise, view.init_batch_size)
+            most = max(most, family.most)
+        usual_epoch = self._epochs.get(view.fingerprint or "")
+        if view.progress is not None and usual_epoch is not None:
+            view = dataclasses.replace(view, progress=dataclasses.replace(view.progress, usual_epoch=usual_epoch))
+        if not most:
+            return view
+        limit = None if view.growth_limit is None else max(view.growth_limit, 2 * most)
+        first = next(iter(sorted(models)))
+        return dataclasses.replace(
+            view,
+            observations=observations,
+            models=models,
+            goodput=models[_present_type(view, models) or first],
+            most_workers=max(view.most_workers, most),
+            growth_limit=limit,
+        )
+
+    def priors(self, view: JobView, now_s: float) -> dict[str, Prior]:
+        """What to tell a job, by GPU type: models of the types that it has none of its own for."""
+        if self._families.get(view.fingerprint or "", {}).keys() <= view.models.keys():
+            return {}
+        known = self.complete(view, now_s)
+        return {
+            gpu: Prior(model=model, largest_batch=_largest_batch(known.observations[gpu]))
+            for gpu, model in known.models.items()
+            if gpu not in view.models and known.observations.get(gpu)
+        }
+
+    def _told(self, family: _Family, now_s: float) -> tuple[Observation, ...]:
+        old = [shape for shape, (_, seen_s) in family.seen.items() if now_s - seen_s > self._config.forget_s]
+        for shape in old:
+            del family.seen[shape]
+        if family.told is None or old:
+            family.told = tuple(observation for _, (observation, _) in sorted(family.seen.items()))
+        return family.told
+
+    def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
+        if not told:
+            return None
+        model, fitted_to = family.fits.get(fixed_batch, (None, 0))
+        if model is None or len(told) >= self._config.refit * fitted_to:
+            model = fit(told, fixed_batch=fixed_batch)
+            family.fits[fixed_batch] = model, len(told)
+        return model
+
+    # What is kept
+    # ------------------------------------------------------------------------------------------------------------
+
+    def memory(self, fingerprints: Collection[str]) -> Memory:
+        """All that is known of these models, for keeping."""
+        steps: list[KnownStep] = []
+        noises: list[KnownNoise] = []
+        known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
+        for name, gpu in known:
+            family, about = self._families[name][gpu], self._machines.get(gpu, frozenset())
+            steps += [
+                KnownStep(fingerprint=name, gpu_type=gpu, machines=about, observation=observation, seen_s=seen_s)
+                for _, (observation, seen_s) in sorted(family.seen.items())
+            ]
+            noises += [
+                KnownNoise(fingerprint=name, gpu_type=gpu, epoch=epoch, noise=noise, batches=batches, seen_s=seen_s)
+                for epoch, (noise, batches, seen_s) in sorted(family.noise.items())
+            ]
+        return Memory(steps=tuple(steps), noises=tuple(noises))
+
+    def recall(self, memory: Memory, now_s: float) -> None:
+        """Take in what was kept; what was measured on other machines than these, or too long ago, is left out."""
+        for step in memory.steps:
+            here = self._machines.setdefault(step.gpu_type, step.machines)
+            if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
+                continue
+            self._family(step.fingerprint, step.gpu_type).take(step.observation, step.seen_s)
+        for noise in memory.noises:
+            if self._is_old(noise.seen_s, now_s):
+                continue
+            family = self._family(noise.fingerprint, noise.gpu_type)
+            if noise.epoch not in family.noise or family.noise[noise.epoch][2] < noise.seen_s:
+                family.noise[noise.epoch] = noise.noise, noise.batches, noise.seen_s
+
+    def _family(self, fingerprint: str, gpu: str) -> _Family:
+        return self._families.setdefault(fingerprint, {}).setdefault(gpu, _Family())
+
+    def _is_old(self, seen_s: float, now_s: float) -> bool:
+        return now_s - seen_s > self._config.forget_s
+
+
+def machine_of(node: Node) -> str:
+    """What decides the speed of a node, as text: how many of each device it has.
+
+    Memory is left out: Ray measures it anew at every start of a node, never quite the same.
+    """
+    devices = {name: amount for name, amount in node.total.items() if name in ("CPU", "GPU") and amount > 0}
+    return " ".join(f"{amount:g} {name}" for name, amount in sorted(devices.items()))
+
+
+def _epoch(view: JobView) -> int:
+    """Finished epochs: gradient noise depends on how far training is."""
+    return 0 if view.progress is None else len(view.progress.epoch_ends) * view.progress.stride
+
+
+def _noise(family: _Family, view: JobView) -> NoiseScale | None:
+    """The family's noise where the job is in its training, else the earliest: noise rises as training goes on.
+
+    var = tr(Sigma) / M0, and the job's M0 may be another than that of the one who measured it.
+    """
+    if not family.noise or view.init_batch_size is None:
+        return None
+    noise, batches, _ = family.noise.get(_epoch(view)) or family.noise[min(family.noise)]
+    if batches.init_batch_size == view.init_batch_size:
+        return noise
+    return NoiseScale(sqr=noise.sqr, var=noise.var * batches.init_batch_size / view.init_batch_size)
+
+
+def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
+    """The view with the limits of the batch that the family's last job had."""
+    known = [(seen_s, batches) for family in families for _, batches, seen_s in family.noise.values()]
+    if not known:
+        return view
+    _, batches = max(known, key=lambda entry: entry[0])
+    return dataclasses.replace(view, **{f.name: getattr(batches, f.name) for f in dataclasses.fields(batches)})
+
+
+def _corrects(observation: Observation, known: Observation) -> bool:
+    """Whether the same was measured before, with quite another result."""
+    same = observation.atomic_bsz == known.atomic_bsz
+    return same and abs(observation.step_time / known.step_time - 1.0) > _CHANGED
+
+
+def _largest_batch(observations: Iterable[Observation]) -> int:
+    return int(max(o.replicas * o.atomic_bsz * (o.accum_steps + 1) for o in observations))
+
+
+def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
+    """The GPU type whose model the view carries as its present one."""
+    for gpu, model in view.models.items():
+        if model == view.goodput:
+            return gpu
+    return None

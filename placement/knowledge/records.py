@@ -1,0 +1,109 @@
+"""What is kept of measurements between two lives of an allocator: plain values, and how they merge (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from placement.goodput.fitting import Observation
+from placement.goodput.model import NoiseScale
+
+Shape = tuple[int, int, int, int]
+"""Nodes, replicas, accumulation steps, and the power of two next to the atomic batch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """What a job may do with its batch; fields as in ``JobView``."""
+
+    init_batch_size: int
+    max_batch_size: int | None = None
+    atomic_bsz_range: tuple[int, int] | None = None
+    accumulation: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStep:
+    """One measurement, for keeping.
+
+    Attributes:
+        fingerprint: of the job's model.
+        gpu_type: of the nodes it ran on, empty without GPUs or label.
+        machines: descriptions of the nodes of that type when it was kept
+            (see ``placement.knowledge.knowledge.machine_of``).
+        observation: what was measured.
+        seen_s: when [s since the epoch].
+    """
+
+    fingerprint: str
+    gpu_type: str
+    machines: frozenset[str]
+    observation: Observation
+    seen_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownNoise:
+    """The gradient noise of a job after so many epochs, and what it allowed for its batch, for keeping.
+
+    Attributes:
+        fingerprint: of the job's model.
+        gpu_type: of the nodes it ran on.
+        epoch: epochs it had finished.
+        noise: at the initial batch size of ``batches``.
+        batches: limits of its batch.
+        seen_s: when [s since the epoch].
+    """
+
+    fingerprint: str
+    gpu_type: str
+    epoch: int
+    noise: NoiseScale
+    batches: Batches
+    seen_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What is kept between two lives of an allocator."""
+
+    steps: tuple[KnownStep, ...] = ()
+    noises: tuple[KnownNoise, ...] = ()
+
+
+def merged(memories: Iterable[Memory]) -> Memory:
+    """Several memories as one; of the same shape, or epoch, the newest."""
+    steps: dict[tuple[object, ...], KnownStep] = {}
+    noises: dict[tuple[object, ...], KnownNoise] = {}
+    for memory in memories:
+        for step in memory.steps:
+            key = step.fingerprint, step.gpu_type, step.machines, shape_of(step.observation)
+            if key not in steps or steps[key].seen_s < step.seen_s:
+                steps[key] = step
+        for noise in memory.noises:
+            about = noise.fingerprint, noise.gpu_type, noise.epoch
+            if about not in noises or noises[about].seen_s < noise.seen_s:
+                noises[about] = noise
+    return Memory(steps=tuple(steps.values()), noises=tuple(noises.values()))
+
+
+def covers(memory: Memory, other: Memory, since_s: float) -> bool:
+    """Whether all that the other says, older than which nothing counts, is known here, and as recently."""
+    steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in memory.steps}
+    noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in memory.noises}
+    for step in other.steps:
+        mine = steps.get((step.fingerprint, step.gpu_type, shape_of(step.observation)))
+        if step.seen_s > since_s and (mine is None or mine.seen_s < step.seen_s or not mine.machines & step.machines):
+            return False
+    for noise in other.noises:
+        own = noises.get((noise.fingerprint, noise.gpu_type, noise.epoch))
+        if noise.seen_s > since_s and (own is None or own.seen_s < noise.seen_s):
+            return False
+    return True
+
+
+def shape_of(observation: Observation) -> Shape:
+    """The shape of a measurement."""
+    batch = round(math.log2(max(observation.atomic_bsz, 1.0)))
+    return observation.nodes, observation.replicas, observation.accum_steps, batch

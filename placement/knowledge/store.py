@@ -1,0 +1,283 @@
+"""SHELL: what jobs have measured, kept as Parquet files beside their results.
+
+``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``: every allocator (one per cluster) writes a file of its own
+under each storage path that its jobs use, with what it knows of those jobs' models, and reads all files there before
+it decides about the first of these jobs. So
+
+- *no update is lost*: no two writers share a file, and a file is only ever replaced by one that knows more;
+- *a reader sees a whole file or none*: a local file gets its name by a rename, which is atomic; on object stores a file
+  appears when its upload is complete; what is torn nevertheless, or is not ours, is reported and left out;
+- *any file system of pyarrow serves*: nothing is locked, and nothing is appended to.
+
+Files of allocators that are gone are folded in: whoever has read one, still knows all that it says and has written that
+itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows with its next
+news.
+
+Columns, one row per measurement (kind ``step``) or per gradient noise (kind ``noise``); others' are null:
+
+======================  ==========  ===================================================================================
+``kind``                string      ``step`` or ``noise``
+``fingerprint``         string      which model, see ``elastic_ray.job.fingerprint``
+``gpu_type``            string      of the nodes, Ray's label ``ray.io/accelerator-type``; empty without
+``seen_s``              float64     when it was measured [s since the epoch]
+``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; where none of
+                        (string)    them is there any more, the row no longer counts
+``nodes``               int64       step: nodes that the workers lay on
+``replicas``            int64       step: workers
+``atomic_bsz``          float64     step: samples per worker and micro-step
+``accum_steps``         int64       step: micro-steps before the one that synchronises
+``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
+``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
+``weight``              float64     step: of the measurement, by how many steps are behind it
+``epoch``               int64       noise: epochs that the job had finished
+``noise_sqr``           float64     noise: squared norm of the gradient
+``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``
+``init_batch_size``     int64       noise: global batch that the job began with [samples]
+``max_batch_size``      int64       noise: largest global batch that it allowed [samples], null = it was fixed
+``atomic_bsz_least``    int64       noise: least samples per worker and micro-step that it allowed, null = no bound
+``atomic_bsz_most``     int64       noise: most, likewise
+``accumulation``        bool        noise: whether it allowed several micro-steps
+======================  ==========  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import posixpath
+import time
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.json
+import pyarrow.parquet as pq
+
+from placement.goodput.fitting import Observation
+from placement.goodput.model import NoiseScale
+from placement.knowledge.knowledge import KnowledgeConfig
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Memory, covers, merged
+from placement.storage.private_files import make_directory, open_output
+
+logger = logging.getLogger("placement.allocator")
+
+FOLDER = ".elastic_ray/knowledge"
+_FOLD_AFTER_S = 3600.0
+_FORMAT = {b"elastic_ray": b"knowledge 1"}
+_SCHEMA = pa.schema(
+    [
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("fingerprint", pa.string(), nullable=False),
+        pa.field("gpu_type", pa.string(), nullable=False),
+        pa.field("seen_s", pa.float64(), nullable=False),
+        ("machines", pa.list_(pa.string())),
+        ("nodes", pa.int64()),
+        ("replicas", pa.int64()),
+        ("atomic_bsz", pa.float64()),
+        ("accum_steps", pa.int64()),
+        ("step_time_s", pa.float64()),
+        ("grad_time_s", pa.float64()),
+        ("weight", pa.float64()),
+        ("epoch", pa.int64()),
+        ("noise_sqr", pa.float64()),
+        ("noise_var", pa.float64()),
+        ("init_batch_size", pa.int64()),
+        ("max_batch_size", pa.int64()),
+        ("atomic_bsz_least", pa.int64()),
+        ("atomic_bsz_most", pa.int64()),
+        ("accumulation", pa.bool_()),
+    ],
+    metadata=_FORMAT,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StorageRoot:
+    """Where a cluster's jobs put their results: the parent of their runs' directories.
+
+    Attributes:
+        path: of the directory on ``filesystem``.
+        filesystem: a ``pyarrow.fs.FileSystem``, picklable.
+        private: whether what is kept there is for its user only.
+    """
+
+    path: str
+    filesystem: Any
+    private: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells two of them apart."""
+        return str(self.filesystem.type_name), self.path
+
+
+class KnowledgeStore:
+    """The files under one storage root. Calls block on the file system: an event loop runs them in a thread.
+
+    Args:
+        root: where.
+        writer: name of this writer's own file, unique among all that share the root.
+    """
+
+    def __init__(self, root: StorageRoot, writer: str) -> None:
+        self._files = root.filesystem
+        self._private = root.private
+        self._folder = posixpath.join(root.path, FOLDER)
+        self._own = posixpath.join(self._folder, f"{writer}.parquet")
+        self._others: dict[str, Memory] = {}
+
+    def load(self) -> Memory:
+        """All that any writer has kept here; files that are torn or not ours are reported and left out."""
+        selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
+        memories: list[Memory] = []
+        for entry in self._files.get_file_info(selector):
+            if not entry.is_file or not entry.base_name.endswith(".parquet"):
+                continue
+            memory = self._read(entry.path)
+            if memory is None:
+                continue
+            memories.append(memory)
+            path = posixpath.join(self._folder, entry.base_name)
+            if path != self._own:
+                self._others[path] = memory
+        return merged(memories)
+
+    def save(self, memory: Memory) -> None:
+        """Replace this writer's file, and fold in what others have left behind.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        make_directory(self._files, self._folder, private=self._private)
+        table = _table(memory)
+        if isinstance(self._files, pyarrow.fs.LocalFileSystem):
+            part = f"{self._own}.part"  # one writer, one name: what a crash leaves is overwritten
+            with open_output(self._files, part, private=self._private) as stream:
+                pq.write_table(table, stream)
+            self._files.move(part, self._own)
+        else:
+            with self._files.open_output_stream(self._own) as stream:
+                pq.write_table(table, stream)
+        self._fold_in(memory)
+
+    def _fold_in(self, memory: Memory) -> None:
+        since_s = time.time() - KnowledgeConfig().forget_s
+        for path, theirs in list(self._others.items()):
+            if not covers(memory, theirs, since_s):
+                continue  # it knows of other models, or other machines
+            info = self._files.get_file_info(path)
+            if info.mtime is None or time.time() - info.mtime.timestamp() < _FOLD_AFTER_S:
+                continue
+            del self._others[path]
+            if self._read(path) == theirs:  # not written to since
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.delete_file(path)
+
+    def _read(self, path: str) -> Memory | None:
+        try:
+            with self._files.open_input_file(path) as file:
+                table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
+            if (table.schema.metadata or {}).get(b"elastic_ray") != _FORMAT[b"elastic_ray"]:
+                raise ValueError(f"its metadata does not say elastic_ray={_FORMAT[b'elastic_ray'].decode()!r}")
+            return _memory(table)
+        except FileNotFoundError:  # folded in by another writer meanwhile
+            return None
+        except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
+            reason = str(error).strip().split("\n", 1)[0]
+            logger.warning("what jobs have measured cannot be read from %s, and is left out: %s", path, reason)
+            return None
+
+
+def _table(memory: Memory) -> pa.Table:
+    rows = [_step_row(step) for step in memory.steps] + [_noise_row(noise) for noise in memory.noises]
+    if not rows:
+        return _SCHEMA.empty_table()
+    # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
+    table = pyarrow.json.read_json(
+        pa.BufferReader("\n".join(json.dumps(row) for row in rows).encode()),
+        read_options=pyarrow.json.ReadOptions(use_threads=False),
+        parse_options=pyarrow.json.ParseOptions(explicit_schema=_SCHEMA, unexpected_field_behavior="error"),
+    )
+    return table.cast(_SCHEMA)
+
+
+def _step_row(step: KnownStep) -> dict[str, Any]:
+    seen = step.observation
+    return {
+        "kind": "step",
+        "fingerprint": step.fingerprint,
+        "gpu_type": step.gpu_type,
+        "seen_s": step.seen_s,
+        "machines": sorted(step.machines),
+        "nodes": seen.nodes,
+        "replicas": seen.replicas,
+        "atomic_bsz": seen.atomic_bsz,
+        "accum_steps": seen.accum_steps,
+        "step_time_s": seen.step_time,
+        "grad_time_s": seen.grad_time,
+        "weight": seen.count,
+    }
+
+
+def _noise_row(known: KnownNoise) -> dict[str, Any]:
+    batches = known.batches
+    least, most = batches.atomic_bsz_range or (None, None)
+    return {
+        "kind": "noise",
+        "fingerprint": known.fingerprint,
+        "gpu_type": known.gpu_type,
+        "seen_s": known.seen_s,
+        "epoch": known.epoch,
+        "noise_sqr": known.noise.sqr,
+        "noise_var": known.noise.var,
+        "init_batch_size": batches.init_batch_size,
+        "max_batch_size": batches.max_batch_size,
+        "atomic_bsz_least": least,
+        "atomic_bsz_most": most,
+        "accumulation": batches.accumulation,
+    }
+
+
+def _memory(table: pa.Table) -> Memory:
+    rows = table.select(_SCHEMA.names).to_pylist()
+    return Memory(
+        steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
+        noises=tuple(_noise(row) for row in rows if row["kind"] == "noise"),
+    )
+
+
+def _step(row: dict[str, Any]) -> KnownStep:
+    return KnownStep(
+        fingerprint=row["fingerprint"],
+        gpu_type=row["gpu_type"],
+        machines=frozenset(row["machines"]),
+        observation=Observation(
+            row["nodes"],
+            row["replicas"],
+            row["atomic_bsz"],
+            row["accum_steps"],
+            step_time=row["step_time_s"],
+            grad_time=row["grad_time_s"],
+            count=row["weight"],
+        ),
+        seen_s=row["seen_s"],
+    )
+
+
+def _noise(row: dict[str, Any]) -> KnownNoise:
+    least, most = row["atomic_bsz_least"], row["atomic_bsz_most"]
+    return KnownNoise(
+        fingerprint=row["fingerprint"],
+        gpu_type=row["gpu_type"],
+        epoch=row["epoch"],
+        noise=NoiseScale(sqr=row["noise_sqr"], var=row["noise_var"]),
+        batches=Batches(
+            init_batch_size=row["init_batch_size"],
+            max_batch_size=row["max_batch_size"],
+            atomic_bsz_range=None if least is None or most is None else (least, most),
+            accumulation=row["accumulation"],
+        ),
+        seen_s=row["seen_s"],
+    )

@@ -1,0 +1,1 @@
+"""One decision, from jobs to nodes: a policy's answer within what clusters ask for."""

@@ -1,0 +1,128 @@
+"""What real clusters ask for beyond a policy's own rules, kept for every policy without its knowing.
+
+Outermost first: deadlines raise minimums; mixed jobs stand with their minimum on on-demand nodes; tenants have their
+shares; within a tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are
+whole nodes where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The
+order of tenants above priorities means that nobody gets more of the cluster by giving his jobs a higher priority.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+
+from placement.cluster.cluster import Allocation
+from placement.cluster.jobs import JobView
+from placement.planning.deadlines import promise
+from placement.planning.multi_node import check_apart
+from placement.planning.problem import Ask, Plan, Question, by_priority
+from placement.planning.spot import on_firm_ground
+from placement.planning.tenants import Tenant, by_tenant, check_tenants
+from placement.planning.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
+
+_ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more than two are rare
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Rules of the cluster; those of a job are in its ``JobView``.
+
+    Attributes:
+        tenants: weights and quotas; a tenant that is not named has weight 1 and no quota.
+        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+    """
+
+    tenants: tuple[Tenant, ...] = ()
+    one_multi_node_job_per_node: bool = False
+
+    def __post_init__(self) -> None:
+        check_tenants(self.tenants)
+
+    def concern(self, views: Sequence[JobView]) -> bool:
+        """Whether a decision about these jobs is more than the policy's own: rarely, so this must cost nothing."""
+        if not views:
+            return False
+        tenant, priority = views[0].tenant, views[0].priority
+        if any(each.quota for each in self.tenants):
+            return True
+        return any(
+            view.priority != priority
+            or view.tenant != tenant
+            or not view.preemptible
+            or view.deadline_s is not None
+            or view.whole_nodes
+            or view.spot == "mixed"
+            for view in views
+        )
+
+
+def decide(
+    question: Question, ask: Ask, constraints: Constraints, now_s: float, promised: Collection[str] = ()
+) -> Plan:
+    """A plan that keeps all constraints and that the same question, asked from its outcome, does not change.
+
+    Policies weigh what a change costs against what the jobs have, so that an outcome may call for another change. It
+    is repeated from its own outcome until it stays or returns to an earlier one, which is then the answer.
+
+    Args:
+        question: all jobs and the whole cluster.
+        ask: the policy.
+        constraints: the cluster's rules.
+        now_s: present time [s since the epoch].
+        promised: jobs whose deadlines were promised in the last decision.
+    """
+    plans: list[Plan] = []
+    present = question
+    seen = [_places({view.job: view.allocation for view in question.views})]
+    for _ in range(_ROUNDS):
+        plan = _decide_once(present, ask, constraints, now_s, promised)
+        plans.append(plan)
+        places = _places(plan.allocation)
+        if places in seen:
+            break
+        seen.append(places)
+        promised = plan.promised
+        present = dataclasses.replace(
+            question, views=[v.placed(plan.allocation.get(v.job, {})) for v in question.views]
+        )
+    return _with_first_reasons(plans)
+
+
+def _decide_once(
+    question: Question, ask: Ask, constraints: Constraints, now_s: float, promised: Collection[str]
+) -> Plan:
+    worth = {v.job: node_worth(v, question.cluster) for v in question.views if v.whole_nodes}
+    tenants = {tenant.name: tenant for tenant in constraints.tenants}
+    inner: Ask = functools.partial(in_whole_nodes, ask=ask, worth=worth) if worth else ask
+    refused: dict[str, str] = {}
+    least = {view.job: view.min_workers for view in question.views if view.spot == "mixed"}
+    while True:
+        raised, notes = promise(question.views, question.cluster, promised, now_s, refused)
+        raised = dataclasses.replace(raised, spanned=question.spanned, apart=question.apart)
+        within = functools.partial(by_tenant, ask=functools.partial(by_priority, ask=inner), tenants=tenants)
+        plan = on_firm_ground(raised, within, least)
+        failed = [job for job in sorted(raised.promised) if job not in plan.allocation]
+        if not failed:
+            break
+        # Counted together they fit, but not in the policy's own shapes or within the tenant's share.
+        refused.update(dict.fromkeys(failed, "what would meet it is not to be had now"))
+    apart = question.apart
+    plan = on_nodes_of_their_own(raised, plan, apart=apart) if worth else plan
+    if apart:
+        check_apart(plan.allocation)
+    return dataclasses.replace(plan.noted(notes), promised=raised.promised)
+
+
+def _with_first_reasons(plans: Sequence[Plan]) -> Plan:
+    """The last plan; each job's reason is that of the first one that gave it its place."""
+    last = plans[-1]
+    reasons = dict(last.reasons)
+    for plan in reversed(plans):
+        same = (job for job in plan.reasons if plan.allocation.get(job) == last.allocation.get(job))
+        reasons.update({job: plan.reasons[job] for job in same})
+    return dataclasses.replace(last, reasons=reasons)
+
+
+def _places(allocation: Allocation) -> frozenset[tuple[str, tuple[tuple[str, int], ...]]]:
+    return frozenset((job, tuple(sorted(place.items()))) for job, place in allocation.items() if place)

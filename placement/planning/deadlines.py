@@ -1,0 +1,111 @@
+"""Deadlines: how many workers meet one, and which can be promised (Gu et al., "ElasticFlow", ASPLOS 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, goodputs
+from placement.goodput.remaining import remaining
+from placement.planning.problem import Question, by_precedence, secured
+from placement.policies.base import count
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a deadline asks for.
+
+    Attributes:
+        workers: the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is
+            not known yet.
+        why_not: a sentence if it is None.
+    """
+
+    workers: int | None
+    why_not: str = ""
+
+
+def satisfactory(view: JobView, slots: Sequence[int], now_s: float) -> Need:
+    """The fewest workers with which the job's estimated remaining time meets its deadline.
+
+        remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change for more than it has
+
+    with the remaining work from declared epochs x measured progress per epoch (``worth.remaining``), known once an
+    epoch is over.
+
+    Args:
+        view: a job with a deadline.
+        slots: how many of its workers fit on each node of the empty cluster.
+        now_s: present time [s since the epoch].
+    """
+    assert view.deadline_s is not None, f"job {view.job} has no deadline"
+    left_s = view.deadline_s - now_s
+    missing = remaining(view.progress)
+    if left_s <= 0:
+        return Need(workers=None, why_not="has passed")
+    if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
+        return Need(workers=None, why_not="not known yet how long the job takes")
+    rates = goodputs(view, slots)
+    with np.errstate(divide="ignore"):
+        takes_s = missing * view.goodput.init_batch_size / rates
+    takes_s[view.workers :] += view.resize_cost_s
+    enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
+    if not len(enough):
+        return Need(workers=None, why_not=f"cannot be met, not with {max(len(rates), view.min_workers)} workers either")
+    return Need(workers=view.min_workers + int(enough[0]))
+
+
+def promise(
+    views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
+) -> tuple[Question, dict[str, str]]:
+    """Raise the minimum of every job whose deadline can be met to what meets it.
+
+    Jobs are looked at in the order of precedence of their minimums: after jobs that may not be stopped and those of
+    higher priority, before the others of their own; those that were promised before come first. What does not fit
+    beside the others' shares is promised nothing and runs as well as it can.
+
+    Args:
+        views: all jobs.
+        cluster: the nodes.
+        before: jobs that were promised theirs in the last decision.
+        now_s: present time [s since the epoch].
+        refused: jobs that are to be promised nothing, and why.
+
+    Returns:
+        The jobs with these minimums, and what to add to the reason of each job with a deadline.
+    """
+    dated = {view.job for view in views if view.deadline_s is not None}
+    if not dated:
+        return Question(views=views, cluster=cluster), {}
+    empty, room = Room(cluster), Room(cluster)
+    order = by_precedence(Question(views=views, cluster=cluster, promised=frozenset(dated)))
+    safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
+    raised: dict[str, JobView] = {}
+    notes: dict[str, str] = {}
+    for view in sorted(order, key=lambda v: (-v.priority, v.job not in dated, v.job not in before)):
+        has = view.min_workers if view.job in safe else 0
+        if view.job in dated:
+            need = _need(view, empty.slots(view).tolist(), now_s, refused)
+            if need.workers is not None and room.add(view, need.workers - has):
+                raised[view.job] = dataclasses.replace(view, min_workers=need.workers)
+                notes[view.job] = f"deadline: {count(need.workers)} or more meet it"
+                continue
+            why = need.why_not or f"{count(need.workers or 0)} would meet it, but not beside what others are promised"
+            notes[view.job] = f"deadline: {why}; it runs as well as it can"
+        room.add(view, view.min_workers - has)
+    question = Question(
+        views=[raised.get(view.job, view) for view in views], cluster=cluster, promised=frozenset(raised)
+    )
+    return question, notes
+
+
+def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> Need:
+    if view.job in refused:
+        return Need(workers=None, why_not=refused[view.job])
+    if view.held_at is not None:
+        return Need(workers=None, why_not="its user holds it at a size")
+    return satisfactory(view, slots, now_s)

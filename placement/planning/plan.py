@@ -1,0 +1,253 @@
+"""One decision, from views to nodes: ask the policy, hold it to the rules, place the workers. All pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
+from placement.cluster.packing import Packing, pack
+from placement.planning.constraints import Constraints, decide
+from placement.planning.multi_node import keep_apart
+from placement.planning.problem import Plan, Question
+from placement.policies.base import Policy, Target, as_targets, describe
+
+_ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
+
+
+NO_CONSTRAINTS = Constraints()
+
+
+def make_plan(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints = NO_CONSTRAINTS,
+    promised: Collection[str] = (),
+) -> Plan:
+    """Decide the counts, check them, and place them, under all constraints.
+
+    Args:
+        policy: decides.
+        views: the jobs.
+        cluster: the nodes.
+        now_s: present time [s since the epoch].
+        constraints: the cluster's rules.
+        promised: ``Plan.promised`` of the last decision.
+
+    Raises:
+        AllocationError: the policy broke a rule; nothing is to be changed.
+    """
+    apart = constraints.one_multi_node_job_per_node
+
+    def ask(question: Question) -> Plan:
+        return _ask(policy, question, now_s)
+
+    question = Question(views=views, cluster=cluster, apart=apart)
+    if not apart and not constraints.concern(views):
+        return ask(question)
+    plan = decide(question, ask, constraints, now_s, promised)
+    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    return plan
+
+
+def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
+    """Ask a policy, hold its answer to the rules, and place it.
+
+    Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
+    sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
+    may use it.
+    """
+    cluster = question.cluster
+    asked = {view.job: view for view in question.views}
+    reasons: dict[str, str] = {}
+    packing = Packing(allocation={}, short={})
+    for _ in range(_ROUNDS):
+        order = sorted(asked.values(), key=lambda view: view.arrival)
+        targets = as_targets(policy.name, policy.decide(order, cluster, now_s))
+        check_targets(targets, order, cluster)
+        reasons.update({job: target.reason for job, target in targets.items()})
+        packing = _place(targets, order, cluster)
+        if question.apart:
+            packing = keep_apart(packing, order, cluster, question.spanned)
+        if not packing.short:
+            break
+        alone = " that no other job spans" if question.apart else ""
+        for job, short in packing.short.items():
+            fits = targets[job].workers - short
+            reasons[job] = (
+                f"only {fits} of {targets[job].workers} workers find a node with room for a whole bundle{alone}"
+            )
+            view = asked.pop(job)
+            if fits >= view.min_workers:
+                held = None if view.held_at is None else min(view.held_at, fits)
+                asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
+    check(packing.allocation, {view.job: view.bundle for view in question.views}, cluster)
+    return Plan(allocation=packing.allocation, reasons=reasons)
+
+
+def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> Packing:
+    """The policy's own places where it names them; everybody else is packed into the room that they leave."""
+    named = {job: target.nodes for job, target in targets.items() if target.nodes is not None and target.workers}
+    if not named:
+        return pack({job: target.workers for job, target in targets.items()}, views, cluster)
+    bundles = {view.job: view.bundle for view in views}
+    check(named, bundles, cluster)
+    left = [view for view in views if view.job not in named and targets[view.job].workers]
+    if not left:
+        return Packing(allocation={job: dict(nodes) for job, nodes in named.items()}, short={})
+    packing = pack({view.job: targets[view.job].workers for view in left}, left, without(cluster, named, bundles))
+    return Packing(allocation={**packing.allocation, **named}, short=packing.short)
+
+
+def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> None:
+    """Hold a policy's answer to the rules that need no placement.
+
+    Raises:
+        AllocationError: naming the rule: ``known job``, ``every job``, ``whole number``, ``minimum``,
+            ``maximum``, ``nodes`` or ``capacity``.
+    """
+    known = {view.job: view for view in views}
+    for job in targets:
+        if job not in known:
+            raise AllocationError("known job", f"a target for {job!r}, which is not one of {sorted(known)}")
+    room = Room(cluster)
+    fits: dict[tuple[object, object], int] = {}  # by bundle and selector: thousands of jobs share a few
+    used: dict[str, float] = {}
+    nodes = cluster.by_id()
+    for job, view in known.items():
+        if job not in targets:
+            raise AllocationError("every job", f"no target for job {job!r}; give 0 workers to let it wait")
+        workers = targets[job].workers
+        _check_count(view, workers)
+        _check_nodes(view, targets[job], nodes)
+        if not workers:
+            continue
+        breed = tuple(view.bundle.items()), tuple(view.selector.items())
+        if breed not in fits:
+            fits[breed] = int(room.slots(view).sum())
+        if workers > fits[breed]:
+            raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
+        for name, need in view.bundle.items():
+            used[name] = used.get(name, 0.0) + workers * need
+    for name, amount in sorted(used.items()):
+        free = sum(node.free.get(name, 0.0) for node in cluster.nodes if not node.draining)
+        if amount > free + TOLERANCE * max(1.0, free):
+            raise AllocationError("capacity", f"all targets together use {amount:g} {name}, but {free:g} are free")
+
+
+def _check_count(view: JobView, workers: int) -> None:
+    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 0:
+        raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
+    if 0 < workers < view.min_workers:
+        raise AllocationError(
+            "minimum", f"job {view.job!r} was given {workers}, but runs with {view.min_workers} at least"
+        )
+    if workers > view.max_workers:
+        raise AllocationError("maximum", f"job {view.job!r} was given {workers}, but wants {view.max_workers} at most")
+
+
+def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> None:
+    if target.nodes is None:
+        return
+    if sum(target.nodes.values()) != target.workers:
+        raise AllocationError(
+            "nodes", f"job {view.job!r} was given {target.workers} workers, but placed as {dict(target.nodes)}"
+        )
+    if view.selector:
+        for node_id in target.nodes:
+            if node_id in nodes and not nodes[node_id].matches(view.selector):
+                raise AllocationError(
+                    "nodes", f"job {view.job!r} is placed on {node_id!r}, but wants {dict(view.selector)}"
+                )
+
+
+def _fits(view: JobView, room: Room) -> str:
+    return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
+
+
+_LIMITS = (
+    *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
+    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
+)
+
+
+_MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
+
+
+def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
+    """Whether a heartbeat says something that a decision depends on: ``limits``, ``weight``, ``model`` or None.
+
+    A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
+    speeds all differ by less than ``model_change``, relatively.
+    """
+    if before is after:
+        return None
+    if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
+        return "limits"
+    if any((getattr(before, field) is None) != (getattr(after, field) is None) for field in _MAY_BE_UNKNOWN):
+        return "limits"
+    if abs(after.weight - before.weight) > model_change * before.weight:
+        return "weight"
+    if before.fingerprint != after.fingerprint:  # others may know the model
+        return "model"
+    if before.goodput is None and after.goodput is None:
+        return "model" if _sizes(before) != _sizes(after) else None
+    if before.goodput is None or after.goodput is None:
+        return "model"
+    if _sizes(before)[1:] != _sizes(after)[1:]:
+        return "model"
+    if before.goodput == after.goodput:
+        return None
+    old, new = (speeds(view, [1] * after.max_workers) for view in (before, after))
+    # On one node and on several: the two extremes of the model's communication cost.
+    old1, new1 = (speeds(view, [after.max_workers]) for view in (before, after))
+    return "model" if _differ(old, new, model_change) or _differ(old1, new1, model_change) else None
+
+
+def _sizes(view: JobView) -> tuple[object, ...]:
+    return (
+        view.useful_workers,
+        view.init_batch_size,
+        view.max_batch_size,
+        view.atomic_bsz_range,
+        view.accumulation,
+    )
+
+
+def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float) -> bool:
+    return len(old) != len(new) or bool(np.any(np.abs(new - old) > relative * np.maximum(old, new)))
+
+
+def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
+    """Why the job's minimum could not run even if all nodes were empty.
+
+    None if it could, or as long as no nodes are known.
+    """
+    if not cluster.nodes:
+        return None
+    nodes = [node for node in cluster.nodes if node.matches(view.selector)]
+    if not nodes:
+        return f"no node has the labels {dict(view.selector)}; change label_selector (or spot) or add such a node"
+    for name, need in sorted(view.bundle.items()):
+        most = max(node.total.get(name, 0.0) for node in nodes)
+        if need > most + TOLERANCE:
+            return (
+                f"one worker needs {need:g} {name}, but the largest node has {most:g}; "
+                "lower resources_per_worker or add a larger node"
+            )
+    possible = sum(slots(node.total, view.bundle) for node in nodes)
+    if possible >= view.min_workers:
+        return None
+    if possible == 0:
+        return f"no single node has {describe(view.bundle)} together; lower resources_per_worker or add such a node"
+    return (
+        f"at least {view.min_workers} workers of {describe(view.bundle)} are needed, but the cluster "
+        f"holds {possible} even when it is empty; lower the minimum of num_workers or add nodes"
+    )

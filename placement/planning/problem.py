@@ -1,0 +1,179 @@
+"""One question to a policy and its answer, and how a large question is split into smaller ones.
+
+Constraints that policies know nothing of (priorities, tenants...) are kept by asking a policy about some of the jobs
+on a part of the cluster, one group of jobs after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from placement.cluster.cluster import Allocation, Cluster, without
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.cluster.packing import pack
+from placement.planning.multi_node import keep_apart
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who is to have which workers where, and why.
+
+    Attributes:
+        allocation: workers per job and node.
+        reasons: a sentence per job.
+        promised: jobs whose deadline will be met.
+    """
+
+    allocation: Allocation
+    reasons: Mapping[str, str]
+    promised: frozenset[str] = frozenset()
+
+    def plus(self, other: Plan) -> Plan:
+        """Both together; of a job in both, the other's."""
+        return Plan(allocation={**self.allocation, **other.allocation}, reasons={**self.reasons, **other.reasons})
+
+    def noted(self, notes: Mapping[str, str]) -> Plan:
+        """The same with something added to the reasons of some jobs."""
+        said = {job: f"{reason}; {notes[job]}" for job, reason in self.reasons.items() if job in notes}
+        return dataclasses.replace(self, reasons={**self.reasons, **said})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Jobs, and the room that they are to share.
+
+    Attributes:
+        views: the jobs.
+        cluster: the room that is theirs.
+        spanned: nodes that carry a job which spans several nodes and is not one of these.
+        promised: those of the jobs whose minimum was raised to what their deadline needs.
+        apart: whether two jobs that span several nodes may share none of them.
+    """
+
+    views: Sequence[JobView]
+    cluster: Cluster
+    spanned: frozenset[str] = frozenset()
+    promised: frozenset[str] = frozenset()
+    apart: bool = False
+
+    def only(self, jobs: Iterable[str]) -> Question:
+        """The same about some of the jobs."""
+        wanted = set(jobs)
+        return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
+
+    def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Question:
+        """The same in the room that other jobs leave: what is decided, and what is kept free for later ones."""
+        bundles = {view.job: view.bundle for view in self.views}
+        cluster = without(self.cluster, decided, bundles)
+        places = [*decided.values(), *(reserved or {}).values()]
+        spanned = self.spanned.union(*(nodes for nodes in places if len(nodes) > 1))
+        return dataclasses.replace(
+            self, cluster=without(cluster, reserved, bundles) if reserved else cluster, spanned=spanned
+        )
+
+
+Ask: TypeAlias = Callable[[Question], Plan]
+
+
+def secured(view: JobView) -> bool:
+    """Whether the job keeps its minimum whoever comes: it runs and is not preemptible."""
+    return not view.preemptible and view.workers >= view.min_workers
+
+
+def by_precedence(question: Question) -> list[JobView]:
+    """The order in which minimums are served.
+
+    Running jobs that are not preemptible; then by priority, those with a promised deadline, running ones, arrival.
+    """
+    promised = question.promised
+    return sorted(
+        question.views,
+        key=lambda v: (not secured(v), -v.priority, v.job not in promised, v.workers == 0, v.arrival),
+    )
+
+
+def serve(view: JobView, room: Room) -> bool:
+    """Take room for the job's minimum, where its workers are as far as possible; all of it or nothing."""
+    taken: list[tuple[int, int]] = []
+    missing = view.min_workers
+    fits = room.slots(view) if view.allocation else None
+    for node_id, workers in sorted(view.allocation.items(), key=lambda item: (-item[1], item[0])):
+        index = room.index(node_id)
+        here = 0 if index is None or fits is None else min(workers, missing, int(fits[index]))
+        if index is not None and here:
+            room.take(view, index, here)
+            taken.append((index, here))
+            missing -= here
+    if missing == 0 or room.add(view, missing):
+        return True
+    for index, here in taken:
+        room.take(view, index, -here)
+    return False
+
+
+def minimums(question: Question) -> Allocation:
+    """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
+    room = Room(question.cluster)
+    served = [view for view in by_precedence(question) if serve(view, room)]
+    while True:
+        packing = pack({view.job: view.min_workers for view in served}, served, question.cluster)
+        if question.apart:
+            packing = keep_apart(packing, served, question.cluster, question.spanned)
+        if not packing.short:
+            return packing.allocation
+        served.pop()  # scattered room: the last one gives way
+
+
+def usable(view: JobView, room: Room) -> int:
+    """How many workers the job could make use of in this room."""
+    most = view.held_at if view.held_at is not None else view.useful_workers
+    fits = min(most, int(room.slots(view).sum()))
+    return fits if fits >= view.min_workers else 0
+
+
+def guard(question: Question, ask: Ask) -> Plan:
+    """Ask, and see to it that no job loses a minimum that it was promised.
+
+    Where the answer leaves such a job without workers, the policy is asked about those jobs only whose minimums fit
+    together, in the order of precedence; a running one that even then gets nothing keeps its minimum where it is.
+    """
+    plan = ask(question)
+    safe = [view for view in question.views if secured(view) or view.job in question.promised]
+    if all(view.job in plan.allocation for view in safe):
+        return plan
+    kept = minimums(question)
+    why = "waits: its minimum does not fit beside jobs that may not be stopped"
+    waits = Plan(allocation={}, reasons={view.job: why for view in question.views if view.job not in kept})
+    stay: dict[str, Mapping[str, int]] = {}
+    while True:
+        plan = ask(question.beside(stay).only(set(kept) - set(stay)))
+        lost = [v.job for v in safe if secured(v) and v.job in kept and v.job not in {*stay, *plan.allocation}]
+        if not lost:
+            break
+        stay.update({job: kept[job] for job in lost})
+    held = Plan(allocation=stay, reasons=dict.fromkeys(stay, "keeps its minimum: it is not preemptible"))
+    return waits.plus(plan).plus(held)
+
+
+def by_priority(question: Question, ask: Ask) -> Plan:
+    """Ask for one priority after the other, highest first.
+
+    Minimums come first, in the order of precedence: what lower priorities' minimums leave free of them is what a
+    higher one may grow into, and what it leaves is the next one's.
+    """
+    levels = sorted({view.priority for view in question.views}, reverse=True)
+    if len(levels) <= 1:
+        return guard(question, ask)
+    kept = minimums(question)
+    plan = Plan(allocation={}, reasons={})
+    for level in levels:
+        later = {view.job: kept[view.job] for view in question.views if view.priority < level and view.job in kept}
+        mine = [view.job for view in question.views if view.priority == level]
+        part = guard(question.beside(plan.allocation, later).only(mine), ask)
+        if level < levels[0]:
+            part = part.noted(dict.fromkeys(mine, f"priority {level}, after those of higher priority"))
+        plan = plan.plus(part)
+    return plan

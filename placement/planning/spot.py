@@ -1,0 +1,143 @@
+"""Jobs that keep their minimum off spot nodes: ``JobView.spot`` = ``mixed``, kept for every policy.
+
+``avoid`` is a condition on each node (``JobView.selector``), which policies and packing look at anyway. ``mixed`` is
+one on the place as a whole: at least ``min_workers`` on nodes that stay. A policy decides how many workers a job gets
+and where; afterwards workers are exchanged between nodes of one GPU type until every mixed job has its minimum there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.cluster.packing import pack
+from placement.planning.multi_node import shared
+from placement.planning.problem import Ask, Plan, Question, by_precedence
+
+_WAITS = "waits: at least {} of its workers are to be on on-demand nodes, which have no room for them"
+_LEFT = "fewer than {} of its workers are on on-demand nodes, which have no room for more"
+
+
+def firm(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
+    """How many of these workers are on nodes that stay."""
+    return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
+
+
+def on_firm_ground(question: Question, ask: Ask, least: Mapping[str, int]) -> Plan:
+    """Ask, and see to it that mixed jobs have their minimum on on-demand nodes.
+
+    One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
+    it would lose more than the node that may be taken from it.
+
+    Args:
+        question: the jobs; a deadline may have raised their minimum.
+        ask: what decides for the rest.
+        least: workers that each mixed job wants on on-demand nodes.
+    """
+    mixed = {view.job: view for view in question.views if view.job in least}
+    if not mixed or not any(node.spot for node in question.cluster.nodes):
+        return ask(question)
+    order = [view.job for view in by_precedence(question)]
+    shut = _shut_out(question, least)
+    waits = {job: _WAITS.format(least[job]) for job in shut}
+    while True:
+        plan = ask(question.only(job for job in order if job not in shut))
+        settled, unsettled = _settle(plan, question, {job: least[job] for job in mixed if job in plan.allocation})
+        # What fitted beside minimums may not fit beside what the policy gave to others. Whoever starts gives way.
+        starting = [job for job in unsettled if not mixed[job].workers]
+        waits |= {job: _WAITS.format(least[job]) for job in starting}
+        if not starting and unsettled:
+            starting = _newcomers(plan, question, order[order.index(unsettled[0]) :])[-1:]
+            waits |= dict.fromkeys(starting, f"waits: on-demand nodes are kept for the minimum of {unsettled[0]}")
+        if not starting:
+            break
+        shut |= set(starting)
+    notes = {job: _LEFT.format(least[job]) for job in unsettled}
+    return settled.noted(notes).plus(Plan(allocation={}, reasons=waits))
+
+
+def _shut_out(question: Question, least: Mapping[str, int]) -> set[str]:
+    """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
+    ground = Cluster(nodes=tuple(node for node in question.cluster.nodes if not node.spot))
+    room = Room(ground)
+    shut = set()
+    for view in by_precedence(question):
+        served = view.spot == "prefer" or room.add(_grounded(view), least.get(view.job, view.min_workers))
+        if not served and view.spot == "mixed" and not view.workers:
+            shut.add(view.job)
+    return shut
+
+
+def _newcomers(plan: Plan, question: Question, order: Sequence[str]) -> list[str]:
+    """Those of these jobs that this plan starts on on-demand nodes."""
+    nodes = question.cluster.by_id()
+    waiting = {view.job for view in question.views if not view.workers}
+    return [job for job in order if job in waiting and firm(plan.allocation.get(job, {}), nodes)]
+
+
+def _settle(plan: Plan, question: Question, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
+    """The plan with workers exchanged so that these jobs stand firm, and those of them that cannot."""
+    nodes = question.cluster.by_id()
+    views = {view.job: view for view in question.views}
+    lacking = [job for job, workers in least.items() if firm(plan.allocation[job], nodes) < workers]
+    unsettled: list[str] = []
+    while lacking:
+        wanted = {job: workers for job, workers in least.items() if job not in unsettled}
+        better = _exchanged(plan.allocation, views, question.cluster, wanted)
+        if better is not None and not (question.apart and shared(better)):
+            return dataclasses.replace(plan, allocation=better), unsettled
+        unsettled.append(lacking.pop())  # one after the other gives way until the rest can be had
+    return plan, unsettled
+
+
+def _exchanged(
+    allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
+) -> Allocation | None:
+    """The same counts, or fewer where it must be, with these jobs' minimums on firm ground; None if that cannot be."""
+    nodes = cluster.by_id()
+    bundles = {job: view.bundle for job, view in views.items()}
+    ground = {}
+    for job in least:
+        held = {node: workers for node, workers in allocation[job].items() if not nodes[node].spot}
+        view = _of_type(_grounded(views[job]), allocation[job], nodes)
+        ground[job] = dataclasses.replace(view, min_workers=1, max_workers=view.max_workers, held_at=None).placed(held)
+    first = pack(least, list(ground.values()), cluster)
+    if first.short:
+        return None
+    counts, rest = {}, []
+    for job, place in allocation.items():
+        has = first.allocation.get(job, {})
+        counts[job] = sum(place.values()) - sum(has.values())
+        left = {node: place.get(node, 0) - has.get(node, 0) for node in place}
+        view = _of_type(views[job], place, nodes)
+        low = max(view.min_workers - sum(has.values()), 1)
+        view = dataclasses.replace(view, min_workers=low, held_at=None)
+        rest.append(view.placed({node: workers for node, workers in left.items() if workers > 0}))
+    second = pack(counts, rest, without(cluster, first.allocation, bundles))
+    found = {job: _sum(first.allocation.get(job, {}), second.allocation.get(job, {})) for job in allocation}
+    # What others have beyond their minimum gives way to a minimum, as everywhere.
+    return found if all(sum(place.values()) >= views[job].min_workers for job, place in found.items()) else None
+
+
+def _grounded(view: JobView) -> JobView:
+    """The job, kept off spot nodes."""
+    return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
+
+
+def _off_spot(view: JobView) -> Mapping[str, str]:
+    return {**view.label_selector, MARKET_LABEL: f"!{SPOT}"}
+
+
+def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:
+    """The job, kept on the GPU type of its place, where that is one and has a name."""
+    types = {nodes[node].gpu_type for node in place}
+    if len(types) != 1 or "" in types:
+        return view
+    return dataclasses.replace(view, label_selector={**view.label_selector, GPU_TYPE_LABEL: types.pop()})
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {node: one.get(node, 0) + other.get(node, 0) for node in {**one, **other}}

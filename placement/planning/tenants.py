@@ -1,0 +1,323 @@
+"""Tenants: weighted shares of the cluster, lent while they are not used, and quotas."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Resources
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.planning.problem import Ask, Plan, Question, by_precedence, minimums, secured, serve, usable
+from placement.planning.tenant_partition import within
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Somebody whose jobs share what is theirs.
+
+    Attributes:
+        name: as ``JobView.tenant`` has it.
+        weight: its share of the cluster is this over the sum of the weights of all tenants that have jobs.
+        quota: the most it may ever use of some resources, such as ``{"GPU": 16}``, also of what others do not use.
+    """
+
+    name: str
+    weight: float = 1.0
+    quota: Resources = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"name of a tenant must be text, but got {self.name!r}")
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise ValueError(f"weight of tenant {self.name!r} must be above 0 and finite, but got {self.weight}")
+        for resource, amount in self.quota.items():
+            if not amount >= 0:
+                raise ValueError(f"quota[{resource!r}] of tenant {self.name!r} must be 0 or more, but got {amount}")
+
+
+def check_tenants(tenants: Sequence[Tenant]) -> None:
+    """Refuse tenants that are not told apart.
+
+    Raises:
+        TypeError: something that is no ``Tenant``.
+        ValueError: a name that occurs twice.
+    """
+    names = set()
+    for tenant in tenants:
+        if not isinstance(tenant, Tenant):
+            raise TypeError(f"tenants must hold Tenant(name=..., weight=..., quota=...), but got {tenant!r}")
+        if tenant.name in names:
+            raise ValueError(f"tenants must have names of their own, but {tenant.name!r} occurs twice")
+        names.add(tenant.name)
+
+
+def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Plan:
+    """Ask for one tenant after the other within its share, then offer what is left to each within its quota.
+
+    Shares are those of ``share_out``. Tenants that few nodes can serve are asked first. What policies leave of them
+    goes to the tenant that has least for its weight first.
+    """
+    names = sorted({view.tenant for view in question.views})
+    known = {name: tenants.get(name) or _as_told(name, question.views) for name in names}
+    if len(names) <= 1 and not any(tenant.quota for tenant in known.values()):
+        return ask(question)
+    ceilings, floors = share_out(question, known)
+    kept = minimums(question.only(floors))
+    jobs = {name: [view for view in question.views if view.tenant == name] for name in names}
+    room = Room(question.cluster)
+    reach = {name: sum(int(room.slots(view).sum()) * room.share(view) for view in jobs[name]) for name in names}
+    plan = Plan(allocation={}, reasons={})
+    waiting = sorted(names, key=lambda name: (reach[name], name))
+    while waiting:
+        name = waiting.pop(0)
+        later = {view.job: kept[view.job] for each in waiting for view in jobs[each] if view.job in kept}
+        mine = question.beside(plan.allocation, later).only(view.job for view in jobs[name])
+        plan = plan.plus(ask(within(mine, ceilings[name], kept)))
+    return _lend(question, ask, known, jobs, plan)
+
+
+def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
+    """A tenant that the cluster's configuration does not name: its jobs bring its weight."""
+    told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
+    return Tenant(name=name, weight=max(told, default=1.0))
+
+
+def _lend(
+    question: Question, ask: Ask, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
+) -> Plan:
+    """Ask again where there is room that a tenant could use."""
+    totals = _totals(question.cluster)
+
+    def has(name: str) -> float:
+        used = _used(jobs[name], plan.allocation)
+        share = max((amount / totals[r] for r, amount in used.items() if totals.get(r)), default=0.0)
+        return share / tenants[name].weight
+
+    for name in sorted(tenants, key=lambda name: (has(name), name)):
+        others = {view.job: plan.allocation.get(view.job, {}) for view in question.views if view.tenant != name}
+        mine = question.beside({job: place for job, place in others.items() if place})
+        used = _used(jobs[name], plan.allocation)  # above the quota only by what may not be stopped
+        ceiling = {r: max(amount, used.get(r, 0.0)) for r, amount in tenants[name].quota.items()}
+        mine = within(mine.only(view.job for view in jobs[name]), ceiling, plan.allocation)
+        if _could_use_more(mine, plan.allocation):
+            part = ask(mine)
+            plan = Plan(
+                allocation={**{job: place for job, place in others.items() if place}, **part.allocation},
+                reasons={**plan.reasons, **part.reasons},
+            )
+    return plan.noted(_notes(question, tenants, jobs, plan))
+
+
+def _could_use_more(question: Question, allocation: Allocation) -> bool:
+    room = Room(question.beside({v.job: allocation[v.job] for v in question.views if v.job in allocation}).cluster)
+    for view in question.views:
+        has = sum(allocation.get(view.job, {}).values())
+        fits = int(room.slots(view).sum())
+        if fits >= (1 if has else view.min_workers) and has < (view.held_at or view.useful_workers):
+            return True
+    return False
+
+
+def _notes(
+    question: Question, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
+) -> dict[str, str]:
+    """What to say to jobs that their tenant's limits hold back."""
+    room = Room(question.beside(plan.allocation).cluster)
+    notes: dict[str, str] = {}
+    for name, tenant in tenants.items():
+        used = _used(jobs[name], plan.allocation)
+        for view in jobs[name]:
+            has = sum(plan.allocation.get(view.job, {}).values())
+            more = 1 if has else view.min_workers
+            if has >= (view.held_at or view.useful_workers):
+                continue
+            full = [r for r, q in tenant.quota.items() if used.get(r, 0.0) + more * view.bundle.get(r, 0.0) > q]
+            if full:
+                notes[view.job] = f"tenant {name!r} may use {tenant.quota[full[0]]:g} {full[0]} at most"
+            elif int(room.slots(view).sum()) < more:
+                notes[view.job] = f"tenant {name!r} has its share, weight {tenant.weight:g}"
+    return notes
+
+
+# Shares
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float], totals: Resources) -> dict[str, float]:
+    """Weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
+
+    All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
+    needs is used up; the others go on.
+
+    Args:
+        demands: what each tenant could use, by resource.
+        weights: of each tenant.
+        totals: what there is.
+
+    Returns:
+        Dominant share of each tenant: the largest part of any resource that is its own.
+    """
+    full = {
+        name: max((amount / totals[r] for r, amount in demand.items() if totals.get(r, 0.0) > 0), default=0.0)
+        for name, demand in demands.items()
+    }
+    share = dict.fromkeys(demands, 0.0)
+    rising = {name for name, each in full.items() if each > 0}
+    left = dict(totals)
+    while rising:
+        pace = {
+            r: sum(weights[name] * demands[name].get(r, 0.0) / full[name] for name in sorted(rising)) for r in totals
+        }
+        steps = [left[r] / each for r, each in pace.items() if each > 0]
+        step = min([*steps, *((full[name] - share[name]) / weights[name] for name in rising)])
+        for name in rising:
+            share[name] += step * weights[name]
+        left = {r: max(amount - step * pace[r], 0.0) for r, amount in left.items()}
+        spent = {r for r, amount in left.items() if pace[r] > 0 and amount <= TOLERANCE * max(1.0, totals[r])}
+        met = {name for name in rising if share[name] >= full[name] * (1 - 1e-9)}
+        stuck = {name for name in rising if any(demands[name].get(r, 0.0) > 0 for r in spent)}
+        if not met and not stuck:
+            break  # rounding
+        rising -= met | stuck
+    return share
+
+
+def share_out(question: Question, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+    """What each tenant may use in a first round, in whole workers, and which minimums that contains.
+
+    In turn: minimums of jobs that may not be stopped; what fits into each tenant's entitlement, minimums before
+    growth; and what is then left, which is lent. It is always the tenant's turn that has least for its weight, and
+    of equal ones the one's that would stop a job.
+
+    Returns:
+        Amounts by tenant and resource, and the minimums by job.
+    """
+    totals = _totals(question.cluster)
+    demands = {name: _demand(question, tenant) for name, tenant in tenants.items()}
+    weights = {name: tenant.weight for name, tenant in tenants.items()}
+    share = entitlements(demands, weights, totals)
+    own = {name: {r: share[name] * total for r, total in totals.items()} for name in tenants}
+    filling = _Filling(question, tenants, totals)
+    filling.secure()
+    filling.climb(own)
+    filling.climb(None)
+    return filling.used, filling.floors
+
+
+class _Filling:
+    """Workers are given out one by one, or a minimum at a time, to see how much each tenant may use."""
+
+    def __init__(self, question: Question, tenants: Mapping[str, Tenant], totals: Resources) -> None:
+        self._order = by_precedence(question)
+        self._tenants = tenants
+        self._totals = totals
+        self._room = Room(question.cluster)
+        self._counts: dict[str, int] = {}
+        self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb
+        self.floors: dict[str, int] = {}
+        self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
+
+    def secure(self) -> None:
+        """Minimums of jobs that may not be stopped, whatever their tenant's share or quota is."""
+        for view in self._order:
+            if secured(view) and serve(view, self._room):
+                self._count(view, view.min_workers)
+                self.floors[view.job] = view.min_workers
+
+    def climb(self, limits: Mapping[str, Resources] | None) -> None:
+        """Everybody's minimums, then workers one by one, up to the limits (and never above a quota)."""
+        starts = {name: collections.deque(self._of(name, started=False)) for name in self._tenants}
+        grows: dict[str, collections.deque[JobView]] = {}
+        self._running = {name: sum(1 for view in queue if view.workers) for name, queue in starts.items()}
+        heap = [(self._turn(name), name) for name in self._tenants]
+        heapq.heapify(heap)
+        while heap:
+            _, name = heapq.heappop(heap)
+            limit = limits[name] if limits is not None else None
+            if not self._step(starts[name], lambda view, limit=limit: self._start(view, limit), again=False):  # type: ignore[misc]
+                if name not in grows:
+                    grows[name] = collections.deque(self._of(name, started=True))
+                if not self._step(grows[name], lambda view, limit=limit: self._grow(view, limit), again=True):  # type: ignore[misc]
+                    continue
+            heapq.heappush(heap, (self._turn(name), name))
+
+    def _of(self, name: str, *, started: bool) -> Iterable[JobView]:
+        return [view for view in self._order if view.tenant == name and (view.job in self._counts) == started]
+
+    def _turn(self, name: str) -> tuple[float, bool]:
+        used = self.used[name]
+        share = max((used[r] / total for r, total in self._totals.items() if total > 0), default=0.0)
+        return round(share / self._tenants[name].weight, 9), not self._running[name]
+
+    @staticmethod
+    def _step(queue: collections.deque[JobView], give: Callable[[JobView], bool], *, again: bool) -> bool:
+        """Serve the first in the queue that can be served; who cannot be leaves it."""
+        while queue:
+            view = queue.popleft()
+            if give(view):
+                if again:
+                    queue.append(view)
+                return True
+        return False
+
+    def _start(self, view: JobView, limit: Resources | None) -> bool:
+        self._running[view.tenant] -= view.workers > 0
+        if self._give(view, view.min_workers, limit):
+            self.floors[view.job] = view.min_workers
+            return True
+        return False
+
+    def _grow(self, view: JobView, limit: Resources | None) -> bool:
+        most = view.held_at if view.held_at is not None else view.useful_workers
+        return self._counts[view.job] < most and self._give(view, 1, limit)
+
+    def _give(self, view: JobView, workers: int, limit: Resources | None) -> bool:
+        used, quota = self.used[view.tenant], self._tenants[view.tenant].quota
+        after = {r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()}
+        if any(amount > quota.get(r, math.inf) + TOLERANCE for r, amount in after.items()):
+            return False
+        if limit is not None and any(amount > limit.get(r, 0.0) + TOLERANCE for r, amount in after.items()):
+            return False
+        if not self._room.add(view, workers):
+            return False
+        self._count(view, workers)
+        return True
+
+    def _count(self, view: JobView, workers: int) -> None:
+        used = self.used[view.tenant]
+        used.update({r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()})
+        self._counts[view.job] = self._counts.get(view.job, 0) + workers
+
+
+def _demand(question: Question, tenant: Tenant) -> dict[str, float]:
+    """What the tenant's jobs could use if the cluster were theirs, within the quota."""
+    room = Room(question.cluster)
+    wanted: dict[str, float] = {}
+    for view in question.views:
+        if view.tenant == tenant.name:
+            workers = usable(view, room)
+            for name, need in view.bundle.items():
+                wanted[name] = wanted.get(name, 0.0) + workers * need
+    part = min((tenant.quota[r] / amount for r, amount in wanted.items() if r in tenant.quota and amount), default=1.0)
+    return {r: amount * min(part, 1.0) for r, amount in wanted.items()}
+
+
+def _totals(cluster: Cluster) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for node in cluster.nodes:
+        for name, amount in node.free.items() if not node.draining else ():
+            totals[name] = totals.get(name, 0.0) + amount
+    return totals
+
+
+def _used(views: Sequence[JobView], allocation: Allocation) -> dict[str, float]:
+    used: dict[str, float] = {}
+    for view in views:
+        workers = sum(allocation.get(view.job, {}).values())
+        for name, need in view.bundle.items():
+            used[name] = used.get(name, 0.0) + workers * need
+    return used

@@ -1,0 +1,1 @@
+"""Policies of others, as published, and simple ones to compare with."""

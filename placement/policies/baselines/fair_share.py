@@ -1,0 +1,33 @@
+"""``fair_share``: equal numbers for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.goodput.step_time import Floats
+from placement.policies.base import Target, count
+from placement.policies.growing import decide_by_worth
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FairSharePolicy:
+    """Max-min fairness of worker counts: one more worker always goes to the job with the fewest for its weight.
+
+    A job that another worker would not speed up, or that is at its maximum, leaves its share to the others.
+    """
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "fair_share"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+
+        def worth(view: JobView, curve: Floats, workers: int) -> float | None:
+            return -float(workers) if curve[workers + 1] > curve[workers] else None
+
+        return decide_by_worth(self.name, jobs, cluster, worth, lambda workers, _: f"{count(workers)}, its share")

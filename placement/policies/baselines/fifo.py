@@ -1,0 +1,60 @@
+"""``fifo``: first come, first served."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.policies.base import Target, admit, grow, held_reason
+from placement.policies.placing import Board
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FifoPolicy:
+    """Each job in the order of arrival takes what it can use; nobody overtakes.
+
+    Jobs that ask for a fixed number get exactly that: they wait for it, and everybody behind them waits too.
+    Others keep their minimum while later ones arrive, and the earlier grows first.
+    """
+
+    rigid: bool = dataclasses.field(default=True, init=False)
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "fifo"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        order = sorted(jobs, key=lambda view: view.arrival)
+        if any(view.requested_workers is not None for view in jobs):
+            return _in_line(order, cluster)
+        admission = admit(jobs, cluster)
+        counts = grow(order, admission)
+        targets = {job: Target(workers=0, reason=f"fifo: {why}") for job, why in admission.waiting.items()}
+        for view in order:
+            if view.job in counts:
+                workers = counts[view.job]
+                why = held_reason(view, workers) if view.held_at is not None else f"{workers} workers, in its turn"
+                targets[view.job] = Target(workers=workers, reason=f"fifo: {why}")
+        return targets
+
+
+def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
+    board = Board(cluster)
+    targets: dict[str, Target] = {}
+    kept = {view.job: board.keep(view) for view in order if view.workers}
+    blocked = ""
+    for view in order:
+        asks = view.requested_workers or view.held_at or view.min_workers
+        nodes = kept.get(view.job) or (None if blocked else board.spread(view, asks))
+        if nodes is None:
+            blocked = blocked or view.job
+            reason = f"fifo: waits for {asks} workers, behind {blocked}"
+            targets[view.job] = Target(workers=0, reason=reason)
+        else:
+            workers = sum(nodes.values())
+            targets[view.job] = Target(workers=workers, reason=f"fifo: has the {workers} it asked for", nodes=nodes)
+    return targets

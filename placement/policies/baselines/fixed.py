@@ -1,0 +1,51 @@
+"""``fixed``: every job at one size, first come first served."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.policies.base import Target, admit, held_reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FixedPolicy:
+    """Each job gets ``workers`` or its own maximum in the order of arrival; what is left if that is less.
+
+    A job shrinks only to admit another one at its minimum. The plain alternative that the other policies are
+    measured against, and the choice for people who want to size their jobs themselves.
+
+    Attributes:
+        workers: wanted size of every job, cut to its own bounds; None takes its ``max_workers``.
+    """
+
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be 1 or more, or None for each job's maximum, but got {self.workers}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "fixed"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        admission = admit(jobs, cluster)
+        targets = {job: Target(workers=0, reason=f"fixed: {why}") for job, why in admission.waiting.items()}
+        for view in sorted(jobs, key=lambda view: view.arrival):
+            if view.job in targets:
+                continue
+            workers = admission.floors[view.job]
+            if view.held_at is not None:
+                targets[view.job] = Target(workers=workers, reason=f"fixed: {held_reason(view, workers)}")
+                continue
+            wanted = max(view.min_workers, min(self.workers or view.max_workers, view.max_workers))
+            more = min(wanted - workers, int(admission.room.slots(view).sum()))
+            if more > 0 and admission.room.add(view, more):
+                workers += more
+            targets[view.job] = Target(workers=workers, reason=f"fixed: {workers} of {wanted} wanted workers fit")
+        return targets

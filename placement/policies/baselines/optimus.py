@@ -1,0 +1,131 @@
+"""``optimus``: single GPUs to the largest drop in remaining time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView, speeds
+from placement.policies.base import Admission, Target, admit, held_reason
+from placement.policies.growing import climb
+from placement.policies.placing import Board
+
+_NEVER_S = 1e12  # step time of a size at which the job makes no progress
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimusPolicy:
+    """Greedy minimisation of the sum of remaining times (Peng et al., "Optimus", EuroSys 2018, section 4.1).
+
+    Every job first gets its minimum, in the order of submission; then one worker at a time goes where
+    (T(k) - T(k + 1)) x remaining steps is largest, while it is positive. T is the step time on k workers: the
+    oracle's where a simulation gives one, else from the fitted model; without an oracle the remaining steps come
+    from declared epochs and measured progress, and count as equal where jobs do not tell. ``JobView.weight`` multiplies
+    what a worker saves.
+    """
+
+    rigid: bool = dataclasses.field(default=True, init=False)
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "optimus"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        told = any(view.oracle is not None for view in jobs)
+        admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
+        targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
+        curves = _remaining_times(jobs, cluster, admission)
+
+        def score(view: JobView, workers: int) -> float | None:
+            times = curves[view.job]
+            saved = times[workers] - times[workers + 1] if workers + 1 < len(times) else 0.0
+            return float(saved) * view.weight if saved > 0 else None
+
+        counts = climb(jobs, admission, score)
+        places = _places(jobs, counts, cluster) if told else {}
+        for view in jobs:
+            if view.job in counts:
+                workers = counts[view.job]
+                reason = held_reason(view, workers) if view.held_at is not None else _reason(curves[view.job], workers)
+                nodes = places.get(view.job)
+                targets[view.job] = Target(workers=workers, reason=f"optimus: {reason}", nodes=nodes)
+        return targets
+
+
+def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
+    """Minimums strictly in the order of submission, as published."""
+    admission = Admission(empty=Room(cluster), room=Room(cluster), floors={}, waiting={})
+    for view in sorted(jobs, key=lambda view: view.arrival):
+        if admission.room.add(view, view.min_workers):
+            admission.floors[view.job] = view.min_workers
+        else:
+            admission.waiting[view.job] = "waits: nothing is left after those submitted before it"
+    return admission
+
+
+def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admission) -> dict[str, NDArray[np.float64]]:
+    """Per job, remaining time [s] on 0..n workers (entry 0 is never)."""
+    empty = Room(cluster)
+    admitted = [view for view in jobs if view.job in admission.floors]
+    rates = {view.job: _rates(view, empty) for view in admitted if view.oracle is None}
+    work = {view.job: _remaining_s(view) for view in admitted if view.oracle is None}
+    equal = any(each is None for each in work.values())
+    times: dict[str, NDArray[np.float64]] = {}
+    for view in admitted:
+        if view.oracle is not None:
+            steps = np.array([_NEVER_S, *view.oracle.step_s[: view.max_workers]])
+            times[view.job] = steps * view.oracle.remaining_steps
+        else:
+            remaining_s = work[view.job]
+            times[view.job] = np.minimum(1.0 / rates[view.job], _NEVER_S) * (1.0 if equal else remaining_s or 1.0)
+    return times
+
+
+def _rates(view: JobView, empty: Room) -> NDArray[np.float64]:
+    return np.maximum(speeds(view, empty.slots(view).tolist()), 1.0 / _NEVER_S)
+
+
+def _remaining_s(view: JobView) -> float | None:
+    """Seconds to the end at the job's smallest size, from what it declared and measured; None if unknown."""
+    told = view.progress
+    if told is None or told.epochs is None or view.goodput is None or told.done <= 0:
+        return None
+    finished = len(told.epoch_ends)
+    per_epoch = told.epoch_ends[-1] / finished if finished else told.done
+    missing = max(told.epochs * per_epoch - told.done, per_epoch * 0.1)
+    rate, _, _ = view.goodput.best(
+        1, view.min_workers, max_batch_size=None, atomic_bsz_range=view.atomic_bsz_range, accumulation=True
+    )
+    return missing * view.goodput.init_batch_size / rate if rate > 0 else None
+
+
+def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
+    """Who keeps its count keeps its nodes; the others are placed smallest first, on the roomiest nodes."""
+    board = Board(cluster)
+    placed: dict[str, Mapping[str, int]] = {}
+    waiting: list[JobView] = []
+    for view in jobs:
+        kept = board.keep(view) if view.job in counts and counts[view.job] == view.workers else None
+        if kept:
+            placed[view.job] = kept
+        elif counts.get(view.job):
+            waiting.append(view)
+    for view in sorted(waiting, key=lambda view: (counts[view.job], view.arrival)):
+        nodes = board.spread(view, counts[view.job])
+        if nodes is not None:
+            placed[view.job] = nodes
+    return placed
+
+
+def _reason(times: NDArray[np.float64], workers: int) -> str:
+    text = f"{workers} workers leave {times[workers]:.4g} s"
+    if workers + 1 < len(times):
+        text += f", one more would save {times[workers] - times[workers + 1]:.3g} s"
+    return text

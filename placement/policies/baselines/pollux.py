@@ -1,0 +1,133 @@
+"""``pollux``: a fair power mean of speed-ups, with a penalty for restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.policies.base import Admission, Target, admit, held_reason
+from placement.policies.baselines.knapsack import Choice, knapsack
+from placement.policies.growing import grow_in_turn
+from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.shapes import Shape, shapes, speeds_of
+
+_LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolluxPolicy:
+    """Pollux's cluster objective (Qiao et al., OSDI 2021, section 4.2), solved exactly over node shapes.
+
+    Maximises the power mean of exponent p over all jobs of ``speed-up x restart factor``::
+
+        speed-up       = best goodput of the shape / best goodput of the job's fair share (slots / jobs, 1 or more)
+        restart factor = max(age - d x restarts, 0) / (age + d) for a job whose place would change, else 1
+
+    with d = ``JobView.resize_cost_s`` and age the time since submission; jobs count by ``JobView.weight``. Where
+    the paper searches genetically, the sizes are found here by dynamic programming over the cluster's slots,
+    exactly for one kind of worker and node shapes (any part of a node, or whole nodes), and are then placed whole
+    nodes first, moving as few others as possible. A job may grow to ``JobView.growth_limit``.
+
+    Jobs whose workers differ in kind are not comparable slot by slot: they keep their minimum and grow one after
+    the other.
+
+    Attributes:
+        power: p, below 1 and not 0: -1 is the published choice; the lower, the fairer.
+        most_nodes: no job spans more nodes.
+        fair_share: whether speed-ups are relative to the fair share, else to one worker.
+    """
+
+    power: float = -1.0
+    fair_share: bool = True
+    most_nodes: int = 16
+
+    def __post_init__(self) -> None:
+        if not (self.power < 1 and self.power != 0):
+            raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
+        if self.most_nodes < 1:
+            raise ValueError(f"most_nodes must be 1 or more, but got {self.most_nodes}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "pollux"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        admission = admit(jobs, cluster)
+        targets = {job: Target(workers=0, reason=f"pollux: {why}") for job, why in admission.waiting.items()}
+        running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
+        if not alike(running):
+            return targets | grow_in_turn(self.name, running, admission)
+        if running:
+            targets.update(self._share(running, admission, cluster, now_s))
+        return targets
+
+    def _share(
+        self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
+    ) -> dict[str, Target]:
+        room = Room(cluster)
+        slots = room.slots(running[0])
+        share = max(1, round(int(slots.sum()) / len(running)))
+        choices = [self._choice(view, admission.floors[view.job], share, room, now_s) for view in running]
+        picks = knapsack(choices, int(slots.sum()))
+        settler = Settler(slots.tolist())
+        wanted = [choice.sizes[pick] for choice, pick in zip(choices, picks, strict=True)]
+        present = [present_place(view, room.index) for view in running]
+        places = settler.place(wanted, present, [view.min_workers for view in running])
+        if places is None:  # minimums of several workers can block each other: leave it to the core's packing
+            return {
+                view.job: Target(workers=admission.floors[view.job], reason="pollux: the minimum, room is scattered")
+                for view in running
+            }
+        use_idle(running, settler, places, most_nodes=self.most_nodes)
+        targets = {}
+        for view, place in zip(running, places, strict=True):
+            nodes = {room.node_ids[i]: n for i, n in sorted(place.items())}
+            targets[view.job] = Target(
+                workers=sum(place.values()), reason=f"pollux: {self._reason(view, place)}", nodes=nodes
+            )
+        return targets
+
+    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> Choice:
+        """Sizes and what each is worth; the present place comes first."""
+        slots = room.slots(view)
+        most = max(floor, growth_limit(view))
+        options: list[Shape] = [
+            shape for shape in shapes(view, slots.tolist(), most) if shape[0] <= self.most_nodes and shape[1] >= floor
+        ]
+        if view.held_at is not None:
+            options = [(_nodes_of(floor, slots), floor)]
+        here = present_place(view, room.index)
+        stays = bool(here) and all(slots[i] >= n for i, n in here.items())
+        stays = stays and floor <= view.workers <= most and (view.held_at is None or view.workers == floor)
+        if stays and here:
+            options = [(len(here), view.workers), *options]
+        fair = min(max(share, view.min_workers), max(most, 1), int(slots.sum()))
+        speed = speeds_of(view, ((_nodes_of(fair, slots), fair), *options))
+        speed = speed[1:] / speed[0] if self.fair_share and speed[0] > 0 else speed[1:]
+        factor = np.full(len(options), restart_factor(view, now_s, _LEAST_FACTOR))
+        if stays:
+            factor[0] = 1.0
+        utility = np.maximum(speed * factor, 1e-9)
+        worth = view.weight * np.sign(self.power) * utility**self.power
+        if stays:
+            worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
+        return Choice(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
+
+    def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
+        workers = sum(place.values())
+        if view.held_at is not None:
+            return held_reason(view, workers)
+        (speed,) = speeds_of(view, ((len(place), workers),))
+        return f"{view.workers} -> {workers} workers on {len(place)} nodes, speed-up {speed:.2f}"
+
+
+def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
+    return int(np.searchsorted(np.cumsum(np.sort(slots)[::-1]), workers)) + 1

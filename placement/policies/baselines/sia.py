@@ -1,0 +1,237 @@
+"""``sia``: an integer program over configurations, for several GPU types."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_slots import Room
+from placement.cluster.jobs import JobView
+from placement.policies.base import Target, admit, held_reason
+from placement.policies.baselines.sia_goodput import estimates
+from placement.policies.growing import grow_in_turn
+from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
+
+_LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A shape on nodes of one kind."""
+
+    kind: int
+    nodes: int
+    workers: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SiaPolicy:
+    """Sia's integer program (Jayaram Subramanya et al., SOSP 2023, section 3.3), solved by HiGHS.
+
+    With one 0/1 variable for each job i and configuration j (a GPU type and a power of two of GPUs within a node,
+    or whole nodes), it minimises::
+
+        sum_ij A_ij ((r_ij G_ij)^p - lambda)        sum_j A_ij <= 1, GPUs of each type not exceeded
+
+    G_ij is the estimated goodput over the job's own least, r = (age - restarts d) / (age + d) for another
+    configuration than the present one (d = ``JobView.resize_cost_s``) and 1 for that. A job may grow to
+    ``JobView.growth_limit``. Running jobs and, in the order of arrival, as many waiting ones as have room are
+    given something; moving a job to like nodes counts as no change.
+
+    Attributes:
+        power: p, below 0.
+        unallocated: lambda, what a job without GPUs costs.
+        most_nodes: no job spans more nodes.
+        gap: relative gap at which the solver stops.
+    """
+
+    power: float = -0.5
+    unallocated: float = 1.1
+    most_nodes: int = 16
+    gap: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not self.power < 0:
+            raise ValueError(f"power must be below 0, but got {self.power}")
+        for field in ("unallocated", "most_nodes", "gap"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} must be above 0, but got {getattr(self, field)}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "sia"
+
+    def load_solver(self) -> None:
+        """Import what the first decision would: half a second of CPU, far longer on a busy machine."""
+        for name in ("scipy.optimize", "scipy.sparse"):
+            importlib.import_module(name)
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        admission = admit(jobs, cluster)
+        targets = {job: Target(workers=0, reason=f"sia: {why}") for job, why in admission.waiting.items()}
+        running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
+        if not alike(running):
+            targets |= grow_in_turn(self.name, running, admission)
+        elif running:
+            targets.update(self._solve(running, admission.floors, cluster, now_s))
+        return targets
+
+    def _solve(
+        self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
+    ) -> dict[str, Target]:
+        board = _Board(cluster, running[0])
+        options: list[list[Configuration]] = []
+        costs: list[list[float]] = []
+        for view in running:
+            configurations = self._configurations(view, floors[view.job], board)
+            options.append(configurations)
+            costs.append(self._costs(view, configurations, board, now_s))
+        picks = _assign(options, costs, board.capacity, self.gap)
+        places = None
+        if picks is not None:
+            chosen = [each[pick] for each, pick in zip(options, picks, strict=True)]
+            chosen = self._fill(running, chosen, board)
+            settler = Settler(board.slots, board.kinds)
+            places = settler.place(
+                [each.workers for each in chosen],
+                [present_place(view, board.room.index) for view in running],
+                [view.min_workers for view in running],
+                [each.kind for each in chosen],
+            )
+        if places is None:  # minimums that fit only side by side on nodes of several kinds: the core's packing may
+            return {
+                view.job: Target(workers=floors[view.job], reason="sia: the minimum, room is scattered")
+                for view in running
+            }
+        use_idle(running, settler, places, most_nodes=self.most_nodes)
+        targets = {}
+        for view, place in zip(running, places, strict=True):
+            workers = sum(place.values())
+            kind = board.types[board.kinds[next(iter(place))]]
+            why = f"{view.workers} -> {workers} workers on {len(place)} nodes{f' of {kind}' if kind else ''}"
+            if view.held_at is not None:
+                why = held_reason(view, workers)
+            nodes = {board.room.node_ids[i]: n for i, n in sorted(place.items())}
+            targets[view.job] = Target(workers=workers, reason=f"sia: {why}", nodes=nodes)
+        return targets
+
+    def _configurations(self, view: JobView, floor: int, board: _Board) -> list[Configuration]:
+        """What the job may have: on each kind of node the powers of two, then whole nodes; its present size too."""
+        most = max(floor, growth_limit(view))
+        found: list[Configuration] = []
+        for kind in range(len(board.types)):
+            node, total = board.largest[kind], board.capacity[kind]
+            if not node:
+                continue
+            sizes = {1 << i for i in range(node.bit_length())} | {node, floor}
+            sizes |= set(range(2 * node, min(total, most) + 1, node))
+            here = present_place(view, board.room.index)
+            if here and all(board.kinds[i] == kind for i in here):
+                sizes.add(view.workers)
+            if view.held_at is not None:
+                sizes = {floor}
+            wanted = [size for size in sorted(sizes) if floor <= size <= min(total, most)]
+            each = [Configuration(kind=kind, nodes=board.nodes_for(kind, size), workers=size) for size in wanted]
+            found += [configuration for configuration in each if configuration.nodes <= self.most_nodes]
+        return found
+
+    def _fill(self, running: Sequence[JobView], chosen: Sequence[Configuration], board: _Board) -> list[Configuration]:
+        """Give what the program's coarse sizes leave to jobs that it speeds up by more than it costs in a minute."""
+        filled = list(chosen)
+        left = list(board.capacity)
+        for each in chosen:
+            left[each.kind] -= each.workers
+        for i, view in enumerate(running):
+            gain = 1.0 + view.resize_cost_s / 60.0 + 1e-9
+            while view.held_at is None and left[filled[i].kind] and filled[i].workers < growth_limit(view):
+                kind, workers = filled[i].kind, filled[i].workers + 1
+                more = Configuration(kind=kind, nodes=board.nodes_for(kind, workers), workers=workers)
+                shapes = [(board.types[kind], (each.nodes, each.workers)) for each in (filled[i], more)]
+                before, after = estimates(view, shapes)
+                if more.nodes > self.most_nodes or not after > gain * before:
+                    break
+                filled[i] = more
+                left[kind] -= 1
+        return filled
+
+    def _costs(
+        self, view: JobView, configurations: Sequence[Configuration], board: _Board, now_s: float
+    ) -> list[float]:
+        """Cost of each configuration; below ``unallocated`` for every one that makes progress."""
+        shapes = [(board.types[each.kind], (each.nodes, each.workers)) for each in configurations]
+        goodput = estimates(view, shapes)
+        factor = restart_factor(view, now_s, _LEAST_FACTOR)
+        here = present_place(view, board.room.index)
+        present = (board.kinds[next(iter(here))], len(here), view.workers) if here else None
+        costs = []
+        for each, value in zip(configurations, goodput, strict=True):
+            stays = present is not None and (each.kind, each.workers) == (present[0], present[2])
+            worth = max(value * (1.0 if stays else factor), 1e-6)
+            cost = float(worth**self.power) - self.unallocated - (1e-6 if stays else 0.0)
+            costs.append(view.weight * cost)
+        return costs
+
+
+class _Board:
+    """Slots of the cluster by kind of node, for jobs with interchangeable workers."""
+
+    def __init__(self, cluster: Cluster, like: JobView) -> None:
+        self.room = Room(cluster)
+        self.slots = self.room.slots(like).tolist()
+        by_id = cluster.by_id()
+        names = [by_id[node_id].gpu_type for node_id in self.room.node_ids]
+        self.types = sorted(set(names))
+        self.kinds = [self.types.index(name) for name in names]
+        of = [[n for n, kind in zip(self.slots, self.kinds, strict=True) if kind == k] for k in range(len(self.types))]
+        self.capacity = [sum(each) for each in of]
+        self.largest = [max(each, default=0) for each in of]
+        self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
+
+    def nodes_for(self, kind: int, workers: int) -> int:
+        """The fewest nodes of a kind that hold so many workers."""
+        return int(np.searchsorted(self._roomy[kind], workers)) + 1
+
+
+def _assign(
+    options: Sequence[Sequence[Configuration]],
+    costs: Sequence[Sequence[float]],
+    capacity: Sequence[int],
+    gap: float,
+) -> list[int] | None:
+    """Index of each job's configuration at the least cost; None if they cannot all have one."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start
+    from scipy.sparse import csr_array
+
+    if any(not each for each in options):
+        return None
+    rows, columns, amounts = [], [], []
+    at = 0
+    for job, each in enumerate(options):
+        for configuration in each:
+            rows += [job, len(options) + configuration.kind]
+            columns += [at, at]
+            amounts += [1.0, float(configuration.workers)]
+            at += 1
+    matrix = csr_array((amounts, (rows, columns)), shape=(len(options) + len(capacity), at))
+    least = np.array([1.0] * len(options) + [0.0] * len(capacity))
+    most = np.array([1.0] * len(options) + [float(each) for each in capacity])
+    solved = milp(
+        np.concatenate([np.array(each) for each in costs]),
+        integrality=np.ones(at, dtype=np.int64),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(matrix, least, most),
+        options={"mip_rel_gap": gap},
+    )
+    if solved.x is None:
+        return None
+    picks, at = [], 0
+    for each in options:
+        picks.append(int(np.argmax(solved.x[at : at + len(each)])))
+        at += len(each)
+    return picks

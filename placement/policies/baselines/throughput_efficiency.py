@@ -1,0 +1,62 @@
+"""``throughput_efficiency``: grow while an added worker still does a fair part of a present one's work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.goodput.step_time import Floats
+from placement.policies.base import Target, count
+from placement.policies.growing import decide_by_worth
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputEfficiencyPolicy:
+    """Scaling efficiency above a threshold (Or, Zhang, Freedman, MLSys 2020, section 4.1).
+
+    A job of k workers may have one more while
+
+        s(k) = (T(k + 1) - T(k)) / (T(k) / k) > threshold
+
+    with T the speed of ``placement.cluster.jobs.speeds``: useful samples per second at the best batch, so that
+    statistical efficiency counts too. Where room is short, the largest s goes first. GPUs that nobody uses well stay
+    idle.
+
+    A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
+    steps take ``slow_factor`` times longer (``JobView.slow_nodes``), as long as everybody still runs.
+
+    Attributes:
+        threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).
+        slow_factor: how many times slower a node must be to be left; above 1.
+    """
+
+    threshold: float = 0.2
+    slow_factor: float = 1.5
+    frugal: bool = dataclasses.field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < 1:
+            raise ValueError(f"threshold must be at least 0 and below 1, but got {self.threshold}")
+        if not self.slow_factor > 1:
+            raise ValueError(f"slow_factor must be above 1, but got {self.slow_factor}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "throughput_efficiency"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        return decide_by_worth(self.name, jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
+
+    def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:
+        if curve[workers] <= 0:
+            return 1.0  # at this size it cannot run at all
+        efficiency = float(workers * (curve[workers + 1] / curve[workers] - 1.0))
+        return efficiency if efficiency > self.threshold else None
+
+    def _say(self, workers: int, worth: float | None) -> str:
+        more = f"not reach {self.threshold:g} of one's work" if worth is None else f"do {worth:.2f} of one's work"
+        return f"{count(workers)}, one more would {more}"

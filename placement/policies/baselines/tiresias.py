@@ -1,0 +1,90 @@
+"""``tiresias``: least attained service in two queues, for jobs of a fixed size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.policies.base import Target, admit, grow, held_reason
+from placement.policies.placing import Board
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class TiresiasPolicy:
+    """Two-dimensional least attained service, discretised (Gu et al., "Tiresias", NSDI 2019, section 4.1).
+
+    A job starts in the first queue and enters the second, for good, once it has held GPUs for
+    ``threshold_s`` GPU-seconds. Each queue is first in, first out. A job that asks for a fixed number
+    (``JobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
+    ones keep their nodes. Jobs that ask for no number keep their minimum and grow in the order of the queues.
+
+    It remembers in which order jobs entered the second queue.
+
+    Attributes:
+        threshold_s: service after which a job enters the second queue [GPU-seconds].
+    """
+
+    threshold_s: float = 57_600.0
+    rigid: bool = dataclasses.field(default=True, init=False)
+    _entered: dict[str, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.threshold_s > 0:
+            raise ValueError(f"threshold_s must be above 0 GPU-seconds, but got {self.threshold_s}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "tiresias"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        order = self._queue(jobs)
+        if any(view.requested_workers is not None for view in jobs):
+            return self._share_time(order, cluster)
+        admission = admit(jobs, cluster)
+        counts = grow(order, admission)
+        targets = {job: Target(workers=0, reason=f"tiresias: {why}") for job, why in admission.waiting.items()}
+        for view in jobs:
+            if view.job not in targets:
+                workers = counts[view.job]
+                why = held_reason(view, workers) if view.held_at is not None else self._served(view)
+                targets[view.job] = Target(workers=workers, reason=f"tiresias: {why}")
+        return targets
+
+    def _queue(self, jobs: Sequence[JobView]) -> list[JobView]:
+        """Jobs as they are to be served."""
+        present = {view.job for view in jobs}
+        self._entered = {job: rank for job, rank in self._entered.items() if job in present}
+        for view in sorted(jobs, key=lambda view: view.arrival):
+            if view.attained_s >= self.threshold_s and view.job not in self._entered:
+                self._entered[view.job] = 1 + max(self._entered.values(), default=0)
+        return sorted(jobs, key=lambda view: (self._entered.get(view.job, 0), view.arrival))
+
+    def _share_time(self, order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
+        """Who runs is decided on the cluster's sum, then running jobs stay and others are spread."""
+        totals = Board(cluster).room
+        runs = [view for view in order if totals.add(view, _asks(view))]
+        board = Board(cluster)
+        places = {view.job: board.keep(view) for view in runs if view.workers == _asks(view)}
+        targets: dict[str, Target] = {}
+        for view in runs:
+            nodes = places.get(view.job) or board.spread(view, _asks(view))
+            if nodes is not None:
+                reason = f"tiresias: {self._served(view)}"
+                targets[view.job] = Target(workers=_asks(view), reason=reason, nodes=nodes)
+        for view in order:
+            if view.job not in targets:
+                reason = f"tiresias: waits: {_asks(view)} workers do not fit beside those before it"
+                targets[view.job] = Target(workers=0, reason=reason)
+        return targets
+
+    def _served(self, view: JobView) -> str:
+        queue = "second" if view.job in self._entered else "first"
+        return f"served in the {queue} queue after {view.attained_s / 3600:.2f} GPU-hours"
+
+
+def _asks(view: JobView) -> int:
+    return view.requested_workers or view.held_at or view.min_workers

@@ -1,0 +1,300 @@
+"""One option for each job so that the sum of values is largest: a price per GPU type instead of an integer program.
+
+Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price
+on every GPU the jobs no longer depend on each other, each takes argmax of value - price x size, and the price is
+found by bisection. What the prices leave over is filled greedily; small cases whose bound is not met are solved
+exactly by dynamic programming.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.goodput.step_time import Floats
+
+Ints = NDArray[np.int64]
+
+_HALVINGS = 30  # a price is known to 1e-9 of the largest
+_SWEEPS = 12  # over the GPU types, whose prices depend on each other
+_GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
+_EXACT = 60_000, 2_000_000  # jobs x options x slots (of every type) up to which that is worth its milliseconds;
+# with several types prices alone may miss several per cent of a small case, with one they hardly ever do
+_PAIRED = 24  # jobs up to which every pair of them is tried, where there are several types
+_TINY = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What every job may have; J jobs, C options, K GPU types.
+
+    Attributes:
+        values: worth of each option, (J, C); -inf where it is not possible.
+        sizes: what it takes, (J, C), 0 or more.
+        kinds: of which GPU type, (J, C), 0 to K - 1.
+        capacities: what there is of each type, (K,).
+        base: one option per job, (J,), that fit together; nobody gets an option that is worth less than -inf.
+    """
+
+    values: Floats
+    sizes: Floats
+    kinds: Ints
+    capacities: Floats
+    base: Ints
+
+    def __post_init__(self) -> None:
+        if not self.values.shape == self.sizes.shape == self.kinds.shape:
+            raise ValueError(
+                "values, sizes and kinds must have one shape, "
+                f"but got {self.values.shape}, {self.sizes.shape} and {self.kinds.shape}"
+            )
+        used = self.used(self.base)
+        if (used > self.capacities + _TINY).any():
+            raise ValueError(f"base must fit into the capacities {self.capacities}, but takes {used}")
+
+    def used(self, picks: Ints) -> Floats:
+        """What these options take of each type."""
+        rows = np.arange(len(picks))
+        sizes = self.sizes[rows, picks].astype(np.float64)
+        taken: Floats = np.bincount(self.kinds[rows, picks], sizes, len(self.capacities)).astype(np.float64)
+        return taken
+
+    def worth(self, picks: Ints) -> float:
+        """Sum of their values."""
+        return float(self.values[np.arange(len(picks)), picks].sum())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The option of each job, (J,), and the price of a unit of each GPU type, (K,)."""
+
+    picks: Ints
+    prices: Floats
+
+
+def solve(options: Options) -> Solution:
+    """Options that fit together, with nearly the best sum of values, and nothing left that would add to it.
+
+    Of equal options the first is taken. Deterministic.
+    """
+    if not options.values.size:
+        return Solution(picks=np.zeros(len(options.base), dtype=np.int64), prices=np.zeros(len(options.capacities)))
+    prices = find_prices(options)
+    picks = _realise(options, _answers(options, prices))
+    picks = fill(options, picks)
+    if bound(options, prices) - options.worth(picks) > _GAP * _spread(options):
+        whole = bool((options.sizes == np.rint(options.sizes)).all())
+        if (
+            whole
+            and float(np.prod(options.capacities + 1)) * options.values.size <= _EXACT[len(options.capacities) > 1]
+        ):
+            picks = max((picks, _exact(options)), key=options.worth)
+        elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
+            picks = fill(options, _exchange(options, picks))
+    return Solution(picks=picks, prices=prices)
+
+
+def bound(options: Options, prices: Floats) -> float:
+    """No choice that fits is worth more: sum of (value - price x size) of every job's answer + price x capacity."""
+    net = options.values - prices[options.kinds] * options.sizes
+    return float(net.max(axis=1).sum() + prices @ options.capacities)
+
+
+def _spread(options: Options) -> float:
+    """What there is to decide about: the best of every job less its base."""
+    return float(options.values.max(axis=1).sum() - options.worth(options.base))
+
+
+def _answers(options: Options, prices: Floats) -> Ints:
+    """What each job takes at these prices."""
+    answers: Ints = np.argmax(options.values - prices[options.kinds] * options.sizes, axis=1)
+    return answers
+
+
+def find_prices(options: Options) -> Floats:
+    """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
+
+    A price that rises sends jobs to the other types. After some sweeps prices only rise, as in an ascending
+    auction, until every type has room for what is asked of it.
+    """
+    kinds = len(options.capacities)
+    prices = np.zeros(kinds)
+    for sweep in range(_SWEEPS if kinds > 1 else 1):
+        before = prices.copy()
+        rising = sweep >= _SWEEPS // 2
+        for kind in range(kinds):
+            prices[kind] = max(_find_price(options, prices, kind), prices[kind] if rising else 0.0)
+        if sweep and np.allclose(before, prices, rtol=1e-6, atol=1e-12):
+            break
+    return prices
+
+
+def _find_price(options: Options, prices: Floats, kind: int) -> float:
+    """Bisection on one price, the others given.
+
+    The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
+    counted once, so that all but the first few steps look at few jobs.
+    """
+    capacity = options.capacities[kind] + _TINY
+    here = options.kinds == kind
+    size = np.where(here, options.sizes, 0.0)
+    rest = options.values - np.where(here, 0.0, prices[options.kinds]) * options.sizes
+    at_low = _asked(rest, size, 0.0)
+    if at_low.sum() <= capacity:
+        return 0.0
+    low, high = 0.0, max(float(prices[kind]), 1e-6)
+    for _ in range(100):
+        at_high = _asked(rest, size, high)
+        if at_high.sum() <= capacity:
+            break
+        low, high, at_low = high, 4 * high, at_high
+    for _ in range(_HALVINGS):
+        differ = at_low != at_high
+        if 2 * np.count_nonzero(differ) <= len(differ):
+            capacity -= at_high[~differ].sum()
+            rest, size, at_low, at_high = (x[differ] for x in (rest, size, at_low, at_high))
+        middle = (low + high) / 2
+        at_middle = _asked(rest, size, middle)
+        if at_middle.sum() <= capacity:
+            high, at_high = middle, at_middle
+        else:
+            low, at_low = middle, at_middle
+        if high - low <= 1e-7 * high:
+            break
+    return high
+
+
+def _asked(rest: Floats, size: Floats, price: float) -> Floats:
+    """How much of one type each job takes at this price."""
+    asked: Floats = size[np.arange(len(rest)), np.argmax(rest - price * size, axis=1)]
+    return asked
+
+
+def _realise(options: Options, wanted: Ints) -> Ints:
+    """Move every job from its base to what it wants, as far as that fits, the largest gain per size first."""
+    used = options.used(wanted)
+    if (used <= options.capacities + _TINY).all():
+        return wanted
+    picks = options.base.copy()
+    left = options.capacities - options.used(picks)
+    rows = np.arange(len(picks))
+    gain = options.values[rows, wanted] - options.values[rows, picks]
+    movers = [
+        int(j)
+        for j in np.argsort(-gain / np.maximum(options.sizes[rows, wanted], _TINY), kind="stable")
+        if wanted[j] != picks[j]
+    ]
+    moved = True
+    while moved and movers:
+        moved = False
+        for j in list(movers):
+            old, new = picks[j], wanted[j]
+            left[options.kinds[j, old]] += options.sizes[j, old]
+            if options.sizes[j, new] <= left[options.kinds[j, new]] + _TINY:
+                picks[j] = new
+                movers.remove(j)
+                moved = True
+            left[options.kinds[j, picks[j]]] -= options.sizes[j, picks[j]]
+    return picks
+
+
+def fill(options: Options, picks: Ints) -> Ints:
+    """Use what is left where it adds most per size, until nothing that fits adds anything."""
+    picks = picks.copy()
+    left = options.capacities - options.used(picks)
+    # A job that leaves room gives others a chance: look again, which ends since every step adds.
+    while _fill_once(options, picks, left):
+        pass
+    return picks
+
+
+def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
+    """Whether some job has left room by what it took instead."""
+    rates, steps, needs = _best_steps(options, slice(None), picks, left)
+    heap = [(-float(rates[j]), j, int(steps[j])) for j in np.flatnonzero(rates > -np.inf).tolist()]
+    heapq.heapify(heap)
+    freed = False
+    while heap:
+        _, j, option = heapq.heappop(heap)
+        kind, size = options.kinds[j, option], options.sizes[j, option]
+        own = options.sizes[j, picks[j]] if options.kinds[j, picks[j]] == kind else 0.0
+        if size - own <= left[kind] + _TINY and options.values[j, option] > options.values[j, picks[j]] + _TINY:
+            left[options.kinds[j, picks[j]]] += options.sizes[j, picks[j]]
+            left[kind] -= size
+            freed = freed or options.kinds[j, picks[j]] != kind or size < own
+            picks[j] = option
+        elif (needs[j] > left + _TINY).all():
+            continue
+        (rate,), (step,), (needs[j],) = _best_steps(options, slice(j, j + 1), picks, left)
+        if rate > -np.inf:
+            heapq.heappush(heap, (-float(rate), j, int(step)))
+        elif (needs > left + _TINY).all():
+            break  # nobody else can, either
+    return bool(freed)
+
+
+def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
+    """Of each job the option that fits and adds most per size.
+
+    Returns:
+        What it adds per size, -inf where none fits and adds anything; the option; and how much of each type is needed
+        for anything to be added, (J, K).
+    """
+    values, sizes, kinds = options.values[rows], options.sizes[rows], options.kinds[rows]
+    every, own = np.arange(len(values)), picks[rows]
+    own_kind, own_size, own_value = (x[every, own][:, np.newaxis] for x in (kinds, sizes, values))
+    extra = sizes - np.where(kinds == own_kind, own_size, 0.0)
+    with np.errstate(invalid="ignore"):
+        gain = values - own_value
+    adds = gain > _TINY
+    needs = [np.where(adds & (kinds == kind), extra, np.inf).min(axis=1) for kind in range(len(left))]
+    rate = np.where(adds & (extra <= left[kinds] + _TINY), gain / np.maximum(extra, _TINY), -np.inf)
+    best = np.argmax(rate, axis=1)
+    return rate[every, best], best, np.stack(needs, axis=1)
+
+
+def _exchange(options: Options, picks: Ints) -> Ints:
+    """Let any two jobs choose anew together while that adds to their sum: better for several types, not exact."""
+    picks = picks.copy()
+    left = options.capacities - options.used(picks)
+    kinds = np.arange(len(left))
+    takes = np.where(options.kinds[:, :, np.newaxis] == kinds, options.sizes[:, :, np.newaxis], 0.0)
+    improved = True
+    while improved:
+        improved = False
+        for i, j in itertools.combinations(range(len(picks)), 2):
+            room = left + takes[i, picks[i]] + takes[j, picks[j]] + _TINY
+            both = options.values[i][:, np.newaxis] + options.values[j]
+            fits = (takes[i][:, np.newaxis] + takes[j] <= room).all(axis=2)
+            a, b = np.unravel_index(int(np.argmax(np.where(fits, both, -np.inf))), both.shape)
+            if both[a, b] > both[picks[i], picks[j]] + _TINY:
+                left = room - _TINY - takes[i, a] - takes[j, b]
+                picks[i], picks[j] = a, b
+                improved = True
+    return picks
+
+
+def _exact(options: Options) -> Ints:
+    """f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), g one count per type: the best sum."""
+    shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
+    best = np.zeros(shape)
+    sizes = np.rint(options.sizes).astype(np.int64)
+    choices: list[Ints] = []
+    for j, values in enumerate(options.values):
+        rows = np.full((len(values), *shape), -np.inf)
+        for row, size, kind, value in zip(rows, sizes[j].tolist(), options.kinds[j].tolist(), values, strict=True):
+            if size < shape[kind] and value > -np.inf:
+                np.moveaxis(row, kind, 0)[size:] = np.moveaxis(best, kind, 0)[: shape[kind] - size] + value
+        choice: Ints = rows.argmax(axis=0)
+        best = np.take_along_axis(rows, choice[np.newaxis], axis=0)[0]
+        choices.append(choice)
+    picks = options.base.copy()
+    left = list(np.unravel_index(int(np.argmax(best)), shape))
+    for j in range(len(choices) - 1, -1, -1):
+        picks[j] = choices[j][tuple(left)]
+        left[options.kinds[j, picks[j]]] -= sizes[j, picks[j]]
+    return picks

@@ -1,0 +1,76 @@
+"""What every job has at stake in a decision, and what a change is worth after its cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.goodput.remaining import discount, happiness
+from placement.goodput.step_time import Floats
+from placement.policies.goodput.tables import Case, Seat
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stakes:
+    """Per job, (J,), and for all.
+
+    Attributes:
+        weight: of the job.
+        left_s: remaining time at speed 1 [s]; NaN where unknown.
+        cost_s: time without progress that a change costs [s].
+        power: exponent p of phi.
+        horizon_s: time within which a change must pay back, per job [s].
+        hysteresis: relative gain that is worth taking a worker away for.
+        crowded: whether long jobs may wait although their minimum fits, so that short ones run.
+    """
+
+    weight: Floats
+    left_s: Floats
+    cost_s: Floats
+    power: float
+    horizon_s: Floats
+    hysteresis: float
+    crowded: bool
+
+    def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
+        """weight x phi(speed x discount), (J, C).
+
+        Args:
+            speed: of each option, (J, C).
+            fewer: where a running job would not have more workers than now.
+            same: where it would stay just as it is: no discount.
+        """
+        part = discount(speed, self.left_s, self.cost_s, self.horizon_s)
+        part = np.where(fewer, part / (1.0 + self.hysteresis), part)
+        values: Floats = self.weight[:, np.newaxis] * happiness(speed * np.where(same, 1.0, part), self.power)
+        return values
+
+
+def worth_of(
+    case: Case,
+    stakes: Stakes,
+    present: Sequence[Seat],
+    seats: Sequence[Seat],
+    valid: Sequence[bool],
+    may_wait: Sequence[bool],
+) -> tuple[float, float]:
+    """(minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
+
+    Args:
+        case: the question.
+        stakes: the stakes.
+        present: where jobs are now.
+        seats: where they would be.
+        valid: per job, whether ``seats`` is something it may have; else it counts as not running.
+        may_wait: per job, whether having nothing is an option like the others, with speed 0.
+    """
+    had, has = (np.array([seat.workers for seat in each], dtype=np.int64) for each in (present, seats))
+    runs = np.where(has > 0, valid, may_wait)
+    stays = [now is then or now == then for now, then in zip(present, seats, strict=True)]
+    same = np.array(stays, dtype=np.bool_) | (had == 0)
+    fewer = (had > 0) & (has <= had)
+    values = stakes.values(case.speed_at(seats)[:, np.newaxis], fewer[:, np.newaxis], same[:, np.newaxis])[:, 0]
+    return -round(float(stakes.weight[~runs].sum()), 9), float(values[runs].sum())

@@ -1,0 +1,165 @@
+"""``goodput``: workers go where they shorten the queue most, and only if the change pays back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.goodput.remaining import overdue, rank_weights, seconds_left
+from placement.goodput.speeds import Memory
+from placement.policies.base import Target, count, held_reason
+from placement.policies.goodput.local_search import improve, present_seats
+from placement.policies.goodput.objective import Stakes
+from placement.policies.goodput.tables import Case, Seat, build
+
+_MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
+_ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputPolicy:
+    """Maximises the sum over jobs of weight x phi(speed x discount).
+
+    * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
+      model (``placement.goodput.speeds``).
+    * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
+      (``worth.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing weigh
+      as much as the middle one. A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs
+      more by that ratio, at most ten times, so that nobody starves.
+    * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
+      remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
+    * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
+      ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
+      ``crowd`` jobs for each worker that fits) the larger the crowd, the more, up to 1: the nearer each job is to one
+      worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
+      first", which is optimal where speed grows linearly.
+
+    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0) is
+    the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every job
+    takes argmax of value - price x workers, with one price per GPU type (``prices``), among sizes that leave no
+    scattered room; what is left is filled with any size. The outcome replaces the present allocation only if it is
+    worth more after all costs of changing (``improving``), so that equal inputs change nothing. A job's workers are all
+    of one GPU type.
+
+    The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s) the
+    average completion time of a trace moves by 1 to 4 %, down on some and up on others.
+
+    Attributes:
+        horizon_s: least H, time within which a change must pay back [s]; H is the mean time that a size of this job has
+            lasted if that is longer. So a job whose changes cost minutes does not follow every short job that comes and
+            goes, and does not stay at one worker for days either: the longer it stays, the more a change may cost.
+        crowd: jobs for each worker that fits from which a cluster is crowded.
+        hysteresis: relative gain that is worth taking a worker away from a running job for.
+        exponent: a; 0 weighs all jobs alike.
+        power: least p where all lengths are known; see above.
+        fair_power: p where they are not.
+        late: estimated finish-time fairness from which a job weighs more.
+        lengths: whether to use declared lengths.
+    """
+
+    horizon_s: float = 300.0
+    crowd: float = 0.25
+    hysteresis: float = 0.05
+    exponent: float = 1.0
+    power: float = 0.5
+    fair_power: float = 0.0
+    late: float = 3.0
+    lengths: bool = True
+    _memory: Memory = dataclasses.field(default_factory=Memory, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.horizon_s > 0:
+            raise ValueError(f"horizon_s must be above 0 seconds, but got {self.horizon_s}")
+        if not self.crowd > 0:
+            raise ValueError(f"crowd must be above 0 jobs for each worker, but got {self.crowd}")
+        for field in ("hysteresis", "exponent"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+        for field in ("power", "fair_power"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} must be between 0 and 1, but got {getattr(self, field)}")
+        if not self.late >= 1:
+            raise ValueError(f"late must be 1 or more, but got {self.late}")
+
+    @property
+    def name(self) -> str:
+        """See ``Policy``."""
+        return "goodput"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        case = build(jobs, cluster, self._memory)
+        stakes = self.stakes(case, now_s)
+        seats, valid = present_seats(case)
+        before, waiting = seats, dict[int, str]()
+        for _ in range(_ROUNDS):
+            better, waiting = improve(case, stakes, seats, valid)
+            if better is None:  # staying is best; where that is not possible, on nodes that have less room now, nobody
+                seats = [seat if ok else Seat() for seat, ok in zip(seats, valid, strict=True)]
+                break
+            seats, valid = better, [True] * len(better)
+        speed = case.speed_at(seats).tolist()
+        return {
+            view.job: self._target(case, stakes, j, (before[j], seats[j]), speed[j], waiting.get(j))
+            for j, view in enumerate(case.views)
+        }
+
+    def stakes(self, case: Case, now_s: float) -> Stakes:
+        """What each job's speed is worth now."""
+        views = case.views
+        left_s = seconds_left(views, case.rate) if self.lengths else np.full(len(views), np.nan)
+        weight = rank_weights(left_s, self.exponent) * np.array([view.weight for view in views], dtype=np.float64)
+        known = len(views) > 0 and not np.isnan(left_s).any()
+        if known:
+            share = max(float(case.capacities.sum()) / len(views), 1.0) if case.alike else 1.0
+            fair = np.where(case.possible & (case.sizes <= share), case.speed, 0.0).max(axis=1, initial=0.0)
+            lateness = overdue(views, left_s, np.maximum(fair, 1.0), now_s)
+            weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
+        cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
+        lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
+        crowd = len(views) / max(float(case.capacities.sum()), 1.0) if case.alike and known else 0.0
+        return Stakes(
+            weight=weight,
+            left_s=left_s,
+            cost_s=cost_s,
+            power=min(self.power * max(crowd / self.crowd, 1.0), 1.0) if known else self.fair_power,
+            horizon_s=np.maximum(self.horizon_s, lasted_s),
+            hysteresis=self.hysteresis,
+            crowded=crowd > self.crowd,
+        )
+
+    def _target(
+        self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float, waits: str | None
+    ) -> Target:
+        before, after = seats
+        if not after.place:
+            return Target(workers=0, reason=f"goodput: {waits or 'waits: nothing is left'}")
+        market = case.markets[after.market]
+        nodes = {market.node_ids[i]: workers for i, workers in sorted(after.place.items())}
+        reason = self._reason(case, stakes, j, (before, after), speed)
+        return Target(workers=after.workers, reason=f"goodput: {reason}", nodes=nodes)
+
+    def _reason(self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float) -> str:
+        """The decision for one job as a sentence."""
+        view, (before, after) = case.views[j], seats
+        if view.held_at is not None:
+            return held_reason(view, after.workers)
+        if after == before:
+            text = f"stays at {count(after.workers)}, speed {speed:.2f}"
+        elif not before.place:
+            text = f"starts with {count(after.workers)}, speed {speed:.2f}"
+        else:
+            text = f"{view.workers} -> {count(after.workers)}: speed {speed:.2f}"
+        larger = case.possible[j] & (case.kinds == after.market) & (case.sizes > after.workers)
+        if larger.any():
+            c = int(np.flatnonzero(larger)[0])
+            more = "one" if case.sizes[c] == after.workers + 1 else str(int(case.sizes[c]) - after.workers)
+            text += f", {more} more would add {case.speed[j, c] - speed:.2f}"
+        else:
+            text += ", the most it can use now"
+        scale = "assumed, no model yet" if view.goodput is None else "fitted and measured"
+        return f"{text} ({scale}); its weight is {stakes.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"

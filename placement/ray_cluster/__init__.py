@@ -1,0 +1,1 @@
+"""What Ray says about the cluster, and what it is asked for."""

@@ -1,0 +1,100 @@
+"""Shell: placement groups of one bundle each, pinned to the node that the allocator chose."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from placement.cluster.cluster import Resources
+from placement.ray_cluster.snapshot import job_of
+
+
+def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
+    """Ask for one worker's resources on one node; returns at once, ``ready`` tells when they are there.
+
+    The group is detached: it outlives the process of a controller that Ray restarts. Whoever reserves it releases it;
+    of a controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is
+    full, and for ever if the node is gone: release it when it is no longer wanted.
+
+    Args:
+        bundle: resources of the worker; amounts of 0 are left out.
+        node_id: Ray's hex node id.
+        name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which tells the allocator whose group it is.
+
+    Raises:
+        ValueError: if the bundle asks for nothing.
+    """
+    wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
+    if not wanted:
+        raise ValueError(f"bundle of {name} must name a resource above 0, such as {{'CPU': 1}}, but got {bundle}")
+    group: PlacementGroup = placement_group(
+        [wanted],
+        strategy="PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[{"ray.io/node-id": node_id}],
+    )
+    return group
+
+
+def release(group: PlacementGroup) -> None:
+    """Give the resources back, or withdraw the request; a group that is gone already is fine.
+
+    Ray kills what still runs in the group.
+    """
+    remove_placement_group(group)
+
+
+def find(group_id: str) -> PlacementGroup:
+    """The group with this hex id, reserved by another process."""
+    return PlacementGroup(ray.PlacementGroupID.from_hex(group_id))
+
+
+def of_jobs() -> dict[str, str]:
+    """Elastic jobs' groups that are not removed: hex id -> job. Blocks for some milliseconds."""
+    living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
+    return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
+
+
+def release_all(job: str, *, but: Collection[str] = ()) -> int:
+    """Release a job's groups except those with these hex ids; returns how many. Blocks for some milliseconds."""
+    found = [group_id for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
+    for group_id in found:
+        release(find(group_id))
+    return len(found)
+
+
+async def ready(group: PlacementGroup, timeout_s: float) -> bool:
+    """Wait until the resources are reserved: True, or False when the time is up or the group was given back.
+
+    Polls in a thread: ``PlacementGroup.ready()`` would start a task in the group, and with it a process.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = 0.01
+    while True:
+        state = await asyncio.to_thread(_state, group)
+        if state == "CREATED":
+            return True
+        if state == "REMOVED" or time.monotonic() >= deadline_s:
+            return False
+        await asyncio.sleep(min(pause_s, max(0.0, deadline_s - time.monotonic())))
+        pause_s = min(2 * pause_s, 0.2)
+
+
+def _lives(group: dict[str, Any]) -> bool:
+    return bool(group["state"] != "REMOVED")
+
+
+def _state(group: PlacementGroup) -> str:
+    table = placement_group_table(group)
+    return str(table.get("state", "PENDING")) if table else "PENDING"

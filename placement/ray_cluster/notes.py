@@ -1,0 +1,42 @@
+"""SHELL: where controllers of jobs keep notes in Ray's control store, and the end of those that nobody will read.
+
+A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
+cannot, and Redis behind the control store would keep them over restarts of the cluster.
+"""
+
+from __future__ import annotations
+
+from ray.experimental import internal_kv
+
+from placement.ray_cluster.snapshot import is_dead
+
+NAMESPACE = b"elastic_ray"
+_CONTROLLERS = "controller/"
+TRAIN_LOOP = "train_loop"
+"""Name of the note that says under which key the train function is kept, where it is kept apart."""
+
+
+def key_of(controller: str, name: str) -> bytes:
+    """Key of a note.
+
+    Args:
+        controller: id of the controller's actor, which stays the same when Ray restarts it.
+        name: of the note; an empty one, and one that ends with a slash, is the prefix of others.
+    """
+    return f"{_CONTROLLERS}{controller}/{name}".encode()
+
+
+def delete_orphaned() -> tuple[str, ...]:
+    """Delete the notes of controllers that Ray knows to be dead for good; returns their ids. Blocks for a moment.
+
+    Of one that Ray does not know, or not for the moment, nothing is deleted: it may be about to be restarted.
+    """
+    keys = internal_kv._internal_kv_list(_CONTROLLERS.encode(), namespace=NAMESPACE) or ()
+    controllers = {key.decode().removeprefix(_CONTROLLERS).partition("/")[0] for key in keys}
+    dead = tuple(sorted(controller for controller in controllers if is_dead(controller)))
+    for controller in dead:
+        train_loop = internal_kv._internal_kv_get(key_of(controller, TRAIN_LOOP), namespace=NAMESPACE)
+        if train_loop is not None:
+            internal_kv._internal_kv_del(train_loop, namespace=NAMESPACE)
+        internal_kv._internal_kv_del(key_of(controller, ""), del_by_prefix=True, namespace=NAMESPACE)
+    return dead

@@ -1,0 +1,175 @@
+"""Shell: looks, on a spot node, for the cloud's notice of its end, and then lets Ray drain the node.
+
+A draining node is what everybody understands: the allocator moves jobs off it, Ray puts nothing new on it. An actor
+keeps a node from being idle, hence only nodes that elastic jobs use are watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Collection
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from placement.cluster.cluster import MARKET_LABEL
+from placement.ray_cluster.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
+from placement.ray_cluster.snapshot import RawNode
+from placement.text import log_plainly
+
+logger = logging.getLogger("placement.ray_cluster.notices")
+
+_ANSWER_S = 1.0  # without a byte
+_TOKEN_S = 3600.0
+_REFUSED = 401  # the token has run out, or the server has forgotten it
+_QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud this is
+
+
+class Watchers:
+    """One watcher on each node that is to be watched; owned by the allocator, with which they end."""
+
+    def __init__(self, config: NoticeConfig) -> None:
+        self._config = config
+        self._actors: dict[str, Any] = {}
+
+    def watch(self, nodes: Collection[RawNode]) -> None:
+        """Watch those of these nodes that jobs use and that may be taken away; stop watching others."""
+        wanted = {
+            node.node_id
+            for node in nodes
+            if self._config.enabled
+            and node.reserved
+            and not node.draining
+            and node.labels.get(MARKET_LABEL) in self._config.markets
+        }
+        for node_id in self._actors.keys() - wanted:
+            ray.kill(self._actors.pop(node_id))
+        for node_id in wanted - self._actors.keys():
+            actor: Any = ray.remote(NoticeWatcher)
+            self._actors[node_id] = actor.options(
+                num_cpus=0,
+                max_restarts=-1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            ).remote(self._config, node_id)
+
+
+class NoticeWatcher:
+    """The actor's class; see the module's text."""
+
+    def __init__(self, config: NoticeConfig, node_id: str) -> None:
+        log_plainly(logging.INFO)
+        self._config = config
+        self._node_id = node_id
+        self._metadata = Metadata(config)
+        self._main = asyncio.get_event_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        cloud: str | None = None
+        failures = 0
+        said = False
+        while True:
+            try:
+                if cloud is None or failures >= _QUIET_POLLS:
+                    cloud, failures = await asyncio.to_thread(self._metadata.find_cloud), 0
+                    if cloud is None and not said:
+                        said = True
+                        logger.warning(
+                            "node %s is a spot node, but no cloud answers at %s: it may go without notice",
+                            self._node_id[:8], self._config.address,
+                        )  # fmt: skip
+                notice = await asyncio.to_thread(self._metadata.look, cloud) if cloud is not None else None
+                if notice is not None:
+                    await asyncio.to_thread(drain, self._node_id, notice)
+                    return
+                failures = 0
+            except Exception as error:  # a metadata server may be away for a moment; this one must not
+                failures += 1
+                if failures == 1:
+                    logger.warning("node %s: no answer about its end: %s", self._node_id[:8], error)
+            await asyncio.sleep(self._config.poll_s)
+
+
+class Metadata:
+    """What a machine's metadata server says: which cloud this is, and whether the machine is about to go. Calls block.
+
+    Args:
+        config: its address, and which cloud it is.
+        clock: seconds since any moment, never decreasing; by it the token of AWS is renewed.
+    """
+
+    def __init__(self, config: NoticeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._token = ""
+        self._token_s = -math.inf  # not 0: a clock that counts from boot says less than an hour for an hour
+        self._machine = ""
+
+    def find_cloud(self) -> str | None:
+        """The first cloud whose own question is answered; None if none is, or not by HTTP."""
+        candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
+        for cloud in candidates:
+            try:
+                found = self._ask(probe(cloud))
+            except (OSError, http.client.HTTPException):
+                continue
+            if found is not None:
+                self._machine = found if cloud == "azure" else ""  # Azure is asked for the machine's name
+                return cloud
+        return None
+
+    def look(self, cloud: str) -> Notice | None:
+        """The notice of this machine's end; None while there is none.
+
+        Raises:
+            OSError, http.client.HTTPException: no answer, or one that is none.
+            ValueError: an answer that cannot be understood.
+        """
+        try:
+            answer = self._ask(self._question(cloud))
+        except urllib.error.HTTPError as error:
+            if cloud != "aws" or error.code != _REFUSED:
+                raise
+            self._token_s = -math.inf
+            answer = self._ask(self._question(cloud))
+        return read_notice(cloud, answer, now_s=time.time(), machine=self._machine)
+
+    def _question(self, cloud: str) -> Request:
+        if cloud == "aws" and self._clock() - self._token_s > _TOKEN_S:
+            self._token, self._token_s = self._ask(AWS_TOKEN) or "", self._clock()
+        return question(cloud, self._token)
+
+    def _ask(self, request: Request) -> str | None:
+        """The body of the answer; None where there is nothing of that name."""
+        asked = urllib.request.Request(
+            self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
+        try:
+            with opener.open(asked, timeout=_ANSWER_S) as answer:
+                return str(answer.read(65536).decode(errors="replace"))
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                return None
+            raise
+
+
+def drain(node_id: str, notice: Notice) -> None:
+    """Let Ray drain a node that is preempted; what ``ray drain-node`` does, for which there is no public call."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
+    from ray.core.generated import autoscaler_pb2
+
+    client = GcsClient(address=ray.get_runtime_context().gcs_address)
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
+    deadline_ms = int(max(notice.deadline_s, time.time() + 1.0) * 1000)
+    accepted, message = client.drain_node(node_id, reason, notice.reason, deadline_ms)
+    if accepted:
+        logger.info("node %s drains: %s, in %.0f s", node_id[:8], notice.reason, notice.deadline_s - time.time())
+    else:
+        logger.warning("node %s cannot be drained: %s", node_id[:8], message)

@@ -1,0 +1,153 @@
+"""Shell: what Ray says about its nodes; and, pure, what of them elastic jobs may use."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+# Private, but there is no public call for what is available on each single node, nor for draining nodes; Ray
+# Train's own controllers use the same. Nothing else in the tree imports it.
+import ray._private.state as _ray_state
+from ray.util.placement_group import placement_group_table
+
+from placement.cluster.cluster import TOLERANCE, Cluster, Node, Resources
+
+_STATE: Any = _ray_state.state
+
+_HEAD = "node:__internal_head__"
+_SHARE_OF_HEAD = 0.0001  # Ray's smallest amount; the head has 1
+
+GROUP_PREFIX = "elastic_ray"
+"""Elastic jobs' placement groups are named ``elastic_ray:<job>:<worker id>``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RawNode:
+    """One living node as Ray describes it.
+
+    Attributes:
+        node_id: hex id.
+        total: all its resources.
+        available: what nobody holds, a few hundred milliseconds old.
+        reserved: what fulfilled placement groups of elastic jobs hold, per job.
+        draining: whether it is about to go.
+        labels: its labels.
+    """
+
+    node_id: str
+    total: Resources
+    available: Resources
+    reserved: Mapping[str, Resources]
+    draining: bool
+    labels: Mapping[str, str]
+
+
+def group_name(job: str, worker: str) -> str:
+    """Name of the placement group of one worker."""
+    return f"{GROUP_PREFIX}:{job}:{worker}"
+
+
+def job_of(group: str) -> str | None:
+    """Whose placement group this name belongs to; None where it is no elastic job's."""
+    parts = group.split(":")
+    return ":".join(parts[1:-1]) if parts[0] == GROUP_PREFIX and len(parts) > 2 else None
+
+
+def read_nodes() -> tuple[RawNode, ...]:
+    """Ray's nodes now. Blocks for some milliseconds: call it from a thread, not from an event loop."""
+    available = _STATE.available_resources_per_node()
+    draining = _STATE.get_draining_nodes() or {}
+    reserved = _reserved()
+    return tuple(
+        RawNode(
+            node_id=node["NodeID"],
+            total=_plain(node["Resources"]),
+            available=_plain(available.get(node["NodeID"], node["Resources"])),
+            reserved=reserved.get(node["NodeID"], {}),
+            draining=node["NodeID"] in draining,
+            labels=dict(node.get("Labels") or {}),
+        )
+        for node in _STATE.node_table()
+        # A node whose report is missing for a moment is not gone; the median of `usable` bridges it.
+        if node["Alive"]
+    )
+
+
+def is_dead(actor: str) -> bool:
+    """Whether Ray knows the actor with this hex id, and knows that it will never run again. Blocks for a moment.
+
+    Not one that Ray is restarting, or has forgotten, or that cannot be asked for now.
+    """
+    try:
+        return bool(_STATE.actor_table(actor).get("State") == "DEAD")
+    except ValueError:  # no id of an actor
+        return False
+
+
+def on_head() -> dict[str, Any]:
+    """Actor options that keep an actor on the head node; none if Ray does not tell which node that is.
+
+    Not by node affinity: Ray hands an actor without resources to any node, and one that has just joined does not know
+    the head yet, takes a soft affinity to it for one to a lost node, and keeps the actor (measured with Ray 2.60: most
+    such actors within a second of a node's arrival). This resource only the head has, also after it was restarted.
+    """
+    has_head = any(_HEAD in node["Resources"] for node in _STATE.node_table() if node["Alive"])
+    return {"resources": {_HEAD: _SHARE_OF_HEAD}} if has_head else {}
+
+
+def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Cluster:
+    """The cluster as far as elastic jobs may use it.
+
+    free = total - used by others, with used by others = max(0, total - available - reserved by our jobs).
+    Ray's view of what is available lags behind placement groups that come and go, in both directions, so the
+    median of the last snapshots is taken: others' use counts, and stops counting, once it has lasted.
+
+    Args:
+        history: the last snapshots, oldest first; the nodes are those of the last.
+        ours: names of the jobs whose groups count as ours; groups of others count as others' use.
+    """
+    earlier = [{node.node_id: node for node in snapshot} for snapshot in history]
+    nodes = []
+    for node in history[-1] if history else ():
+        seen = [snapshot[node.node_id] for snapshot in earlier if node.node_id in snapshot]
+        free = {}
+        for name, total in node.total.items():
+            others = statistics.median_high([_used_by_others(past, name, ours) for past in seen])
+            free[name] = max(0.0, total - others) if others > TOLERANCE else total
+        nodes.append(
+            Node(node_id=node.node_id, total=node.total, free=free, draining=node.draining, labels=node.labels)
+        )
+    return Cluster(nodes=tuple(nodes))
+
+
+def _used_by_others(node: RawNode, name: str, ours: Collection[str]) -> float:
+    total = node.total.get(name, 0.0)
+    held = sum(bundle.get(name, 0.0) for job, bundle in node.reserved.items() if job in ours)
+    # Rounded to Ray's own precision, so that noise of floats is no news.
+    return round(max(0.0, total - node.available.get(name, 0.0) - held), 4)
+
+
+def _reserved() -> dict[str, dict[str, dict[str, float]]]:
+    """What fulfilled groups of elastic jobs hold: ``{node id: {job: resources}}``."""
+    reserved: dict[str, dict[str, dict[str, float]]] = {}
+    for group in placement_group_table().values():
+        job = job_of(str(group["name"]))
+        if group["state"] != "CREATED" or job is None:
+            continue
+        for index, bundle in group["bundles"].items():
+            node_id = group["bundles_to_node_id"].get(index)
+            held = reserved.setdefault(node_id, {}).setdefault(job, {})
+            for name, amount in bundle.items():
+                held[name] = held.get(name, 0.0) + amount
+    return reserved
+
+
+def _plain(amounts: Mapping[str, Any]) -> dict[str, float]:
+    """Amounts without Ray's bookkeeping (groups' shadow resources, one resource per node address)."""
+    return {
+        name: float(amount)
+        for name, amount in sorted(amounts.items())
+        if "_group_" not in name and not name.startswith(("node:", "bundle"))
+    }

@@ -1,6 +1,0 @@
-"""Objectives of the cluster's size: how many workers each job should have if nodes can be had for money."""
-
-from placement.scaling.base import Choice, Objective, Want
-from placement.scaling.registry import OBJECTIVES, make_objective
-
-__all__ = ["OBJECTIVES", "Choice", "Objective", "Want", "make_objective"]

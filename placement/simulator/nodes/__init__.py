@@ -1,0 +1,1 @@
+"""The clusters that are simulated, and what becomes of their nodes."""

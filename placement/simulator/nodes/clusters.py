@@ -1,0 +1,45 @@
+"""Cluster strings such as ``aws:16x4`` or ``aws:6x4,rtx:3x8,dgx-ext:2x8``."""
+
+from __future__ import annotations
+
+import re
+
+from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster, Node
+from placement.errors import InputError
+
+_PART = re.compile(r"(?P<gpu>[A-Za-z][\w-]*):(?P<nodes>\d+)x(?P<gpus>\d+)")
+_EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
+
+    Node ids are ``<gpu type>-<three digits>``, so that their order is the order of the string within a type.
+
+    Raises:
+        InputError: the string does not parse, names a type twice, or holds a zero.
+    """
+    nodes: list[Node] = []
+    seen: set[str] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise InputError(f"cluster must look like {_EXAMPLES}, but got {part.strip()!r} in {text!r}")
+        gpu, count, gpus = match["gpu"], int(match["nodes"]), int(match["gpus"])
+        if gpu in seen:
+            raise InputError(f"cluster must name every GPU type once, but {gpu!r} occurs twice in {text!r}")
+        if count < 1 or gpus < 1:
+            raise InputError(f"cluster must have 1 node and 1 GPU per node or more, but got {part.strip()!r}")
+        seen.add(gpu)
+        amounts = {"GPU": float(gpus)}
+        width = max(3, len(str(count - 1)))
+        labels = {GPU_TYPE_LABEL: gpu}
+        nodes += [
+            Node(node_id=f"{gpu}-{i:0{width}d}", total=amounts, free=amounts, labels=labels) for i in range(count)
+        ]
+    return Cluster(nodes=tuple(nodes))
+
+
+def gpu_types(cluster: Cluster) -> tuple[str, ...]:
+    """The GPU types of the nodes, sorted."""
+    return tuple(sorted({node.gpu_type for node in cluster.nodes}))

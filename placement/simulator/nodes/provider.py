@@ -1,0 +1,183 @@
+"""A simulated cloud: nodes take a while to start and cost money from then on; spot nodes are taken away."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from placement.autoscaling.autoscaler import AutoscalerConfig
+from placement.autoscaling.objectives import Objective
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluster, Node
+from placement.cluster.node_types import NodeType
+from placement.cluster.price_table import PriceTable
+from placement.errors import InputError
+from placement.simulator.nodes.disturbances import Disturbances
+from placement.simulator.nodes.spot import Span, SpotTrace
+from placement.simulator.rules import Rules
+
+_HORIZON_S = 60 * 86400.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Autoscaling:
+    """How the cluster's size follows the jobs; the cluster string is then the most nodes of each type.
+
+    Attributes:
+        objective: name of one, or one.
+        config: times of the autoscaler.
+        startup_s: from asking for a node until it can take a worker [s].
+        notice_s: time between a spot node's notice and its end [s]; the clouds give 30 to 120.
+        expected_h: mean time that spot nodes are expected to last before any was seen [h].
+    """
+
+    objective: str | Objective = "cost_per_progress"
+    config: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)
+    startup_s: float = 180.0
+    notice_s: float = 120.0
+    expected_h: float = 12.0
+
+    def __post_init__(self) -> None:
+        for field in ("startup_s", "notice_s"):
+            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
+                raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
+        if not self.expected_h > 0:
+            raise InputError(f"expected_h must be above 0 hours, but got {self.expected_h}")
+
+    def check(self, rules: Rules, disturbances: Disturbances) -> None:
+        """Whether these rules know of such things.
+
+        Raises:
+            InputError: they do not, or something is to happen to nodes that are there all the time.
+        """
+        if rules.round_s is not None:
+            raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
+        if disturbances.node_mtbf_h or disturbances.slow_every_h:
+            raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
+
+    def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
+        """A node type for each GPU type of the cluster, and a spot one beside it where there is a trace of them."""
+        found = []
+        for gpu in sorted({node.gpu_type for node in cluster.nodes}):
+            nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
+            gpus = nodes[0].total["GPU"]
+            for market in ("on-demand", SPOT):
+                if market == SPOT and not ("" in spot or gpu in spot):
+                    continue
+                rate = prices.rates([gpu], spot=[gpu] if market == SPOT else [])[gpu]
+                kind = NodeType(
+                    name=f"{gpu}-{market}",
+                    resources=nodes[0].total,
+                    labels={GPU_TYPE_LABEL: gpu, MARKET_LABEL: market},
+                    usd_per_h=rate * gpus,
+                    max_nodes=len(nodes),
+                    startup_s=self.startup_s,
+                    lasts_h=self.expected_h if market == SPOT else math.inf,
+                )
+                found.append(kind)
+        return tuple(found)
+
+
+@dataclasses.dataclass(slots=True)
+class Machine:
+    """A node that is rented.
+
+    Attributes:
+        node: it, as the allocator sees it.
+        kind: its type.
+        since_s: rented since [s].
+        ready_s: can take workers from then on [s].
+        gone_s: is taken away then [s]; infinity if never.
+        place: which place of the spot market it has; None on demand.
+    """
+
+    node: Node
+    kind: NodeType
+    since_s: float
+    ready_s: float
+    gone_s: float
+    place: int | None
+
+
+class Provider:
+    """Rents and returns machines.
+
+    A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that is taken there at that
+    time and not in use here; it is taken away when the record loses it. Without a free place the request waits.
+
+    Args:
+        types: node types.
+        spot: recorded markets, by GPU type; the empty type stands for all.
+        offset_s: where in the records the simulation starts [s].
+        seed: of how places are dealt.
+    """
+
+    def __init__(self, types: Sequence[NodeType], spot: Mapping[str, SpotTrace], offset_s: float, seed: int) -> None:
+        self.types = tuple(types)
+        self.machines: dict[str, Machine] = {}
+        self.rented_h = {each.name: 0.0 for each in types}
+        self._count = 0
+        self._gone: dict[str, list[list[Span]]] = {}
+        for each in types:
+            if each.spot:
+                trace = spot.get(each.gpu_type) or spot[""]
+                names = [f"{each.name}-{i}" for i in range(each.max_nodes)]
+                dealt = trace.deal(names, seed)
+                self._gone[each.name] = [list(trace.gone(dealt[name], offset_s, _HORIZON_S)) for name in names]
+
+    @property
+    def usd(self) -> float:
+        """What has been paid [USD]."""
+        return sum(each.usd_per_h * self.rented_h[each.name] for each in self.types)
+
+    def want(self, nodes: Mapping[str, int], now_s: float) -> list[Machine]:
+        """Have so many of each type, as far as they are to be had; the new machines. Surplus that still starts goes."""
+        fresh: list[Machine] = []
+        for each in self.types:
+            mine = [m for m in self.machines.values() if m.kind.name == each.name]
+            starting = sorted((m for m in mine if m.ready_s > now_s), key=lambda m: -m.ready_s)
+            surplus = len(mine) - nodes.get(each.name, 0)
+            for machine in starting[: max(surplus, 0)]:
+                self.give_back(machine.node.node_id, now_s)
+            for _ in range(-surplus):
+                rented = self._rent(each, now_s)
+                if rented is not None:
+                    fresh.append(rented)
+        return fresh
+
+    def give_back(self, node_id: str, now_s: float) -> None:
+        """Stop paying for it."""
+        machine = self.machines.pop(node_id)
+        self.rented_h[machine.kind.name] += (now_s - machine.since_s) / 3600.0
+
+    def close(self, now_s: float) -> None:
+        """All is over."""
+        for node_id in list(self.machines):
+            self.give_back(node_id, now_s)
+
+    def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
+        place, gone_s = None, math.inf
+        if kind.spot:
+            busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}
+            free = (
+                (i, until) for i in range(kind.max_nodes) if i not in busy and (until := self._until(kind, i, now_s))
+            )
+            place, gone_s = next(free, (None, 0.0))
+            if place is None:
+                return None
+        self._count += 1
+        node = kind.node(f"{kind.name}-{self._count:04d}")
+        machine = Machine(
+            node=node, kind=kind, since_s=now_s, ready_s=now_s + kind.startup_s, gone_s=gone_s, place=place
+        )
+        self.machines[node.node_id] = machine
+        return machine
+
+    def _until(self, kind: NodeType, place: int, now_s: float) -> float:
+        """When the place will be lost; 0 if it is empty now."""
+        for gone_s, back_s in self._gone[kind.name][place]:
+            if gone_s > now_s:
+                return gone_s
+            if back_s > now_s:
+                return 0.0
+        return math.inf

@@ -1,0 +1,177 @@
+"""What jobs that run now would have on other nodes, and when they would be done, by the models they have fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.jobs import JobView
+from placement.errors import InputError
+from placement.goodput.remaining import remaining
+from placement.goodput.speeds import model_of
+from placement.policies import make_policy
+from placement.policies.base import Policy
+from placement.simulator.nodes.clusters import parse_cluster
+
+CPU_NODES = "cpu"
+"""Name of nodes that have CPUs instead of GPUs: ``cpu:2x8``."""
+
+_PLENTY = 1e6
+_ACCELERATOR = "accelerator_type:"
+_CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """One job.
+
+    Attributes:
+        job: name.
+        workers: that it would have at first.
+        nodes: of these, by node id.
+        goodput: useful samples per second with these; None while the job has no model.
+        ends_s: seconds from now until it would be done; None if its length is not known, or it would never run.
+        reason: of the decision.
+    """
+
+    job: str
+    workers: int
+    nodes: Mapping[str, int]
+    goodput: float | None
+    ends_s: float | None
+    reason: str
+
+
+def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
+    """Nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
+
+    Raises:
+        InputError: the string does not parse.
+    """
+    others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
+    return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
+
+
+def _furnished(node: Node, others: set[str]) -> Node:
+    devices = node.total["GPU"]
+    amounts = {"CPU": devices} if node.gpu_type == CPU_NODES else {"GPU": devices, "CPU": _PLENTY}
+    kind = f"{_ACCELERATOR}{node.gpu_type}"
+    amounts |= {name: _PLENTY for name in sorted(others) if name == kind or not name.startswith(_ACCELERATOR)}
+    labels = {} if node.gpu_type == CPU_NODES else node.labels
+    return Node(node_id=node.node_id, total=amounts, free=amounts, labels=labels)
+
+
+def outlook(
+    views: Sequence[JobView], cluster: Cluster, policy: str | Policy, now_s: float, *, stay: bool = False
+) -> tuple[Outlook, ...]:
+    """Let the allocator share the nodes out, again whenever a job is done, until all are whose length is known.
+
+    Between two such moments a job progresses by goodput / M0 iterations per second, with the model that it has now,
+    that of the type it knows on types it has not seen; resizes are free. Jobs without a declared length or a model keep
+    their workers to the end.
+
+    Args:
+        views: the jobs.
+        cluster: the nodes.
+        policy: who shares them out.
+        now_s: present time [s since the epoch].
+        stay: the jobs are on these nodes; else they all start anew.
+
+    Returns:
+        One for each job, in the order of the views.
+
+    Raises:
+        InputError: unknown policy, or one that breaks a rule.
+    """
+    try:
+        core = AllocatorCore(make_policy(policy), _CONFIG)
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from error
+    core.handle(NodesChanged(cluster=cluster), now_s)
+    running = {view.job: view if stay else view.placed({}) for view in views}
+    missing = {job: _missing(view) for job, view in running.items()}
+    first: dict[str, Outlook] = {}
+    ends: dict[str, float] = {}
+    at_s = now_s
+    while running:
+        targets = _share_out(core, running, at_s)
+        rates = {job: _rate(view, targets[job][0], cluster) for job, view in running.items()}
+        if not first:
+            first = {job: _row(view, *targets[job], rates[job]) for job, view in running.items()}
+        left = {job: missing[job] / rate if rate else math.inf for job, rate in rates.items()}
+        job = min(sorted(left), key=lambda job: left[job])
+        step_s = left[job]
+        if step_s == math.inf:
+            break
+        at_s += step_s
+        ends[job] = at_s - now_s
+        del running[job]
+        core.handle(JobEnded(job=job), at_s)
+        done = {name: (rates[name] or 0.0) * step_s for name in running}
+        missing = {name: max(missing[name] - done[name], 0.0) for name in running}
+        running = {name: _advanced(view, targets[name][0], done[name]) for name, view in running.items()}
+    return tuple(dataclasses.replace(first[view.job], ends_s=ends.get(view.job)) for view in views)
+
+
+def _share_out(
+    core: AllocatorCore, running: Mapping[str, JobView], at_s: float
+) -> dict[str, tuple[Mapping[str, int], str]]:
+    """Nodes and reason of every job."""
+    for view in running.values():
+        core.handle(JobHeartbeat(view=view), at_s)
+    core.handle(Tick(), at_s)
+    log = core.log
+    if log and log[-1].trigger == "refused" and log[-1].time_s == at_s:
+        raise InputError(log[-1].reason)
+    states = core.snapshot().jobs
+    return {job: (states[job].target, states[job].reason) for job in running}
+
+
+def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | None) -> Outlook:
+    goodput = None if rate is None or view.init_batch_size is None else rate * view.init_batch_size
+    return Outlook(job=view.job, workers=sum(nodes.values()), nodes=nodes, goodput=goodput, ends_s=None, reason=reason)
+
+
+def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
+    """Iterations at M0 per second; None without a model."""
+    by_id = cluster.by_id()
+    gpu = min((by_id[node].gpu_type for node in nodes if node in by_id), default="")
+    model = model_of(view, gpu)
+    if model is None or view.init_batch_size is None:
+        return None
+    if not nodes:
+        return 0.0
+    goodput, _, _ = model.best(
+        len(nodes),
+        sum(nodes.values()),
+        max_batch_size=None if view.max_batch_size is None else max(view.max_batch_size, model.init_batch_size),
+        atomic_bsz_range=view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range),
+        accumulation=view.accumulation,
+    )
+    return float(goodput) / model.init_batch_size
+
+
+def _missing(view: JobView) -> float:
+    """Iterations to its end; infinity where nobody knows: no epochs declared, or none over to tell how long one is."""
+    progress = view.progress
+    if progress is None or not (progress.epoch_ends or progress.usual_epoch):
+        return math.inf
+    missing = remaining(progress)
+    return math.inf if missing is None else missing
+
+
+def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
+    """The job after so many iterations with these workers."""
+    placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
+    if view.progress is None or not done:
+        return placed
+    progress = dataclasses.replace(view.progress, done=view.progress.done + done)
+    usual = progress.usual_epoch
+    if usual is not None and not progress.epoch_ends and progress.done >= usual:
+        progress = dataclasses.replace(progress, epoch_ends=(usual,))
+    return dataclasses.replace(placed, progress=progress)

@@ -1,0 +1,47 @@
+"""How long jobs really are, and what they say about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+from placement.errors import InputError
+from placement.simulator.workloads.profiles import Application
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Lengths of the jobs of a trace. As published, all jobs of one application are equally long, so that its name
+    tells the length; what a policy owes to that shows when lengths are random or declared wrongly.
+
+    Attributes:
+        declared: whether jobs declare how many epochs they run. (The oracle of jobs that run as requested, which
+            Optimus was published with, is not touched.)
+        error: standard deviation of the logarithm of declared over true epochs, drawn once a job.
+        spread: standard deviation of the logarithm of true over profiled epochs, drawn once a job.
+    """
+
+    declared: bool = True
+    error: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("error", "spread"):
+            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
+                raise InputError(f"{field} of lengths must be 0 or more, but got {getattr(self, field)}")
+
+    def application(self, application: Application, job: str, seed: int) -> Application:
+        """What is true of this job: its application, with more or fewer epochs."""
+        if not self.spread:
+            return application
+        factor = math.exp(random.Random(f"{seed}/length/{job}").gauss(0.0, self.spread))
+        return application.stretched(max(1, round(application.epochs * factor)))
+
+    def declaration(self, epochs: int, job: str, seed: int) -> float | None:
+        """Epochs that the job declares; None if it declares none."""
+        if not self.declared:
+            return None
+        if not self.error:
+            return float(epochs)
+        return epochs * math.exp(random.Random(f"{seed}/declared/{job}").gauss(0.0, self.error))

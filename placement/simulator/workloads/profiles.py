@@ -1,0 +1,140 @@
+"""What is true of an application: step times per GPU type, gradient statistics and progress per epoch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from placement.errors import InputError
+from placement.goodput.model import NoiseScale
+from placement.simulator.workloads.tables import Floats, StepTimes, numbers
+
+_LOCAL_CAPS = {"yolov3": {"aws": 8}}  # Pollux: the larger batches of this table do not fit beside the optimizer
+
+
+class Application:
+    """Profile of one application, read from its folder.
+
+    Attributes:
+        name: the folder's name.
+        batch_sizes: profiled global batches [samples], rising; the first is the initial batch, the last the largest.
+        epochs: epochs to completion.
+        step_times: by GPU type.
+    """
+
+    def __init__(self, folder: Path, gpus: tuple[str, ...]) -> None:
+        self.name = folder.name
+        files = {
+            int(m[1]): f for f in folder.glob("validation-*.csv") if (m := re.fullmatch(r"validation-(\d+)", f.stem))
+        }
+        if not files:
+            raise InputError(f"profile {folder} must hold validation-<batch size>.csv files, but has none")
+        curves = {
+            size: numbers(file, ["progress", "iteration", "grad_sqr", "grad_var"])
+            for size, file in sorted(files.items())
+        }
+        if len(curves) < 2:
+            raise InputError(f"profile {folder} must hold validation files of 2 batch sizes or more, but has 1")
+        lengths = {len(curve["progress"]) for curve in curves.values()}
+        if len(lengths) > 1:
+            raise InputError(
+                f"the validation files of profile {folder} must have equally many epochs, but got {lengths}"
+            )
+        self.batch_sizes = tuple(curves)
+        self.epochs = lengths.pop()
+        self._sizes = np.array(self.batch_sizes, dtype=np.float64)
+        self._sqr, self._var, self._iterations = (
+            np.array([curve[column] for curve in curves.values()]) for column in ("grad_sqr", "grad_var", "iteration")
+        )
+        progress: Floats = np.array([curve["progress"] for curve in curves.values()]).min(axis=0)
+        self._progress = np.concatenate([[0.0], progress])
+        self.step_times: Mapping[str, StepTimes] = {gpu: StepTimes(folder, gpu) for gpu in gpus}
+        self._noise: dict[tuple[float, int], NoiseScale] = {}
+        self._gain: dict[tuple[int, int], float] = {}
+        self._stretched: dict[int, Application] = {self.epochs: self}
+
+    def stretched(self, epochs: int) -> Application:
+        """The same training in another number of epochs: as long each, going through the same phases."""
+        if epochs not in self._stretched:
+            twin = copy.copy(self)
+            twin.epochs, factor = epochs, epochs / self.epochs
+            ends = np.arange(epochs + 1) / factor
+            phases = np.minimum((np.arange(epochs) + 0.5) / factor, self.epochs - 1).astype(int)
+            before = np.arange(self.epochs + 1)
+            twin._progress = factor * np.interp(ends, before, self._progress)
+            twin._iterations = np.array(
+                [factor * np.interp(ends[1:], before, np.concatenate([[0.0], row])) for row in self._iterations]
+            )
+            twin._sqr, twin._var = self._sqr[:, phases], self._var[:, phases]
+            twin._noise, twin._gain = {}, {}
+            self._stretched[epochs] = twin
+        return self._stretched[epochs]
+
+    @property
+    def init_batch_size(self) -> int:
+        """The batch size whose iterations progress is counted in [samples]."""
+        return self.batch_sizes[0]
+
+    @property
+    def max_batch_size(self) -> int:
+        """The largest global batch [samples]."""
+        return self.batch_sizes[-1]
+
+    def local_bsz_range(self, gpu: str) -> tuple[int, int]:
+        """Least and most samples per worker and micro-step on this GPU type."""
+        least, most = self.step_times[gpu].local_bsz_range
+        return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
+
+    def progress_at(self, epoch: int) -> float:
+        """Cumulative scale-invariant iterations at the end of so many epochs; 0 at 0."""
+        return float(self._progress[epoch])
+
+    def noise(self, batch_size: float, epoch: int) -> NoiseScale:
+        """Gradient statistics (at the initial batch) in an epoch, linear in the batch between profiled ones."""
+        key = float(batch_size), epoch
+        if key not in self._noise:
+            i = int(np.clip(np.searchsorted(self._sizes, batch_size), 1, len(self._sizes) - 1))
+            low, high = self._sizes[i - 1], self._sizes[i]
+            part = min(max((batch_size - low) / (high - low), 0.0), 1.0)
+            sqr, var = (float(x[i - 1, epoch] * (1 - part) + x[i, epoch] * part) for x in (self._sqr, self._var))
+            self._noise[key] = NoiseScale(sqr=sqr, var=var)
+        return self._noise[key]
+
+    def gain(self, batch_size: int, epoch: int) -> float:
+        """Progress of one step at this batch in an epoch, in steps at the initial batch."""
+        key = batch_size, epoch
+        if key not in self._gain:
+            self._gain[key] = float(self.noise(batch_size, epoch).gain(batch_size / self.init_batch_size))
+        return self._gain[key]
+
+    def iterations_at(self, batch_size: float, epoch: int) -> float:
+        """Optimizer steps that a run at this batch has done when epoch number ``epoch`` (from 0) ends."""
+        return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
+
+
+def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
+    """All applications of a folder that were profiled on all of these GPU types, by name.
+
+    Raises:
+        InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
+    """
+    return dict(_load(Path(folder).resolve(), tuple(gpus)))
+
+
+@functools.lru_cache(maxsize=8)  # simulations of one process share the tables
+def _load(folder: Path, gpus: tuple[str, ...]) -> dict[str, Application]:
+    if not folder.is_dir():
+        raise InputError(f"profiles must be a folder with one folder per application, but got {folder}")
+    found = {
+        each.name: Application(each, gpus)
+        for each in sorted(folder.iterdir())
+        if each.is_dir() and all((each / f"placements-{gpu}.csv").exists() for gpu in gpus)
+    }
+    if not found:
+        raise InputError(f"profiles {folder} must hold placements-<gpu>.csv for {', '.join(gpus)}, but no folder does")
+    return found

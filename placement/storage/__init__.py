@@ -1,0 +1,1 @@
+"""Files of this machine and calls on storage that may never answer."""
