@@ -6,35 +6,66 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
+    from elastic_ray.driver.access import AccessRefusedError
     from elastic_ray.driver.handle import JobHandle
     from elastic_ray.driver.trainer import ElasticTrainer
-    from elastic_ray.events import EventKind, JobEvent, JobStatus
+    from elastic_ray.errors import (
+        ImpossibleResourcesError,
+        JobLostError,
+        JobNameTakenError,
+        TrainFunctionError,
+        WorkersLostError,
+    )
+    from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
+    from elastic_ray.faults import Faults
+    from elastic_ray.membership.rendezvous import CommunicationFailedError
+    from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.session.accumulator import Accumulator
-    from elastic_ray.session.api import (
-        current_epoch,
-        get_checkpoint,
-        get_context,
-        remaining_epochs_until,
-        report,
-    )
+    from elastic_ray.session.api import current_epoch, get_checkpoint, get_context, remaining_epochs_until, report
+    from elastic_ray.session.intents import RanksDisagreeError, ReplicasDifferError
+    from elastic_ray.state.tree import UnsafeStateError
+    from placement.allocator.actor import PolicyConflictError
+    from placement.storage.private_files import ForeignDirectoryError
+    from placement.storage.storage_calls import StorageTimeoutError
 
 # Loaded on first use, so that the simulator and the allocator load neither Ray nor torch through this package.
 _HOMES = {
+    "AccessRefusedError": "elastic_ray.driver.access",
     "Accumulator": "elastic_ray.session.accumulator",
     "AdaptiveDataLoader": "elastic_ray.data.loader",
     "AdaptiveDataParallel": "elastic_ray.parallel.wrapper",
     "ArrowDataset": "elastic_ray.data.arrow",
+    "BatchDoesNotFitError": "elastic_ray.batch.tuner",
+    "CommunicationFailedError": "elastic_ray.membership.rendezvous",
     "ElasticConfig": "elastic_ray.config",
     "ElasticTrainer": "elastic_ray.driver.trainer",
     "EventKind": "elastic_ray.events",
+    "Faults": "elastic_ray.faults",
+    "ForeignDirectoryError": "placement.storage.private_files",
+    "ImpossibleResourcesError": "elastic_ray.errors",
     "JobEvent": "elastic_ray.events",
     "JobHandle": "elastic_ray.driver.handle",
+    "JobLostError": "elastic_ray.errors",
+    "JobNameTakenError": "elastic_ray.errors",
+    "JobPhase": "elastic_ray.events",
     "JobStatus": "elastic_ray.events",
+    "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
+    "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
+    "PolicyConflictError": "placement.allocator.actor",
+    "RanksDisagreeError": "elastic_ray.session.intents",
+    "ReplicasDifferError": "elastic_ray.session.intents",
+    "Report": "elastic_ray.events",
     "SchedulingConfig": "elastic_ray.config",
+    "StorageTimeoutError": "placement.storage.storage_calls",
+    "TrainFunctionError": "elastic_ray.errors",
+    "UnsafeStateError": "elastic_ray.state.tree",
+    "WorkerInfo": "elastic_ray.events",
+    "WorkersLostError": "elastic_ray.errors",
     "current_epoch": "elastic_ray.session.api",
     "get_checkpoint": "elastic_ray.session.api",
     "get_context": "elastic_ray.session.api",
@@ -43,17 +74,37 @@ _HOMES = {
 }
 
 __all__ = [
+    "AccessRefusedError",
     "Accumulator",
     "AdaptiveDataLoader",
     "AdaptiveDataParallel",
     "ArrowDataset",
+    "BatchDoesNotFitError",
+    "CommunicationFailedError",
     "ElasticConfig",
     "ElasticTrainer",
     "EventKind",
+    "Faults",
+    "ForeignDirectoryError",
+    "ImpossibleResourcesError",
     "JobEvent",
     "JobHandle",
+    "JobLostError",
+    "JobNameTakenError",
+    "JobPhase",
     "JobStatus",
+    "NonFiniteGradientsError",
+    "NonFiniteParametersError",
+    "PolicyConflictError",
+    "RanksDisagreeError",
+    "ReplicasDifferError",
+    "Report",
     "SchedulingConfig",
+    "StorageTimeoutError",
+    "TrainFunctionError",
+    "UnsafeStateError",
+    "WorkerInfo",
+    "WorkersLostError",
     "current_epoch",
     "get_checkpoint",
     "get_context",

@@ -31,11 +31,7 @@ import ray
 import ray.train
 
 import elastic_ray as er
-from placement.allocator.actor import get_or_create_allocator
-from placement.allocator.config import AllocatorConfig
-from placement.autoscaling.autoscaler import AutoscalerConfig
-from placement.autoscaling.config import Autoscaling
-from placement.cluster.node_types import NodeType
+from placement import AllocatorConfig, AutoscalerConfig, Autoscaling, NodeType, get_or_create_allocator
 
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # as Ray's provider of logical nodes has it
 MARKET = "ray.io/market-type"

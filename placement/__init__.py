@@ -3,3 +3,63 @@
 Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's actor
 talk to Ray.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
+    from placement.allocator.config import AllocatorConfig
+    from placement.autoscaling.autoscaler import AutoscalerConfig
+    from placement.autoscaling.config import Autoscaling
+    from placement.cluster.cluster import Cluster, Node
+    from placement.cluster.jobs import JobView
+    from placement.cluster.node_types import NodeType
+    from placement.errors import InputError
+    from placement.planning.tenants import Tenant
+    from placement.policies.base import Policy, Target
+
+# Loaded on first use: the simulator needs no Ray.
+_HOMES = {
+    "AllocatorConfig": "placement.allocator.config",
+    "AutoscalerConfig": "placement.autoscaling.autoscaler",
+    "Autoscaling": "placement.autoscaling.config",
+    "Cluster": "placement.cluster.cluster",
+    "InputError": "placement.errors",
+    "JobView": "placement.cluster.jobs",
+    "Node": "placement.cluster.cluster",
+    "NodeType": "placement.cluster.node_types",
+    "Policy": "placement.policies.base",
+    "PolicyConflictError": "placement.allocator.actor",
+    "Target": "placement.policies.base",
+    "Tenant": "placement.planning.tenants",
+    "get_or_create_allocator": "placement.allocator.actor",
+}
+
+__all__ = [
+    "AllocatorConfig",
+    "AutoscalerConfig",
+    "Autoscaling",
+    "Cluster",
+    "InputError",
+    "JobView",
+    "Node",
+    "NodeType",
+    "Policy",
+    "PolicyConflictError",
+    "Target",
+    "Tenant",
+    "get_or_create_allocator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'placement' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
