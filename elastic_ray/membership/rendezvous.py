@@ -30,6 +30,9 @@ _PROOF_TAG = 8
 _PROOF_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
 
+_KEPT: list[tuple[Any, Any]] = []  # operations that may never end, and their groups
+_KEEPING = threading.Lock()
+
 
 class CommunicationFailedError(Exception):
     """A collective could not be completed: a peer died, timed out, or the generation was called off."""
@@ -75,7 +78,6 @@ class Communicator:
         self.timeout_s = timeout_s
         self.last_used_s = 0.0
         self.broken = False
-        self.left_behind: Any = None
         self._voided = threading.Event()
         self._wake = threading.Event()
         self._gloo: Any = None
@@ -169,15 +171,28 @@ class Communicator:
         backend = self._nccl if tensor.is_cuda else self._gradients
         return self._guard(lambda: backend.allreduce([tensor]))
 
-    def leave_behind(self, work: Any, wait_s: float) -> bool:
-        """Whether a started operation ends within ``wait_s``; else the group is kept for it, unused, until it does."""
+    def ends_within(self, work: Any, wait_s: float) -> bool:
+        """Whether a started operation ends within this time; not if the generation is called off before."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
-        if work.is_completed():
-            return True
-        self.left_behind = work
-        return False
+        return bool(work.is_completed())
+
+    def keep_for(self, work: Any) -> None:
+        """Keep the group's connections until a started operation has ended, whoever else lets go of the group.
+
+        Dropping a gloo group waits for its operations, and this one may be waited for by nobody any more. A peer that
+        drops its side ends it.
+        """
+        _drop_ended()
+        with _KEEPING:
+            _KEPT.append((work, self._gloo))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the group is kept for an operation that has not ended."""
+        with _KEEPING:
+            return any(gloo is self._gloo and not work.is_completed() for work, gloo in _KEPT)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
@@ -323,16 +338,17 @@ class Graveyard:
         now_s = time.monotonic()
         if communicator.broken or communicator.voided:
             self._buried.append((now_s + communicator.timeout_s + _GRAVEYARD_GRACE_S, communicator))
-        elif communicator.left_behind is not None:
-            self._buried.append((now_s, communicator))
-        self._buried = [
-            (until_s, c)
-            for until_s, c in self._buried
-            if until_s > now_s or not (c.left_behind is None or c.left_behind.is_completed())
-        ]
+        self._buried = [(until_s, each) for until_s, each in self._buried if until_s > now_s]
+        _drop_ended()
 
     def __len__(self) -> int:
         return len(self._buried)
+
+
+def _drop_ended() -> None:
+    """Let go of groups whose operations have ended."""
+    with _KEEPING:
+        _KEPT[:] = [(work, gloo) for work, gloo in _KEPT if not work.is_completed()]
 
 
 def _meet(store: Any, rank: int, world_size: int) -> list[bytes]:

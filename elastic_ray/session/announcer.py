@@ -83,7 +83,6 @@ class Announcer:
         while True:
             work, self._work = self._work, None
             self.communicator.wait(work)
-            self.communicator.left_behind = None
             if self._all_in_phase():
                 return self._values[4 * self._world :].tolist()  # type: ignore[no-any-return]
             self._post()
@@ -134,15 +133,13 @@ class Announcer:
             while True:
                 work, self._tensor = standing.pop(0)
                 self._values = self._tensor.numpy()
-                if not self.communicator.leave_behind(work, until_s - time.monotonic()):
-                    if standing:
-                        self.communicator.left_behind = standing[-1][0]
+                if not self.communicator.ends_within(work, until_s - time.monotonic()):
                     return False
                 self.communicator.wait(work)
                 if self._all_in_phase():
                     self._open = what
                     for work, _ in standing:  # all are here
-                        self.communicator.leave_behind(work, until_s - time.monotonic())
+                        self.communicator.ends_within(work, until_s - time.monotonic())
                     return True
                 standing.append(self._stand())
         except CommunicationFailedError:
@@ -153,6 +150,7 @@ class Announcer:
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
         self._post(timeout_s=_PARTING_S)
+        self.communicator.keep_for(self._work)
         return self._work, self._tensor
 
     def check_turn(self, turns: Sequence[float]) -> None:
@@ -200,12 +198,11 @@ class Announcer:
                 return
             work, self._work = self._work, None
             self.communicator.wait(work)
-            self.communicator.left_behind = None
             if self._all_in_phase():
                 self._heard = self._phase
         if self._heard < self._phase:
             self._post(timeout_s=_PARTING_S)
-            self.communicator.left_behind = self._work  # the others may need no announcement for as long as they train
+            self.communicator.keep_for(self._work)  # the others may need no announcement for as long as they train
 
     def _all_in_phase(self) -> bool:
         """Whether all ranks have announced the same phase.

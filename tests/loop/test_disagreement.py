@@ -331,7 +331,7 @@ def late(pause_s: float) -> tuple[float, int]:
     took_s = time.monotonic() - begin_s
     group = session.communicator
     session.membership.close(broken=False)  # as a worker does; the group must outlive it
-    return took_s, int(group.left_behind is not None)
+    return took_s, int(group.is_kept)
 
 
 def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:

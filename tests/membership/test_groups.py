@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapRefusedError, Meeting, signed
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.proof import new_secret, prove, proves
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
 from elastic_ray.worker.messages import Assignment
 from tests.job.test_told import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
@@ -122,6 +123,27 @@ def test_forming_takes_three_calls_of_each_rank() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(3) as pool:
         formed = list(pool.map(lambda rank: member(controller, rank, 3), range(3)))
         assert controller.calls == 9 and [each.rank for each in formed] == [0, 1, 2]
+
+
+def test_a_group_with_an_operation_that_nobody_waits_for_can_be_let_go_of_at_once() -> None:
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        mine, theirs = pool.map(lambda rank: member(controller, rank, 2), range(2))
+    work = mine.all_reduce(torch.ones(3), timeout_s=1000.0)
+    mine.keep_for(work)
+    assert mine.is_kept
+    graveyard = Graveyard()
+    begin_s = time.monotonic()
+    graveyard.bury(mine)
+    del mine
+    gc.collect()
+    assert time.monotonic() - begin_s < 2.0 and len(graveyard) == 0
+    assert not work.is_completed()
+    del theirs  # which ends the operation
+    gc.collect()
+    deadline = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert work.is_completed()
 
 
 def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:
