@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -242,6 +243,8 @@ def ddp(build: Any, batch: int) -> dict[str, Tensor]:
             optimizer.zero_grad()
             loss_of(wrapped, x, y).backward()
             optimizer.step()
+    # DDP ends its group holding the GIL, which the group's threads need to let go of the last step's work: a deadlock.
+    time.sleep(0.3)
     dist.destroy_process_group()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
