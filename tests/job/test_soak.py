@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import inspect
 import os
 import random
 import signal
@@ -22,8 +21,6 @@ from ray import tune
 import elastic_ray as er
 import tuning
 from elastic_ray.events import JobPhase
-from elastic_ray.job import controller
-from elastic_ray.record.record import JobRecord
 from tests.job import traced
 from tests.job.shaky_storage import shaky
 from tests.job.soak_faults import Fault, FaultKind, schedule, shown
@@ -42,12 +39,7 @@ SLOTS = 2  # of a node
 LEAST_NODES, MOST_NODES = 1, 4
 JOBS = 3  # at a time, beside the sweep
 TRIALS = 4  # of a sweep, two at a time; when it is over the next one begins
-# What a job does not survive yet: its controller's death, and storage that fails when the controller looks first.
-_FATAL = {
-    FaultKind.KILL_CONTROLLER: "max_restarts" not in inspect.getsource(controller.start),
-    FaultKind.FAIL_STORAGE: "storage" in inspect.signature(JobRecord.__init__).parameters,
-}
-KINDS = [kind for kind in FaultKind if not _FATAL.get(kind, False)]
+KINDS = list(FaultKind)
 # Classes of processes, as their titles say
 _OF_RAY = ("IDLE", "SPILL", "RESTORE", "DELETE", "DashboardAgent", "RuntimeEnvAgent")
 STAYS = (*_OF_RAY, "Allocator")  # as long as Ray does
