@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.worker.stand_in import standing_in
-from elastic_ray.worker.train_loop import Packed, pack
+from elastic_ray.worker.lazy_patch import patched
+from elastic_ray.worker.train_loop import PickledTrainLoop, pack
 
 _HOME = "ray.train._internal.session"
 
@@ -16,9 +16,9 @@ def in_tune(packed: bytes) -> bytes:
     return pack(_InTune(packed), {})
 
 
-class _InTune(Packed):
+class _InTune(PickledTrainLoop):
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        with standing_in(_HOME, "_session", _Session()):
+        with patched(_HOME, "_session", _Session()):
             return super().__call__(config)
 
 

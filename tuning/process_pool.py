@@ -12,7 +12,7 @@ import ray
 
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.warm_pool.processes import pool_client, start_process
-from elastic_ray.worker.tenant import own_tenancy
+from elastic_ray.worker.ownership import calling_owner
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ProcessPool:
     """
 
     def __init__(self, sweep: str) -> None:
-        self._tenancy = own_tenancy(f"sweep:{sweep}")
+        self._owner = calling_owner(f"sweep:{sweep}")
         self._kinds: dict[str, JobSpec] = {}
         self._idle: list[_Process] = []
         self._lent: dict[str, list[_Process]] = {}
@@ -62,14 +62,14 @@ class ProcessPool:
             self._idle.remove(process)
         else:
             # Not one that is only starting: the run does not wait for long.
-            pooled = await pool_client(kind, self._tenancy).take(node, starting=False)
+            pooled = await pool_client(kind, self._owner).take(node, starting=False)
             if run not in self._lent:  # settled meanwhile
                 if pooled is not None:
                     ray.kill(pooled[0])
                 return None
             ready = pooled is not None
-            name = f"worker:{self._tenancy.holder}/{secrets.token_hex(8)}"
-            actor = pooled[0] if pooled is not None else start_process(kind, node, self._tenancy, name)
+            name = f"worker:{self._owner.holder}/{secrets.token_hex(8)}"
+            actor = pooled[0] if pooled is not None else start_process(kind, node, self._owner, name)
             process = _Process(actor=actor, kind=kind, node=node, ready=ready)
         self._lent[run].append(process)
         return process.actor, process.ready

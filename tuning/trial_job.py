@@ -32,7 +32,7 @@ from elastic_ray.driver.lease import START_TIMEOUT_S
 from elastic_ray.driver.trainer import ElasticTrainer, check_resources
 from elastic_ray.events import JobStatus, Report
 from elastic_ray.job.spec import JobSpec, TrialSpec
-from elastic_ray.membership.proof import new_secret
+from elastic_ray.membership.authentication import new_secret
 from elastic_ray.worker.train_loop import with_config
 from placement.allocator.actor import NAMESPACE, get_or_create_allocator
 from placement.storage.private_files import open_output

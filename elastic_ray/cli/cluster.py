@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.cli.rows import Known
+from elastic_ray.cli.rows import JobAnswers
 from elastic_ray.driver.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
@@ -92,7 +92,7 @@ def _probe(address: str) -> None:
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def known_jobs() -> tuple[Known, ...]:
+def known_jobs() -> tuple[JobAnswers, ...]:
     """All jobs whose controllers live: plain ones and a sweep's trials."""
     named = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
     found: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def known_jobs() -> tuple[Known, ...]:
     known = []
     for name, (status, spec) in calls.items():
         try:
-            known.append(Known(actor=name, status=_ready(status), spec=_ready(spec)))
+            known.append(JobAnswers(actor=name, status=_ready(status), spec=_ready(spec)))
         except RayActorError:  # it has just ended
             continue
     return tuple(known)
@@ -124,7 +124,7 @@ def _ready(ref: Any) -> Any | None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Job:
+class JobClient:
     """One job's controller.
 
     Attributes:
@@ -132,7 +132,7 @@ class Job:
         controller: handle of its actor.
     """
 
-    known: Known
+    known: JobAnswers
     controller: Any
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -185,7 +185,7 @@ class JobGoneError(click.ClickException):
         super().__init__(f"job {job!r} has just ended")
 
 
-def find_jobs(name: str) -> tuple[Job, ...]:
+def find_jobs(name: str) -> tuple[JobClient, ...]:
     """The job of this name, or else the jobs of the submission of this name; none if there is neither."""
     known = known_jobs()
     chosen = [each for each in known if each.job == name]
@@ -193,11 +193,11 @@ def find_jobs(name: str) -> tuple[Job, ...]:
     jobs = []
     for each in chosen:
         with contextlib.suppress(ValueError):
-            jobs.append(Job(each, ray.get_actor(each.actor, namespace=NAMESPACE)))
+            jobs.append(JobClient(each, ray.get_actor(each.actor, namespace=NAMESPACE)))
     return tuple(jobs)
 
 
-def find_job(name: str) -> Job:
+def find_job(name: str) -> JobClient:
     """The one job of this name, or of this submission.
 
     Raises:

@@ -16,7 +16,7 @@ from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent
 
 if TYPE_CHECKING:
-    from elastic_ray.cli.cluster import Job
+    from elastic_ray.cli.cluster import JobClient
 
 _STOP_S = 30.0
 _POLL_S = 0.5
@@ -160,7 +160,7 @@ def follow_script(submission: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _follow_events(found: Job, *, follow: bool) -> None:
+def _follow_events(found: JobClient, *, follow: bool) -> None:
     from elastic_ray.cli.cluster import JobGoneError
 
     name, shown = found.known.job, 0

@@ -25,7 +25,7 @@ DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class JobAnswers:
     """What a job's controller has answered.
 
     Attributes:
@@ -130,13 +130,13 @@ class JobRow:
 
 
 def job_rows(
-    known: Sequence[Known], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
+    known: Sequence[JobAnswers], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
 ) -> tuple[JobRow, ...]:
     """Every job that its controller or the allocator knows, and scripts that have none; in the order of arrival."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in known]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
-    rows += [_job_row(Known(actor=f"job:{job}"), state) for job, state in states.items()]
+    rows += [_job_row(JobAnswers(actor=f"job:{job}"), state) for job, state in states.items()]
     begun = {row.submission for row in rows}
     silent = {row.job for row in rows if row.phase == "silent"}  # its controller has not said where it comes from
     rows += [
@@ -145,7 +145,7 @@ def job_rows(
     return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
 
 
-def _job_row(known: Known, state: JobState | None) -> JobRow:
+def _job_row(known: JobAnswers, state: JobState | None) -> JobRow:
     status, spec = known.status, known.spec
     view = state.view if state is not None else None
     row = JobRow(

@@ -98,7 +98,7 @@ def _number(value: float) -> str:
     return f"{value / 1000:.3g}k" if value >= 1000 else f"{value:.3g}"
 
 
-class Progress:
+class JobDisplay:
     """Shows statuses and events: a live line with events above it on a terminal, plain lines elsewhere.
 
     A context manager; nothing it does may stop a job, so a broken stream only ends the display.
@@ -126,7 +126,7 @@ class Progress:
         self._works = True
         self._live = _live(self._stream) if _is_terminal(self._stream) else None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> JobDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -20,7 +20,7 @@ from ray.train.v2.api.result import Result
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.access import join
-from elastic_ray.driver.display import Progress
+from elastic_ray.driver.display import JobDisplay
 from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
@@ -153,7 +153,7 @@ class ElasticTrainer:
             TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
         """
         handle = self._submit(dataclasses.replace(self.spec(), shown=True))
-        with Progress() as progress:
+        with JobDisplay() as progress:
             try:
                 _watch(handle, progress)
             except KeyboardInterrupt:
@@ -254,7 +254,7 @@ def _name_taken(job: str) -> str:
     )
 
 
-def _watch(handle: JobHandle, progress: Progress) -> None:
+def _watch(handle: JobHandle, progress: JobDisplay) -> None:
     """Show a job until its end."""
     shown = 0
     after: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.session.link import LoaderInfo, StepReport
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
@@ -20,7 +20,7 @@ _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still 
 _TELL = 0.1  # relative change of a step time that is told
 
 
-class BatchDesk:
+class BatchPlanner:
     """Collects step reports, keeps a fitted model for each GPU type, and chooses batches.
 
     The GPU type is that of the nodes of the group; a group on several types has None, and is measured apart.
@@ -106,7 +106,7 @@ class BatchDesk:
                 tuner.set_noise(NoiseScale(*self._measured.noise))
         return self._tuners[gpu]
 
-    def choose(self, plan: Plan, gpu: str | None = "") -> BatchChoice | None:
+    def choose(self, plan: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
         """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
         if self.loader is None:
             return None
@@ -119,7 +119,7 @@ class BatchDesk:
             del self._gpus[generation]
         return decision.choice
 
-    def take_over(self, plan: Plan, gpu: str | None) -> None:
+    def take_over(self, plan: GenerationSpec, gpu: str | None) -> None:
         """The generation in effect was chosen for by a controller before this one."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)

@@ -22,20 +22,20 @@ from elastic_ray.driver.ray_nodes import may_autoscale
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.background import Background
 from elastic_ray.job.journal import (
+    ControllerState,
     Journal,
-    Noted,
     delete_train_loop,
     run_of,
     store_train_loop,
     stored_train_loop,
 )
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.job.supervisor import RunningJob
-from elastic_ray.membership.bootstrap import Bootstrap, Meeting
+from elastic_ray.job.supervisor import JobSupervisor
+from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.warm_pool.processes import end_strays
 from elastic_ray.worker.messages import Greeting, Introduction, StateSaved, WorkerMessage
-from elastic_ray.worker_group.failure_detector import Pulse
-from elastic_ray.worker_group.reconnection import Gathering
+from elastic_ray.worker_group.failure_detector import FailureDetector
+from elastic_ray.worker_group.reconnection import Reconnection
 from placement.allocator.actor import head_actor
 from placement.ray_cluster import groups
 from placement.text import log_plainly
@@ -85,8 +85,8 @@ class JobController:
         remembered = self._journal.read()
         if self._stored_train_loop:
             self._journal.note_train_loop(self._stored_train_loop)
-        self._gathering: Gathering | None = None
-        self._noted: Noted | None = None
+        self._reconnection: Reconnection | None = None
+        self._state_before: ControllerState | None = None
         if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
             spec = self._journal.trial() or spec
         elif spec.stored_train_loop:
@@ -96,9 +96,9 @@ class JobController:
         if remembered is None:
             self._recovered.set()
         else:
-            self._noted = remembered[0]
-            self._gathering = Gathering(self._noted)
-            if self._noted.run == run_of(spec):
+            self._state_before = remembered[0]
+            self._reconnection = Reconnection(self._state_before)
+            if self._state_before.run == run_of(spec):
                 self._job.recall(*remembered)
             else:
                 life = self._leave
@@ -106,7 +106,7 @@ class JobController:
 
     async def _leave(self) -> None:
         """It died between two trials: the last one is over, and for the next one the sweep starts another."""
-        job = self._noted.job if self._noted is not None else self._spec.job
+        job = self._state_before.job if self._state_before is not None else self._spec.job
         logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
         try:
             await asyncio.wait_for(asyncio.to_thread(groups.release_all, job), _RELEASE_S)
@@ -124,9 +124,9 @@ class JobController:
     def _begin(self, spec: JobSpec, named: int = 0) -> None:
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
-        self._job = RunningJob(spec, self._handle, self._background, self._journal, named=named)
+        self._job = JobSupervisor(spec, self._handle, self._background, self._journal, named=named)
         self._bootstrap = Bootstrap(spec.secret, self._job.group.is_member)
-        self._lease = Pulse(spec.elastic.lease_s)
+        self._lease = FailureDetector(spec.elastic.lease_s)
         self._lease.heard(_DRIVER)
         self._closed = asyncio.Event()
         self._dismissed = asyncio.Event()
@@ -176,19 +176,19 @@ class JobController:
         """
         await self._recovered.wait()
         self._job.hold(workers)
-        await self._noted_down()
+        await self._persist_state()
 
     async def release(self) -> None:
         """Leave the job's size to the allocator again."""
         await self._recovered.wait()
         self._job.hold(None)
-        await self._noted_down()
+        await self._persist_state()
 
     async def weigh(self, weight: float) -> None:
         """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
         await self._recovered.wait()
         self._job.weigh(weight)
-        await self._noted_down()
+        await self._persist_state()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
@@ -201,11 +201,11 @@ class JobController:
         if now:
             self._job.finish(JobPhase.STOPPED)
         self._job.stop()
-        await self._noted_down()
+        await self._persist_state()
 
-    async def _noted_down(self) -> None:
+    async def _persist_state(self) -> None:
         """What a driver was told to be so is so also after this process's end."""
-        self._job.note_down()
+        self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
@@ -279,16 +279,16 @@ class JobController:
 
     async def greet(self, worker: str, token: str) -> Greeting:
         """A process asks whether it is this controller's; ``worker`` is empty while it is idle."""
-        if self._gathering is not None:
+        if self._reconnection is not None:
             return Greeting.INTRODUCE if worker else Greeting.STRANGER
         return Greeting.KNOWN if self._job.group.knows(worker, token) else Greeting.STRANGER
 
     async def introduce(self, told: Introduction) -> None:
         """A worker of the controller before this one tells who it is."""
-        if self._gathering is not None:
-            self._gathering.hear(told)
+        if self._reconnection is not None:
+            self._reconnection.hear(told)
 
-    async def bootstrap(self, call: Meeting) -> dict[str, bytes]:
+    async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Members of a generation that is being formed tell each other where they listen.
 
         Raises:
@@ -323,7 +323,7 @@ class JobController:
             try:
                 await self._recover()
             finally:
-                self._gathering = None
+                self._reconnection = None
                 self._recovered.set()
             opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
             while not self._over():
@@ -346,33 +346,33 @@ class JobController:
 
     async def _recover(self) -> None:
         """After a restart: hear who lives, release what nobody holds, and go on."""
-        if self._gathering is None or self._noted is None:
+        if self._reconnection is None or self._state_before is None:
             return
-        job, noted = self._job, self._noted
-        job.note_revival(noted)
+        job, state = self._job, self._state_before
+        job.journal_revival(state)
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
         ended = job.record.phase.ended
-        told = () if ended else await self._gathering.complete()
-        await self._release_others(noted, told)
-        self._gathering = None
+        told = () if ended else await self._reconnection.complete()
+        await self._release_others(state, told)
+        self._reconnection = None
         if not told and not ended:
             await job.open()  # what starts now starts from what is stored
-        job.take_over(noted, told)
-        await self._noted_down()
+        job.take_over(state, told)
+        await self._persist_state()
 
-    async def _release_others(self, noted: Noted, told: Collection[Introduction]) -> None:
+    async def _release_others(self, state: ControllerState, told: Collection[Introduction]) -> None:
         """Give back what none of these workers holds: reservations, and processes that were only starting."""
 
         def release() -> None:
-            groups.release_all(noted.job, but={each.group for each in told})
-            end_strays(noted.job, {each.process for each in told})
+            groups.release_all(state.job, but={each.group for each in told})
+            end_strays(state.job, {each.process for each in told})
 
         try:
             await asyncio.wait_for(asyncio.to_thread(release), _RELEASE_S)
         except (
             Exception
         ) as error:  # the control store is away: the allocator finds groups, and processes end themselves
-            logger.warning("job %s: what no worker holds was not given back: %s", noted.job, error)
+            logger.warning("job %s: what no worker holds was not given back: %s", state.job, error)
 
     async def _is_renewed(self) -> bool:
         """Wait for another trial, if this job is one whose processes are kept."""
@@ -388,7 +388,7 @@ class JobController:
         begun, spec = self._begun, self._next.result()
         await asyncio.to_thread(self._journal.begin_again, spec)
         self._begin(spec, self._job.group.machine.named)
-        self._job.note_down()
+        self._job.journal_state()
         if not await asyncio.to_thread(self._journal.flush, _NOTE_S):  # a controller after this one would not know it
             raise TimeoutError("Ray's control store has not taken the note of another trial")
         begun.set()

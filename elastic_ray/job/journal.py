@@ -34,7 +34,7 @@ _MOST_VALUE = 1 << 16  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class ControllerState:
     """A job as its controller knew it.
 
     Attributes:
@@ -104,8 +104,8 @@ class Noted:
     return_value: str | None = None
 
     @classmethod
-    def from_json(cls, text: str) -> Noted:
-        """The inverse of ``json.dumps(dataclasses.asdict(noted))``.
+    def from_json(cls, text: str) -> ControllerState:
+        """The inverse of ``json.dumps(dataclasses.asdict(state))``.
 
         Raises:
             ValueError: it is something else.
@@ -177,13 +177,13 @@ class Journal:
     def __init__(self, controller: str) -> None:
         self._controller = controller
         self._lock = threading.Condition()
-        self._noted: str | None = None
+        self._last: str | None = None
         self._pending: dict[str, str] = {}
         self._closed = False
         self._events = 0
         self._thread: threading.Thread | None = None
 
-    def read(self) -> tuple[Noted, tuple[JobEvent, ...]] | None:
+    def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
         """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
@@ -192,13 +192,13 @@ class Journal:
         lines = [internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys]
         events = tuple(JobEvent.from_json(line.decode()) for line in lines if line is not None)
         self._events = len(events)
-        return Noted.from_json(text.decode()), events
+        return ControllerState.from_json(text.decode()), events
 
-    def note(self, noted: Noted) -> None:
+    def note(self, state: ControllerState) -> None:
         """Note the job down, if anything has changed; returns at once."""
-        text = json.dumps(dataclasses.asdict(noted))
-        if text != self._noted:
-            self._noted = text
+        text = json.dumps(dataclasses.asdict(state))
+        if text != self._last:
+            self._last = text
             self._put("job", text)
 
     def add(self, event: JobEvent) -> None:

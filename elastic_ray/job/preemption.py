@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_ray.membership.signals import Target
+from elastic_ray.membership.signals import Allocated
 
 _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again changes nothing
 
@@ -18,7 +18,7 @@ class Preemption:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._then: Target | None = None
+        self._then: Allocated | None = None
         self._since_s = self._reminded_s = 0.0
         self.reason = ""
 
@@ -27,12 +27,12 @@ class Preemption:
         """Whether the job is being preempted."""
         return self._then is not None
 
-    def begin(self, then: Target, now_s: float) -> None:
+    def begin(self, then: Allocated, now_s: float) -> None:
         """The job is to have no nodes."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
-    def follow(self, then: Target) -> None:
+    def follow(self, then: Allocated) -> None:
         """A later allocation; it holds once the job has stopped, for ranks may have stopped already."""
         self._then = then
 
@@ -62,7 +62,7 @@ class Preemption:
         """How long it has lasted [s]."""
         return now_s - self._since_s
 
-    def end(self) -> Target | None:
+    def end(self) -> Allocated | None:
         """It is over: what follows; None if there was none."""
         then, self._then = self._then, None
         return then

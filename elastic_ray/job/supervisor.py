@@ -14,13 +14,14 @@ from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.background import Background
-from elastic_ray.job.batch_planner import BatchDesk
-from elastic_ray.job.journal import Journal, Noted, as_text, from_text, run_of
+from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.job.journal import ControllerState, Journal, as_text, from_text, run_of
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.plan import Cancel, SetBatch, Stop
+from elastic_ray.membership.messages import Cancel, SetBatch, Stop
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
+    Allocated,
     Finished,
     Left,
     Lost,
@@ -30,22 +31,21 @@ from elastic_ray.membership.signals import (
     Rerun,
     StepFailed,
     Switched,
-    Target,
 )
 from elastic_ray.record import views
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.report_queue import ReportFeed
-from elastic_ray.record.writer import Scribe, unreadable
+from elastic_ray.record.report_queue import ReportQueue
+from elastic_ray.record.writer import RecordWriter, unreadable
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.session.link import StepReport
 from elastic_ray.worker.messages import (
-    Beat,
     Introduction,
     RunResult,
     StateSaved,
     WorkerCouldNotForm,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerMessage,
     WorkerOutOfMemory,
     WorkerReady,
@@ -66,7 +66,7 @@ _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 _LOOK_AGAIN_S = 10.0
 
 
-class RunningJob:
+class JobSupervisor:
     """From its submission to its end. All of it runs in the controller's event loop, so nothing here needs a lock.
 
     Args:
@@ -78,7 +78,7 @@ class RunningJob:
 
     Attributes:
         record: its phase, events and reports.
-        feed: its reports, one by one.
+        report_queue: its reports, one by one.
         group: its workers.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
@@ -88,11 +88,11 @@ class RunningJob:
     ) -> None:
         self._spec, self._background, self._journal = spec, background, journal
         self.record = JobRecord(spec)
-        self._scribe = Scribe(spec, self.record, background, self._of_storage)
-        self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
-        self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
+        self._writer = RecordWriter(spec, self.record, background, self._of_storage)
+        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch)
+        self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
         self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
-        self.feed = ReportFeed(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
+        self.report_queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
@@ -111,7 +111,7 @@ class RunningJob:
         self._return_value: Sealed | None = None
         self._begun_after = 0
         self._looking = False
-        self._later: Target | None = None
+        self._later: Allocated | None = None
         self._written: asyncio.Task[None] | None = None
         self.vacated: asyncio.Task[None] | None = None
 
@@ -119,7 +119,7 @@ class RunningJob:
 
     def status(self) -> JobStatus:
         """The job now."""
-        return views.job_status(self._spec, self._desk, self.record, self.group.machine)
+        return views.job_status(self._spec, self._planner, self.record, self.group.machine)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
@@ -132,7 +132,7 @@ class RunningJob:
             ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         if workers is not None:
-            views.check_size(workers, self._spec, self._desk)
+            views.check_size(workers, self._spec, self._planner)
         self._held_at = workers
         self._allocator.soon()
 
@@ -145,7 +145,7 @@ class RunningJob:
         """End the job after the step in progress."""
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
-            self.feed.close()
+            self.report_queue.close()
             self.group.post_to_members(Stop())
             if self._looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
@@ -158,7 +158,7 @@ class RunningJob:
             return
         if not nodes and self.record.phase is JobPhase.WAITING:
             self.record.message = reason
-        target = Target(nodes=nodes, reason=reason)
+        target = Allocated(nodes=nodes, reason=reason)
         if self._looking:
             self._later = target
         elif self._preemption.active:
@@ -175,7 +175,7 @@ class RunningJob:
         if not self.group.heard(worker):
             return
         match message:
-            case Beat():
+            case WorkerHeartbeat():
                 self.group.beat(worker, message)
                 self.record.waits(worker, "" if message.ending else message.waits)
                 if message.report is not None:
@@ -184,7 +184,7 @@ class RunningJob:
                 if resumed and resumed != self._resumed and self.group.machine.current is None:
                     self._resumed = resumed
                     self._event(EventKind.RESUMED, 0, 0, resumed)
-                self._desk.open(loader)
+                self._planner.open(loader)
                 self.group.take(Ready(worker=worker, has_state=has_state, loaded=loaded))
             case WorkerFailed(generation=generation, cause=cause):
                 self.group.take(StepFailed(worker=worker, generation=generation, cause=cause))
@@ -202,7 +202,7 @@ class RunningJob:
                 await self._report(message)
 
     def _observe(self, report: StepReport) -> None:
-        before = self._desk.observe(report)
+        before = self._planner.observe(report)
         if before is not None:
             detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
             self._event(EventKind.BATCH, report.replicas, report.replicas, self.record.batch_reason, detail=detail)
@@ -212,12 +212,12 @@ class RunningJob:
         if message.again:
             self._report_again(message, workers)
             return
-        self._scribe.delete(self.record.report(message, workers))
+        self._writer.delete(self.record.report(message, workers))
         if message.problem:
             self._of_storage(message.problem)
         if message.held is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
-        self.feed.put(
+        self.report_queue.put(
             Report(
                 index=message.index,
                 metrics=message.metrics,
@@ -226,20 +226,20 @@ class RunningJob:
                 epochs_done=int(message.resume_point.get("epoch", 0)),
             )
         )
-        await self.feed.turn(message.index)
+        await self.report_queue.turn(message.index)
 
     def _report_again(self, message: WorkerReport, workers: int) -> None:
         """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
         if (report := self.record.report_again(message, workers)) is not None:
-            self.feed.put(report)
+            self.report_queue.put(report)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
-        wanted = self.feed.wanted(after)
-        if self.feed.gone(wanted):
-            report = await self._scribe.report(wanted, self.feed.oldest - 1)
-            return report or await self.feed.next(self.feed.oldest - 1, wait_s)
-        return await self.feed.next(after, wait_s)
+        wanted = self.report_queue.wanted(after)
+        if self.report_queue.gone(wanted):
+            report = await self._writer.report(wanted, self.report_queue.oldest - 1)
+            return report or await self.report_queue.next(self.report_queue.oldest - 1, wait_s)
+        return await self.report_queue.next(after, wait_s)
 
     def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
@@ -257,7 +257,7 @@ class RunningJob:
 
     def _out_of_memory(self, worker: str, atomic_bsz: int, *, whole: bool) -> None:
         try:
-            reason = self._desk.out_of_memory(atomic_bsz)
+            reason = self._planner.out_of_memory(atomic_bsz)
         except BatchDoesNotFitError as error:
             self.finish(JobPhase.FAILED, error=error)
             return
@@ -293,7 +293,7 @@ class RunningJob:
             case _:
                 self.finish(JobPhase.FAILED, error=result.error)
 
-    def noted(self, note: Note) -> None:
+    def happened(self, note: Note) -> None:
         """A group trains, or has failed."""
         self.record.nobody_waits()
         before, after, history = note.from_workers, note.to_workers, self.group.history
@@ -301,7 +301,7 @@ class RunningJob:
         if note.kind is EventKind.CANCELLED:
             return
         if note.kind is EventKind.FAILURE:
-            steps = self._desk.latest.total_steps if self._desk.latest is not None else 0
+            steps = self._planner.latest.total_steps if self._planner.latest is not None else 0
             if history.is_stuck(steps):
                 self.finish(JobPhase.FAILED, error=RuntimeError(history.stuck_because(note.reason)))
                 return
@@ -367,13 +367,13 @@ class RunningJob:
         Raises:
             OSError: it could not be read within ``timeout_s``.
         """
-        stored = await self._scribe.look(timeout_s)
-        self._scribe.delete(self.record.found(stored))
+        stored = await self._writer.look(timeout_s)
+        self._writer.delete(self.record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None
         if self._looking and last is not None and last.index > max(self.record.last_report, self._begun_after):
             # Its rank 0 was lost before it could tell.
             self.record.restored(last)
-            self.feed.put(Report(index=last.index, metrics=last.metrics, checkpoint=last.path))
+            self.report_queue.put(Report(index=last.index, metrics=last.metrics, checkpoint=last.path))
 
     def _may_be_preempted(self) -> bool:
         """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
@@ -413,13 +413,13 @@ class RunningJob:
 
     # -- when the controller's process dies --------------------------------------------------------------------
 
-    def note_down(self) -> None:
+    def journal_state(self) -> None:
         """For the controller after this one."""
-        self._journal.note(self._noted())
+        self._journal.note(self._state())
 
-    def _noted(self) -> Noted:
+    def _state(self) -> ControllerState:
         machine, history, goal = self.group.machine, self.group.history, self.group.goal
-        return Noted(
+        return ControllerState(
             job=self._spec.job,
             run=run_of(self._spec),
             phase=self.record.phase.value,
@@ -453,22 +453,22 @@ class RunningJob:
             return_value=as_text(self._return_value) if self.record.phase.ended else None,
         )
 
-    def recall(self, noted: Noted, events: tuple[JobEvent, ...]) -> None:
+    def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
         """What the controller before this one has noted down."""
         now_s = time.time()
-        self.record.recall(JobPhase(noted.phase), noted.message, events)
-        self._submitted_s = noted.submitted_s
-        self._begin_s = time.monotonic() - max(0.0, now_s - noted.submitted_s)
-        self._held_at, self._weight, self._saved = noted.held_at, noted.weight, noted.saved
-        self._losses.failures, self._losses.lost = noted.failures, noted.lost
-        self.group.history.recall(noted)
-        self._revivals = (*(at_s for at_s in noted.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
-        self._claimed, self._first_report = set(noted.claimed), noted.first_report
-        self._return_value = from_text(noted.return_value)
+        self.record.recall(JobPhase(state.phase), state.message, events)
+        self._submitted_s = state.submitted_s
+        self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
+        self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
+        self._losses.failures, self._losses.lost = state.failures, state.lost
+        self.group.history.recall(state)
+        self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
+        self._claimed, self._first_report = set(state.claimed), state.first_report
+        self._return_value = from_text(state.return_value)
 
-    def note_revival(self, noted: Noted) -> None:
+    def journal_revival(self, state: ControllerState) -> None:
         """Before anything is heard that might end this controller as the one before."""
-        self._journal.note(dataclasses.replace(noted, revivals=self._revivals))
+        self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def _end_again(self) -> None:
         """The job had ended before this controller knew all that the one before it did."""
@@ -477,10 +477,10 @@ class RunningJob:
             error = RuntimeError(message)
         self.record.end(phase, error=error, return_value=self._return_value, message=message)
         if phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._scribe.delete_states()
-        self._written = self._background.start(self._scribe.finish())
+            self._writer.delete_states()
+        self._written = self._background.start(self._writer.finish())
 
-    def take_over(self, noted: Noted, told: Sequence[Introduction]) -> None:
+    def take_over(self, state: ControllerState, told: Sequence[Introduction]) -> None:
         """Go on with the workers that the controller before this one had, as far as they live."""
         if self.record.phase.ended:
             return
@@ -488,13 +488,13 @@ class RunningJob:
             why = f"its controller died {len(self._revivals)} times within {_REVIVALS_WITHIN_S:.0f} s"
             self.finish(JobPhase.FAILED, error=RuntimeError(why))
             return
-        self.group.take_over(told, noted)
+        self.group.take_over(told, state)
         workers = self.group.machine.world_size
-        reason = f"its controller was restarted; {len(told)} of {len(noted.processes)} workers are there"
-        self._event(EventKind.RECOVERED, noted.world_size, workers, reason)
-        if noted.preempted is not None:
-            self._preemption.begin(Target(nodes={}, reason=noted.preempted), time.monotonic())
-        if noted.stopping:
+        reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
+        self._event(EventKind.RECOVERED, state.world_size, workers, reason)
+        if state.preempted is not None:
+            self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
+        if state.stopping:
             self.stop()
         self._allocator.soon()
 
@@ -523,15 +523,15 @@ class RunningJob:
                 self._end_again()
             return
         self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
-        self.feed.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
+        self.report_queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self.group.machine.workers:
             self.group.machine.reset(first_most=self.record.workers_at_most)
 
     async def _catch_up(self) -> None:
         """Go on with the files of the controller before this one."""
         if self._first_report is not None:
-            for report in await self._scribe.catch_up(self._first_report):
-                self.feed.put(report)
+            for report in await self._writer.catch_up(self._first_report):
+                self.report_queue.put(report)
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""
@@ -540,7 +540,7 @@ class RunningJob:
 
     def tell_storage(self, now_s: float) -> None:
         """Some ten times a second from the beginning to the end, also before the first tick."""
-        self._scribe.tick(now_s)
+        self._writer.tick(now_s)
 
     def tick(self) -> None:
         """Some ten times a second until it has ended."""
@@ -552,19 +552,19 @@ class RunningJob:
             self.group.post(self.group.training(), Stop(save=True))
         if why := self._preemption.failed(now_s, self.group.training()):
             self._suspend(why)
-        snapshot = self._desk.due(now_s)
+        snapshot = self._planner.due(now_s)
         if snapshot is not None:
             self._background.start(self._fit(snapshot))
         self._allocator.tick(now_s)
-        self.note_down()
+        self.journal_state()
 
     async def _fit(self, snapshot: Any) -> None:
-        self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+        self._change_batch(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
 
     def _hear_allocator(self, answer: Answer) -> None:
         self.record.cost_usd, self.record.note = answer.cost_usd, answer.note
         if answer.priors:
-            self._change_batch(self._desk.advise(answer.priors))
+            self._change_batch(self._planner.advise(answer.priors))
 
     def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
         plan = self.group.machine.current
@@ -575,7 +575,7 @@ class RunningJob:
     def _view(self) -> JobView:
         return views.allocator_view(
             self._spec,
-            self._desk,
+            self._planner,
             self.group.history,
             resume_point=self.record.resume_point,
             submitted_s=self._submitted_s,
@@ -612,14 +612,14 @@ class RunningJob:
             self.record.end(phase, error=error, return_value=self._return_value, message=reason)
         else:  # what the controller before this one has heard is still being read
             self.record.phase, self.record.message = phase, reason
-        self.feed.close()
-        self._desk.close()
-        self.note_down()
+        self.report_queue.close()
+        self._planner.close()
+        self.journal_state()
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
         if phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._scribe.delete_states()
+            self._writer.delete_states()
         if self.record.outcome() is not None:
-            self._written = self._background.start(self._scribe.finish())
+            self._written = self._background.start(self._writer.finish())
         if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())
         else:

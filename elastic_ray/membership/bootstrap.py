@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from elastic_ray.membership.proof import prove, proves
+from elastic_ray.membership.authentication import sign, verify
 
 _GENERATIONS_KEPT = 4  # the present one, the one that is being formed, and those that are being given up
 _LONGEST_KEY = 256
@@ -24,13 +24,13 @@ class BootstrapRefusedError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class BootstrapCall:
     """One call of a member that forms a generation.
 
     Attributes:
         generation: the generation.
         worker: the member.
-        proof: that it knows the job's secret (:func:`signed`).
+        mac: that it knows the job's secret (:func:`call_mac`).
         tells: what the others are to know, by key.
         wants: keys that it waits for.
         wait_s: how long [s].
@@ -38,15 +38,15 @@ class Meeting:
 
     generation: int
     worker: str
-    proof: bytes = dataclasses.field(repr=False)
+    mac: bytes = dataclasses.field(repr=False)
     tells: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
     wants: tuple[str, ...] = ()
     wait_s: float = 0.0
 
 
-def signed(secret: str, generation: int, worker: str) -> bytes:
-    """The proof that a worker's calls for a generation carry."""
-    return prove(secret, "bootstrap", generation, worker)
+def call_mac(secret: str, generation: int, worker: str) -> bytes:
+    """The authentication code that a worker's calls for a generation carry."""
+    return sign(secret, "bootstrap", generation, worker)
 
 
 class _Table:
@@ -91,13 +91,13 @@ class Bootstrap:
         self._is_member = is_member
         self._tables: dict[int, _Table] = {}
 
-    async def meet(self, call: Meeting) -> dict[str, bytes]:
+    async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
 
         Raises:
             BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
         """
-        if not proves(call.proof, self._secret, "bootstrap", call.generation, call.worker):
+        if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")
         if not self._is_member(call.generation, call.worker):
             raise BootstrapRefusedError(f"{call.worker} is no member of generation {call.generation}")

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.recovery import Witness, recover
-from elastic_ray.membership.roster import InFlight, Phase, Roster, Worker, number
+from elastic_ray.membership.roster import InFlight, Phase, Roster, WorkerRecord, number
 from elastic_ray.membership.selection import first_group, next_group, surplus
 from elastic_ray.membership.signals import (
     AllLost,
+    Allocated,
     Announce,
     Complete,
     Finished,
@@ -32,8 +33,7 @@ from elastic_ray.membership.signals import (
     StepFailed,
     Stimulus,
     Switched,
-    Target,
-    Tick,
+    TimePassed,
     Withdraw,
 )
 
@@ -111,7 +111,7 @@ class JobMembership(Roster):
         if self._ended:
             return self._out
         match stimulus:
-            case Target():
+            case Allocated():
                 self._aim(stimulus)
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
@@ -131,7 +131,7 @@ class JobMembership(Roster):
                 self._prepare_failed(worker, generation, cause, now_s)
             case Switched(worker=worker, generation=generation, pause_s=pause_s):
                 self._switched(worker, generation, pause_s, now_s)
-            case Tick():
+            case TimePassed():
                 pass
         if not self._ended:
             self._deadlines(now_s)
@@ -142,7 +142,7 @@ class JobMembership(Roster):
     def take_over(
         self,
         witnesses: Sequence[Witness],
-        target: Target,
+        target: Allocated,
         *,
         issued: int,
         world_size: int,
@@ -188,7 +188,7 @@ class JobMembership(Roster):
             self._out, self._bereft = [], True
             self._force(f"lost {', '.join(found.gone)} while the controller was away", now_s)
             out += self._out
-        return out + self.handle(Tick(), now_s)
+        return out + self.handle(TimePassed(), now_s)
 
     @property
     def target_workers(self) -> int:
@@ -198,7 +198,7 @@ class JobMembership(Roster):
     def _may_go_on(self) -> bool:
         return any(record.has_state for record in self.workers.values() if record.phase is not Phase.LEAVING)
 
-    def _aim(self, goal: Target) -> None:
+    def _aim(self, goal: Allocated) -> None:
         target = {node: count for node, count in goal.nodes.items() if count > 0}
         if target != self._target:
             self._bereft = False
@@ -268,7 +268,7 @@ class JobMembership(Roster):
         if record.phase is not Phase.LEAVING:  # its generation is over: nobody waits for it
             self._bereave(record, cause, now_s)
 
-    def _bereave(self, record: Worker, cause: str, now_s: float) -> None:
+    def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
         """Go on without a worker that was not expected to go."""
         if record.phase is Phase.MEMBER:
             self._bereft = True
@@ -282,7 +282,7 @@ class JobMembership(Roster):
             self._not_before_s = now_s + self.config.backoff_s
         self._check_state(record, cause)
 
-    def _check_state(self, gone: Worker, cause: str) -> None:
+    def _check_state(self, gone: WorkerRecord, cause: str) -> None:
         """After all members were lost, those that started over in place were the last to hold the state."""
         idle = self.current is None and self.in_flight is None
         if gone.has_state and idle and not self.holders() and not self._ended:
@@ -294,10 +294,10 @@ class JobMembership(Roster):
 
     # -- generations -------------------------------------------------------------------------------------------
 
-    def _issue(self, members: list[Worker], *, forced: bool, reason: str, now_s: float) -> None:
+    def _issue(self, members: list[WorkerRecord], *, forced: bool, reason: str, now_s: float) -> None:
         # Whoever holds a trained state comes first: rank 0 reports, and holders are never outranked by newcomers.
         self.issued, self.announced = self.issued + 1, tuple(w.worker for w in members)
-        plan = Plan(
+        plan = GenerationSpec(
             generation=self.issued,
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
             void_below=self.issued if forced or self.current is None else 0,
@@ -342,14 +342,14 @@ class JobMembership(Roster):
         else:
             self._end(AllLost(reason=cause))
 
-    def _behind(self, survivors: Sequence[Worker]) -> bool:
+    def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
         """Whether all of them only were about to take over a state that one which starts over in place holds now."""
         if any(w.phase is Phase.MEMBER for w in survivors):
             return False
         held = max(w.held for w in survivors)
         return any(w.held > held for w in self.holders() if w not in survivors)
 
-    def _call_off(self, joiners: list[Worker]) -> None:
+    def _call_off(self, joiners: list[WorkerRecord]) -> None:
         if self.in_flight is not None and joiners:
             to = tuple(w.worker for w in joiners)
             self._out.append(Withdraw(generation=self.in_flight.plan.generation, to=to))
@@ -393,7 +393,7 @@ class JobMembership(Roster):
         if (entering or present) and self._suspicion is None:
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
-    def _entered(self, record: Worker, generation: int, now_s: float) -> None:
+    def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
         """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
         record.has_state = True
         flight = self.in_flight
@@ -517,7 +517,7 @@ class JobMembership(Roster):
             f"lost {names}: {cause}" if silent else f"generation {flight.plan.generation} could not be formed", now_s
         )
 
-    def _give_up(self, record: Worker, reason: str) -> None:
+    def _give_up(self, record: WorkerRecord, reason: str) -> None:
         del self.workers[record.worker]
         self._out.append(Release(worker=record.worker, kill=True, reason=reason))
         self._note(EventKind.CANCELLED, self.world_size + 1, f"worker {record.worker} was given up: {reason}")
@@ -544,10 +544,10 @@ class JobMembership(Roster):
             for _ in range(wanted - held.get(node, 0)):
                 self.named += 1
                 worker = f"w{self.named}"
-                self.workers[worker] = Worker(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)
+                self.workers[worker] = WorkerRecord(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)
                 self._out.append(Reserve(worker=worker, node=node))
 
-    def _change(self, leavers: list[Worker], now_s: float) -> None:
+    def _change(self, leavers: list[WorkerRecord], now_s: float) -> None:
         """Announce the next planned generation once it is worth it."""
         joiners = self.in_phase(Phase.READY)
         if not joiners and not leavers:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from elastic_ray.membership.plan import Plan
-from elastic_ray.membership.roster import InFlight, Phase, Worker, number
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.roster import InFlight, Phase, WorkerRecord, number
 from elastic_ray.membership.signals import Signal, StepFailed, Switched
 
 
@@ -35,7 +35,7 @@ class Witness:
 
     worker: str
     node: str
-    plan: Plan | None = None
+    plan: GenerationSpec | None = None
     switched: int = 0
     ready: bool = False
     has_state: bool = False
@@ -69,8 +69,8 @@ class Recovered:
         since: what the living have to tell, in order.
     """
 
-    workers: dict[str, Worker]
-    current: Plan | None
+    workers: dict[str, WorkerRecord]
+    current: GenerationSpec | None
     in_flight: InFlight | None
     issued: int
     gone: tuple[str, ...]
@@ -118,7 +118,7 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
     )
 
 
-def _record(witness: Witness, newest: Plan | None, now_s: float) -> Worker:
+def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
     # Whoever trained in a generation before, and is no member of the newest, leaves, or the others have gone on.
     passed_over = witness.veteran and newest is not None and newest.rank_of(witness.worker) is None
     if witness.leaving or passed_over:
@@ -127,7 +127,7 @@ def _record(witness: Witness, newest: Plan | None, now_s: float) -> Worker:
         phase = Phase.MEMBER
     else:
         phase = Phase.READY if witness.ready else Phase.STARTING
-    return Worker(
+    return WorkerRecord(
         worker=witness.worker,
         node=witness.node,
         phase=phase,

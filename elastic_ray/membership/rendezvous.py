@@ -17,17 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_ray.membership.authentication import MAC_BYTES, sign, verify
 from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.door import close_door
-from elastic_ray.membership.proof import PROOF_BYTES, prove, proves
+from elastic_ray.membership.socket_filter import refuse_connections
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
-_GRAVEYARD_GRACE_S = 5.0
+_RETIRED_GRACE_S = 5.0
 _BRIEFLY = timedelta(milliseconds=100)
 _CUDA_POLL_S = 2e-4
-_PROOF_TAG = 8
-_PROOF_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
+_MAC_TAG = 8
+_MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
 
 _KEPT: list[tuple[Any, Any]] = []  # operations that may never end, and their groups
@@ -95,9 +95,9 @@ class Communicator:
             lane = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
             self._gradients = _form_gloo(lane, rank, world_size, device, until_s)
             if secret:
-                self._prove_each_other(prefix, secret, nonces, until_s)
+                self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
-                close_door(store.told.values())
+                refuse_connections(store.told.values())
                 store.waits = False  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
@@ -108,7 +108,7 @@ class Communicator:
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
             ) from error
 
-    def _prove_each_other(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
+    def _authenticate_peers(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
         """Each pair of ranks proves to each other what only a worker of this job can.
 
         Raises:
@@ -119,21 +119,21 @@ class Communicator:
         def facts(backend: int, source: int, destination: int) -> tuple[str | int | bytes, ...]:
             return "peer", prefix, backend, source, destination, nonces[source], nonces[destination]
 
-        timeout = timedelta(seconds=max(0.1, min(_PROOF_TIMEOUT_S, until_s - time.monotonic())))
+        timeout = timedelta(seconds=max(0.1, min(_MAC_TIMEOUT_S, until_s - time.monotonic())))
         works, mine, theirs = [], [], {}  # gloo reads from what it sends until the work is done
         for number, backend in enumerate((self._gloo, self._gradients)):
             for peer in range(self.world_size):
                 if peer == self.rank:
                     continue
-                proof = bytearray(prove(secret, *facts(number, self.rank, peer)))
-                mine.append(torch.frombuffer(proof, dtype=torch.uint8))
-                theirs[number, peer] = torch.zeros(PROOF_BYTES, dtype=torch.uint8)
-                works.append(backend.recv([theirs[number, peer]], peer, _PROOF_TAG))
-                works.append(backend.send([mine[-1]], peer, _PROOF_TAG))
+                mac = bytearray(sign(secret, *facts(number, self.rank, peer)))
+                mine.append(torch.frombuffer(mac, dtype=torch.uint8))
+                theirs[number, peer] = torch.zeros(MAC_BYTES, dtype=torch.uint8)
+                works.append(backend.recv([theirs[number, peer]], peer, _MAC_TAG))
+                works.append(backend.send([mine[-1]], peer, _MAC_TAG))
         for work in works:
             work.wait(timeout)
         for (number, peer), told in theirs.items():
-            if not proves(told.numpy().tobytes(), secret, *facts(number, peer, self.rank)):
+            if not verify(told.numpy().tobytes(), secret, *facts(number, peer, self.rank)):
                 raise CommunicationFailedError(f"{prefix}: rank {peer} cannot prove that it is a worker of this job")
 
     def void(self) -> None:
@@ -327,22 +327,22 @@ class Communicator:
         return self._nccl if tensor.is_cuda else self._gloo
 
 
-class Graveyard:
+class RetiredCommunicators:
     """Keeps broken communicators until their last operation has surely timed out, then drops them."""
 
     def __init__(self) -> None:
-        self._buried: list[tuple[float, Communicator]] = []
+        self._retired: list[tuple[float, Communicator]] = []
 
-    def bury(self, communicator: Communicator) -> None:
+    def retire(self, communicator: Communicator) -> None:
         """Take a communicator out of use. A healthy one is dropped at once, a broken one when it is safe."""
         now_s = time.monotonic()
         if communicator.broken or communicator.voided:
-            self._buried.append((now_s + communicator.timeout_s + _GRAVEYARD_GRACE_S, communicator))
-        self._buried = [(until_s, each) for until_s, each in self._buried if until_s > now_s]
+            self._retired.append((now_s + communicator.timeout_s + _RETIRED_GRACE_S, communicator))
+        self._retired = [(until_s, each) for until_s, each in self._retired if until_s > now_s]
         _drop_ended()
 
     def __len__(self) -> int:
-        return len(self._buried)
+        return len(self._retired)
 
 
 def _drop_ended() -> None:

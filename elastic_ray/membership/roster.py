@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections import Counter
 
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 
 
 class Phase(enum.Enum):
@@ -21,7 +21,7 @@ class Phase(enum.Enum):
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Worker:
+class WorkerRecord:
     """What the machine knows of one worker.
 
     Attributes:
@@ -70,7 +70,7 @@ class InFlight:
         effective_s: when the first worker was known to have entered.
     """
 
-    plan: Plan
+    plan: GenerationSpec
     forced: bool
     since_s: float
     from_workers: int
@@ -101,8 +101,8 @@ class Roster:
     """
 
     def __init__(self) -> None:
-        self.workers: dict[str, Worker] = {}
-        self.current: Plan | None = None
+        self.workers: dict[str, WorkerRecord] = {}
+        self.current: GenerationSpec | None = None
         self.in_flight: InFlight | None = None
 
     @property
@@ -127,19 +127,19 @@ class Roster:
         """Workers from whom signs of life are expected."""
         return {w.worker for w in self.in_phase(Phase.READY, Phase.MEMBER)}
 
-    def members(self) -> list[Worker]:
+    def members(self) -> list[WorkerRecord]:
         """Living members in rank order."""
         order = [m.worker for m in self.current.members] if self.current is not None else []
         rank = {worker: index for index, worker in enumerate(order)}
         living = [w for w in self.workers.values() if w.phase is Phase.MEMBER]
         return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
 
-    def in_phase(self, *phases: Phase) -> list[Worker]:
+    def in_phase(self, *phases: Phase) -> list[WorkerRecord]:
         """Workers in these phases, oldest first."""
         chosen = [w for w in self.workers.values() if w.phase in phases]
         return sorted(chosen, key=lambda w: w.number)
 
-    def holders(self) -> list[Worker]:
+    def holders(self) -> list[WorkerRecord]:
         """Workers with a process that are known to hold a trained state."""
         return [w for w in self.in_phase(Phase.STARTING, Phase.READY, Phase.MEMBER) if w.has_state]
 
@@ -147,15 +147,15 @@ class Roster:
         """Whether the generation in flight has it as a member."""
         return self.in_flight is not None and self.in_flight.plan.rank_of(worker) is not None
 
-    def planned(self) -> list[Worker]:
+    def planned(self) -> list[WorkerRecord]:
         """Joiners of the generation in flight that have not said that they entered it."""
         return [w for w in self.in_phase(Phase.READY) if self.is_planned(w.worker)]
 
-    def entering(self) -> list[Worker]:
+    def entering(self) -> list[WorkerRecord]:
         """Those of them that enter it now: the change is under way."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
-    def silent(self, flight: InFlight) -> list[Worker]:
+    def silent(self, flight: InFlight) -> list[WorkerRecord]:
         """Living members of an announced generation that have told nothing of it."""
         told = flight.pauses.keys() | flight.failed
         return [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic_ray.membership.roster import Phase, Roster, Worker
+from elastic_ray.membership.roster import Phase, Roster, WorkerRecord
 
 
-def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[Worker], list[Worker]]:
+def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Who is too many on each node: members that are to leave, and others to be given back at once."""
-    leavers: list[Worker] = []
-    unwanted: list[Worker] = []
+    leavers: list[WorkerRecord] = []
+    unwanted: list[WorkerRecord] = []
     rank = {w.worker: index for index, w in enumerate(roster.members())}
     flying = {m.worker for m in roster.in_flight.plan.members} if roster.in_flight is not None else set()
     for node, count in roster.present().items():
@@ -28,7 +28,7 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[Worker], li
     return leavers, unwanted
 
 
-def next_group(roster: Roster, leavers: Sequence[Worker], *, min_workers: int) -> list[Worker] | None:
+def next_group(roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: int) -> list[WorkerRecord] | None:
     """Members of the next planned generation by rank; None where it is not worth one.
 
     It is not announced as long as it would have fewer than ``min_workers`` and more are on their way.
@@ -45,7 +45,7 @@ def next_group(roster: Roster, leavers: Sequence[Worker], *, min_workers: int) -
     return group
 
 
-def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> list[Worker] | None:
+def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> list[WorkerRecord] | None:
     """Members of the first generation, or of the first after all members were lost; None where it has to wait.
 
     The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Switched(Signal):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Allocated:
     """The allocator's word: how many workers on which node, and why."""
 
     nodes: Mapping[str, int]
@@ -88,11 +88,11 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
-Stimulus = Signal | Target | Tick
+Stimulus = Signal | Allocated | TimePassed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class Release:
 class Announce:
     """Tell ``to`` about a plan."""
 
-    plan: Plan
+    plan: GenerationSpec
     to: tuple[str, ...]
 
 

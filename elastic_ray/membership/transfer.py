@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_ray.membership.plan import Progress
+from elastic_ray.membership.messages import StateVersion
 
 
-def transfer_rounds(progress: Sequence[Progress]) -> list[list[tuple[int, int]]]:
+def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
     """Rounds of ``(source rank, destination rank)`` after which every rank holds the furthest state.
 
     The ranks with the furthest progress hold state; all others need it. In each round every holder sends to one

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.membership.plan import Cancel, Message, Plan, SetBatch, Stop
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+from elastic_ray.membership.messages import Cancel, ControllerMessage, GenerationSpec, SetBatch, Stop
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 class CommunicatorFactory(Protocol):
     """Forms the communicator of a plan; may take seconds, may raise ``CommunicationFailedError``."""
 
-    def __call__(self, plan: Plan, rank: int) -> Communicator: ...
+    def __call__(self, plan: GenerationSpec, rank: int) -> Communicator: ...
 
 
 class LostGroupError(RuntimeError):
@@ -37,7 +37,7 @@ class Membership:
         worker: id of this worker.
         form: makes the communicator of a plan.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
-        graveyard: where broken groups rest; one for all runs in a process, for it must outlive each of them.
+        retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class Membership:
         worker: str,
         form: CommunicatorFactory,
         on_prepare_failed: Callable[[int, str], None],
-        graveyard: Graveyard | None = None,
+        retired: RetiredCommunicators | None = None,
     ) -> None:
         self.worker = worker
         self._form = form
         self._on_prepare_failed = on_prepare_failed
         self._news = threading.Condition()
-        self._plan: Plan | None = None
-        self._prepared: tuple[Plan, Communicator | None] | None = None
+        self._plan: GenerationSpec | None = None
+        self._prepared: tuple[GenerationSpec, Communicator | None] | None = None
         self._forming: threading.Thread | None = None
         self._void_below = 0
         self._cancelled: set[int] = set()
-        self._graveyard = graveyard if graveyard is not None else Graveyard()
-        self.current: Plan | None = None
+        self._retired = retired if retired is not None else RetiredCommunicators()
+        self.current: GenerationSpec | None = None
         self.communicator: Communicator | None = None
         self._wish: SetBatch | None = None
         self._hopeless = ""
@@ -66,11 +66,11 @@ class Membership:
 
     # -- control thread ------------------------------------------------------------------------------------
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ControllerMessage) -> None:
         """Take a message of the controller; returns at once."""
         with self._news:
             match message:
-                case Plan():
+                case GenerationSpec():
                     self._take_plan(message)
                 case Cancel(generation=generation):
                     self._cancelled.add(generation)
@@ -89,7 +89,7 @@ class Membership:
             self._hopeless = why
             self._news.notify_all()
 
-    def _take_plan(self, plan: Plan) -> None:
+    def _take_plan(self, plan: GenerationSpec) -> None:
         self._void_below = max(self._void_below, plan.void_below)
         if self._is_void(plan.generation):
             return  # its cancellation was faster
@@ -117,9 +117,9 @@ class Membership:
             self._prepared = None
             if communicator is not None and communicator is not self.communicator:
                 communicator.void()
-                self._graveyard.bury(communicator)
+                self._retired.retire(communicator)
 
-    def _prepare(self, plan: Plan, rank: int) -> None:
+    def _prepare(self, plan: GenerationSpec, rank: int) -> None:
         try:
             communicator = self._form(plan, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker
@@ -133,7 +133,7 @@ class Membership:
             stale = self._plan is None or self._plan.generation != plan.generation
             if stale or self._is_void(plan.generation):
                 communicator.void()
-                self._graveyard.bury(communicator)
+                self._retired.retire(communicator)
             else:
                 self._prepared = (plan, communicator)
             self._news.notify_all()
@@ -157,7 +157,7 @@ class Membership:
         prepared = self._prepared
         return prepared[0].generation - self.generation if prepared is not None else 0
 
-    def prepared_plan(self, generation: int) -> Plan | None:
+    def prepared_plan(self, generation: int) -> GenerationSpec | None:
         """The plan of ``generation`` where its group has been formed (or needs none) and still stands."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
@@ -167,7 +167,7 @@ class Membership:
         """Whether the present generation was called off."""
         return self.communicator is not None and self.communicator.voided
 
-    def take(self, generation: int) -> tuple[Plan, Communicator | None] | None:
+    def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
         """Make the prepared group of ``generation`` the present one; None where it was called off since.
 
         The communicator is None where this worker is not a member: it leaves.
@@ -178,11 +178,11 @@ class Membership:
             plan, communicator = self._prepared
             self._prepared = None
             if self.communicator is not None:
-                self._graveyard.bury(self.communicator)
+                self._retired.retire(self.communicator)
             self.current, self.communicator = plan, communicator
             return plan, communicator
 
-    def take_next(self, *, timeout_s: float) -> tuple[Plan, Communicator | None]:
+    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
         """Wait for a group to go on with and make it the present one: any for a newcomer, and for a member whose
         group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
@@ -215,7 +215,7 @@ class Membership:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:
                     communicator.broken = communicator.broken or broken
-                    self._graveyard.bury(communicator)
+                    self._retired.retire(communicator)
             self.communicator, self._prepared = None, None
         if self._forming is not None:
             self._forming.join(timeout=1.0)

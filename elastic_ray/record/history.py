@@ -9,7 +9,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import Note
 
 if TYPE_CHECKING:
-    from elastic_ray.job.journal import Noted
+    from elastic_ray.job.journal import ControllerState
 
 _RESIZE_COST_S = 0.2  # before the first one was measured
 _STUCK_FAILURES = 10
@@ -35,11 +35,11 @@ class SizeHistory:
         self._launched_s: float | None = None
         self._stuck: tuple[int, int] = (-1, 0)
 
-    def recall(self, noted: Noted) -> None:
+    def recall(self, state: ControllerState) -> None:
         """What the controller before this one has seen."""
-        self.most_workers, self.resizes = noted.most_workers, noted.resizes
-        self.resize_cost_s, self.start_s = noted.resize_cost_s, noted.start_s
-        self._first_s = self.settled_s if noted.most_workers else None
+        self.most_workers, self.resizes = state.most_workers, state.resizes
+        self.resize_cost_s, self.start_s = state.resize_cost_s, state.start_s
+        self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float) -> None:
         """Processes start, and no group trains meanwhile."""

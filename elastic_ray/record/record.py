@@ -18,7 +18,7 @@ from elastic_ray.worker.messages import WorkerReport
 
 
 class JobRecord:
-    """See the module's text. What it has to write waits in its backlogs for the job's ``Scribe``.
+    """See the module's text. What it has to write waits in its backlogs for the job's ``RecordWriter``.
 
     Attributes:
         note: what the allocator has to tell the job's user.

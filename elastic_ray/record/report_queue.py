@@ -12,7 +12,7 @@ _MISSING_S = 5.0
 _LOOK_S = 1.0
 
 
-class ReportFeed:
+class ReportQueue:
     """Reports in the order of their numbers, each once, whatever order they come in and however often.
 
     A restart from a checkpoint repeats the reports after it; those that were taken already are not given again. Only
@@ -68,7 +68,7 @@ class ReportFeed:
             wait_s: longest wait [s].
 
         Returns:
-            None if there is none (yet), or the feed was closed.
+            None if there is none (yet), or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
-from elastic_ray.job.batch_planner import BatchDesk
+from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership
@@ -20,24 +20,24 @@ from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 
 
-def max_workers(spec: JobSpec, desk: BatchDesk) -> int:
+def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
     """Most workers that the job has a use for, never fewer than its minimum."""
-    most = spec.max_workers if desk.loader is None else min(spec.max_workers, desk.loader.max_workers)
+    most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, most)
 
 
-def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
+def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     """Refuse a size that the job cannot be held at.
 
     Raises:
         ValueError: the loader's limits have no use for so many, or it is outside the job's range.
     """
-    most = max_workers(spec, desk)
+    most = max_workers(spec, planner)
     if spec.min_workers <= workers <= most:
         return
     limit = ""
-    if desk.loader is not None and workers <= spec.max_workers:
-        limit = f"; its loader has work for {desk.loader.max_workers} (batch size and dataset)"
+    if planner.loader is not None and workers <= spec.max_workers:
+        limit = f"; its loader has work for {planner.loader.max_workers} (batch size and dataset)"
     raise ValueError(
         f"workers must be between {spec.min_workers} and {most} for job {spec.job}, but got {workers}{limit}"
     )
@@ -45,7 +45,7 @@ def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
 
 def allocator_view(
     spec: JobSpec,
-    desk: BatchDesk,
+    planner: BatchPlanner,
     history: SizeHistory,
     *,
     resume_point: Mapping[str, Any] | None,
@@ -59,20 +59,20 @@ def allocator_view(
 
     ``resume_point`` tells how far a job is that goes on from a checkpoint, before its workers can.
     """
-    limits = desk.loader.limits if desk.loader is not None else None
-    bounds = desk.tuner.atomic_bsz_range if desk.tuner is not None else None
+    limits = planner.loader.limits if planner.loader is not None else None
+    bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return JobView(
         job=spec.job,
         bundle=spec.bundle,
         min_workers=spec.min_workers,
-        max_workers=max_workers(spec, desk),
+        max_workers=max_workers(spec, planner),
         submitted_s=submitted_s,
         held_at=held_at,
         allocation=allocation,
         most_workers=history.most_workers,
         # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
         growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
-        goodput=desk.own_model,
+        goodput=planner.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
         atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
@@ -90,17 +90,17 @@ def allocator_view(
         weight=weight,
         tenant_weight=spec.scheduling.tenant_weight,
         restarts=history.resizes,
-        fingerprint=fingerprint(spec, desk.loader),
-        progress=_progress(spec, desk, resume_point),
-        models=desk.models,
-        observations=desk.observations,
-        atomic_bsz_ranges=desk.atomic_bsz_ranges,
+        fingerprint=fingerprint(spec, planner.loader),
+        progress=_progress(spec, planner, resume_point),
+        models=planner.models,
+        observations=planner.observations,
+        atomic_bsz_ranges=planner.atomic_bsz_ranges,
     )
 
 
-def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
-    if desk.latest is not None:
-        progress = desk.latest.progress
+def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: Mapping[str, Any] | None) -> Progress | None:
+    if planner.latest is not None:
+        progress = planner.latest.progress
     else:
         progress = RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
     if spec.trial is not None and progress is not None:
@@ -108,9 +108,9 @@ def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | 
     return progress
 
 
-def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:
+def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine: JobMembership) -> JobStatus:
     """The job as its driver sees it."""
-    report, ended = desk.latest, record.phase.ended
+    report, ended = planner.latest, record.phase.ended
     return JobStatus(
         job=spec.job,
         phase=record.phase,
@@ -121,8 +121,8 @@ def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMe
         epochs=report.epochs if report else None,
         step=report.total_steps if report else 0,
         batch_size=report.batch_size if report else 0,
-        throughput=desk.throughput,
-        goodput=desk.goodput(),
+        throughput=planner.throughput,
+        goodput=planner.goodput(),
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,

@@ -31,7 +31,7 @@ _BLOCK = 1000
 _THREADS = 4  # one each may hang: writing events and reports, looking for checkpoints, reading reports
 
 
-class _Writer:
+class _BacklogWriter:
     """Writes one backlog, one call at a time: a call that hangs is waited for, for it may yet write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
@@ -66,7 +66,7 @@ class _Writer:
             self._not_before_s = time.monotonic() + pause_s
 
 
-class Scribe:
+class RecordWriter:
     """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
 
     Args:
@@ -82,8 +82,8 @@ class Scribe:
         self._storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=private)
         self._calls = StorageCalls(self._storage.where, threads=_THREADS)
         self._deleting = StorageCalls(self._storage.where, threads=1)  # of many, none takes the others' threads
-        self._events = _Writer("writing events", record.unwritten_events, self._storage.append_events)
-        self._reports = _Writer("writing reports", record.unwritten_reports, self._storage.append_reports)
+        self._events = _BacklogWriter("writing events", record.unwritten_events, self._storage.append_events)
+        self._reports = _BacklogWriter("writing reports", record.unwritten_reports, self._storage.append_reports)
         self._deletions: set[asyncio.Task[None]] = set()
         self._told: set[str] = set()
         self._block: dict[int, Report] = {}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.faults import FaultInjector
-from elastic_ray.membership.plan import Place, Plan
+from elastic_ray.membership.messages import GenerationSpec, RankInfo
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.optimizer_watch import OptimizerWatch
@@ -92,7 +92,7 @@ class Session:
         regroup_timeout_s: float = 60.0,
         faults: FaultInjector | None = None,
         job: str = "local",
-        expected: Place | None = None,
+        expected: RankInfo | None = None,
         explain: Callable[[str], str] = str,
     ) -> None:
         self.worker = worker
@@ -135,7 +135,7 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._passage = Passage(membership, link, self._enter, self.moment, regroup_timeout_s=regroup_timeout_s)
         self._faults = faults
-        self._expected = expected or Place()
+        self._expected = expected or RankInfo()
         self._explain = explain
         self._outer: list[Step] = []
         self._ordinal = 0
@@ -147,7 +147,7 @@ class Session:
     # -- what the rest of the package reads --------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> GenerationSpec:
         """The present generation's plan."""
         if self.membership.current is None:
             raise RuntimeError("the session has not entered a generation yet")
@@ -176,7 +176,7 @@ class Session:
         return communicator.world_size if communicator is not None else 1
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankInfo:
         """Where this worker stands in the present generation; before the first, where it is expected to."""
         plan = self.membership.current
         if plan is None or self.membership.communicator is None:
@@ -646,7 +646,7 @@ class Session:
             raise CommunicationFailedError(self._explain(cause))
         return self._passage.regroup(cause, self.membership.generation)
 
-    def _enter(self, plan: Plan, communicator: Communicator) -> int:
+    def _enter(self, plan: GenerationSpec, communicator: Communicator) -> int:
         try:
             return self._exchange(plan, communicator)
         except CommunicationFailedError as error:
@@ -654,7 +654,7 @@ class Session:
                 self.membership.give_up(self._explain(str(error)))
             raise
 
-    def _exchange(self, plan: Plan, communicator: Communicator) -> int:
+    def _exchange(self, plan: GenerationSpec, communicator: Communicator) -> int:
         """Exchange state in a freshly formed group until all ranks are bit-identical."""
         self.moment("receiving")
         exchanged = self.shared.exchange(communicator)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.session.link import Link
@@ -37,7 +37,7 @@ class Passage:
         self,
         membership: Membership,
         link: Link,
-        enter: Callable[[Plan, Communicator], int],
+        enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
         *,
         regroup_timeout_s: float,
@@ -91,7 +91,7 @@ class Passage:
                 raise WorkerDismissed(stopped=True) from None
             raise
 
-    def _go_to(self, plan: Plan, communicator: Communicator | None) -> int:
+    def _go_to(self, plan: GenerationSpec, communicator: Communicator | None) -> int:
         if communicator is None:
             self._moment("leaving")
             raise WorkerDismissed(stopped=False)

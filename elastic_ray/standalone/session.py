@@ -15,7 +15,7 @@ import torch
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
-from elastic_ray.membership.plan import Member, Message, Place, Plan, SetBatch
+from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.parallel.optimizer_watch import watch_optimizers
@@ -45,7 +45,7 @@ class StandaloneLink:
         post: delivers a message to this process's membership.
     """
 
-    def __init__(self, nodes: int, replicas: int, post: Callable[[Message], None]) -> None:
+    def __init__(self, nodes: int, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
         self._nodes = nodes
         self._replicas = replicas
         self._post = post
@@ -66,7 +66,7 @@ class StandaloneLink:
             if self._session is not None:
                 threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
         self._post(
-            Plan(
+            GenerationSpec(
                 generation=1,
                 members=tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas)),
                 batch=self._choice,
@@ -155,7 +155,7 @@ def standalone_session() -> Session:
     prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
     departures = Departures(prefix, rank, world_size)
 
-    def form(plan: Plan, rank: int) -> Communicator:
+    def form(plan: GenerationSpec, rank: int) -> Communicator:
         try:
             store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
         except (RuntimeError, OSError) as error:
@@ -182,7 +182,7 @@ def standalone_session() -> Session:
     membership = Membership(str(rank), form, give_up)
     local_size = 1 if alone else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
     nodes = max(1, world_size // local_size)
-    expected = Place(
+    expected = RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=rank % local_size,

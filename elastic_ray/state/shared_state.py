@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.membership.plan import Progress
+from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.session.intents import ReplicasDifferError, digest
@@ -134,7 +134,7 @@ class SharedState:
             [run.ticks, run.slot, run.lineage, run.passes, int(self.complete), digest(layout)]
         )
         everyone = [
-            Progress(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
+            StateVersion(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
             for ticks, slot, lineage, passes, complete, _ in rows
         ]
         if not any(each.has_state for each in everyone):

@@ -17,9 +17,9 @@ from ray.exceptions import RayError
 
 import elastic_ray
 import placement
-from elastic_ray.warm_pool.plan import read_config
 from elastic_ray.warm_pool.pool import find_pool, get_or_create_pool
-from elastic_ray.worker.messages import Tenancy
+from elastic_ray.warm_pool.sizing import read_config
+from elastic_ray.worker.messages import ProcessOwner
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +32,20 @@ class PoolClient:
     """Takes processes from the pool, and starts those that it wants.
 
     Args:
-        tenancy: in whose name processes are taken.
+        owner: in whose name processes are taken.
         environment: Ray's runtime environment of the processes, beside what all actors of this Ray job have.
         start: starts a process that belongs to nobody, on a node and under a name.
     """
 
-    def __init__(self, tenancy: Tenancy, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
+    def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:
         self.on = read_config(os.environ).on
-        self._tenancy = tenancy
+        self._owner = owner
         self._start = start
         self._environment = environment_key(environment) if self.on else ""
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """A process on the node that belongs to the tenant from now on, and its name; None if there is none.
+        """A process on the node that belongs to the owner from now on, and its name; None if there is none.
 
         Args:
             node: where.
@@ -56,10 +56,10 @@ class PoolClient:
                 pool = await asyncio.to_thread(find_pool)
                 if pool is None:
                     return None
-                asked = pool.hand_out.remote(self._tenancy.holder, self._environment, node, starting=starting)
+                asked = pool.hand_out.remote(self._owner.holder, self._environment, node, starting=starting)
                 handed = await asyncio.wait_for(asked, _ANSWER_S)
             except (RayError, asyncio.TimeoutError) as error:
-                logger.info("%s: the pool of warm processes does not answer: %r", self._tenancy.holder, error)
+                logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
                 return None
             if handed is None:
                 return None
@@ -69,31 +69,31 @@ class PoolClient:
         return None
 
     async def _claim(self, actor: Any, *, ready: bool) -> bool:
-        claim = actor.claim.remote(self._tenancy)
+        claim = actor.claim.remote(self._owner)
         try:
             return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))
         except RayError:
             return False
         except (asyncio.TimeoutError, asyncio.CancelledError) as error:
-            actor.leave.remote(self._tenancy.holder)  # not killed: it may belong to another by now
+            actor.leave.remote(self._owner.holder)  # not killed: it may belong to another by now
             if isinstance(error, asyncio.CancelledError):
                 raise
             return False
 
     async def order(self, nodes: Mapping[str, int], *, over: bool = False) -> None:
-        """Tell how many processes the tenant would use by node, and start what the pool says; it is made if need be."""
+        """Tell how many processes the owner would use by node, and start what the pool says; it is made if need be."""
         if not self.on or not (nodes or over):
             return
         try:
             pool = await asyncio.to_thread(find_pool if over else get_or_create_pool)
             if pool is None:
                 return
-            asked = pool.order.remote(self._tenancy.holder, self._environment, dict(nodes), over=over)
+            asked = pool.order.remote(self._owner.holder, self._environment, dict(nodes), over=over)
             starts, self._witnesses = await asyncio.wait_for(asked, _ORDER_S)
             for name, node in starts:
                 pool.started.remote(name, self._start(node, name))
         except (RayError, asyncio.TimeoutError, ValueError) as error:
-            logger.info("%s: the pool of warm processes does not answer: %r", self._tenancy.holder, error)
+            logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
         """A process on the node that can look at others."""

@@ -22,12 +22,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from elastic_ray.job.background import Background
-from elastic_ray.warm_pool.plan import (
-    Demand,
+from elastic_ray.warm_pool.sizing import (
     End,
     PoolConfig,
     PooledProcess,
     PoolNode,
+    ProcessRequest,
     Start,
     plan,
     read_config,
@@ -62,7 +62,7 @@ def find_pool() -> Any | None:
 
 def get_or_create_pool() -> Any:
     """The cluster's pool, made on first use on the head node. Blocks for a moment."""
-    actor: Any = ray.remote(ProcessPool)
+    actor: Any = ray.remote(WarmPool)
     return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote()
 
 
@@ -95,7 +95,7 @@ class _Held:
     until_s: float = 0.0
 
 
-class ProcessPool:
+class WarmPool:
     """Actor class; use :func:`get_or_create_pool`."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class ProcessPool:
         logger.setLevel(logging.INFO)
         self._config: PoolConfig = read_config(os.environ)
         self._held: dict[str, _Held] = {}
-        self._demands: dict[str, Demand] = {}
+        self._requests: dict[str, ProcessRequest] = {}
         self._busy: dict[tuple[str, str], float] = {}
         self._nodes: tuple[PoolNode, ...] = ()
         self._background = Background()
@@ -152,9 +152,9 @@ class ProcessPool:
         """
         await self._found
         now_s = time.monotonic()
-        before = self._demands.get(job)
+        before = self._requests.get(job)
         since_s = before.since_s if before is not None and before.environment == environment else now_s
-        self._demands[job] = Demand(
+        self._requests[job] = ProcessRequest(
             job=job, environment=environment, nodes=dict(nodes), since_s=since_s, asked_s=now_s, over=over
         )
         self._busy = {(node, whose): until for (node, whose), until in self._busy.items() if whose != job}
@@ -203,10 +203,10 @@ class ProcessPool:
         if not one_by_one:
             processes = [dataclasses.replace(each, ready=True) for each in processes]
         starts: list[tuple[str, str]] = []
-        demands = tuple(self._demands.values())
+        requests = tuple(self._requests.values())
         if self._closing:
             return starts
-        decided = plan(self._config, nodes=self._nodes, processes=processes, demands=demands, busy=busy, now_s=now_s)
+        decided = plan(self._config, nodes=self._nodes, processes=processes, requests=requests, busy=busy, now_s=now_s)
         for each in decided:
             match each:
                 case End(name=name, reason=reason):
@@ -243,9 +243,9 @@ class ProcessPool:
                 for held in [each for each in self._held.values() if each.facts.ready]:
                     self._background.start(self._ask(held, _ANSWER_S))
             now_s = time.monotonic()
-            self._demands = {each.job: each for each in remember(self._config, self._demands.values(), now_s)}
+            self._requests = {each.job: each for each in remember(self._config, self._requests.values(), now_s)}
             self._busy = {key: until_s for key, until_s in self._busy.items() if until_s > now_s}
-            if not self._demands and not self._held and now_s > self._since_s + _FIRST_S:
+            if not self._requests and not self._held and now_s > self._since_s + _FIRST_S:
                 logger.info("process pool: no job for %g s, so it ends", self._config.idle_s)
                 ray.kill(self._handle)
 

@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic_ray.job.background import Background
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.warm_pool.client import PoolClient
-from elastic_ray.worker.messages import ProcessFacts, Tenancy, WorkerSetup
+from elastic_ray.worker.messages import ProcessFacts, ProcessOwner, WorkerSetup
+from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
-from elastic_ray.worker.tenant import own_tenancy
 from placement.allocator.actor import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ def _prefix(job: str) -> str:
     return f"worker:{job}/"
 
 
-def setup_of(spec: JobSpec, *, controller: Any = None, crew: str = "") -> WorkerSetup:
-    """What every worker process of the job is told first; ``controller`` and ``crew``: of one that is the job's own."""
+def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
+    """What every worker process of the job is told first; ``controller``, ``token``: of one that is the job's own."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0),
@@ -61,7 +61,7 @@ def setup_of(spec: JobSpec, *, controller: Any = None, crew: str = "") -> Worker
         paced=spec.trial is not None,
         states_kept=spec.states_kept,
         controller=controller,
-        crew=crew,
+        token=token,
     )
 
 
@@ -75,7 +75,7 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
     return environment
 
 
-def start_process(spec: JobSpec, node: str, tenancy: Tenancy | None, name: str) -> Any:
+def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
     """A new worker process on the node; whoever calls ends it, and it ends itself when its owner is gone.
 
     It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
@@ -84,7 +84,7 @@ def start_process(spec: JobSpec, node: str, tenancy: Tenancy | None, name: str) 
     Args:
         spec: what environment it is to have.
         node: where it is to run.
-        tenancy: for whom it works; None for one of the cluster's pool, which nobody has claimed yet.
+        owner: for whom it works; None for one of the cluster's pool, which nobody has claimed yet.
         name: its actor's name.
     """
     actor: Any = ray.remote(WorkerProcess)
@@ -97,12 +97,12 @@ def start_process(spec: JobSpec, node: str, tenancy: Tenancy | None, name: str) 
         max_restarts=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         runtime_env=environment_of(spec) or None,
-    ).remote(tenancy)
+    ).remote(owner)
 
 
-def pool_client(spec: JobSpec, tenancy: Tenancy) -> PoolClient:
-    """The tenant's way to the cluster's pool."""
-    return PoolClient(tenancy, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
+def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
+    """The owner's way to the cluster's pool."""
+    return PoolClient(owner, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
 
 
 class _Lent(enum.Enum):
@@ -124,12 +124,12 @@ class Processes:
     Args:
         spec: the job.
         controller: handle of its controller.
-        crew: token of the controller's workers.
+        token: of the controller's workers.
     """
 
-    def __init__(self, spec: JobSpec, controller: Any, crew: str) -> None:
+    def __init__(self, spec: JobSpec, controller: Any, token: str) -> None:
         self._spec = spec
-        self._setup, self._setup_of_lent = setup_of(spec, controller=controller, crew=crew), setup_of(spec)
+        self._setup, self._setup_of_lent = setup_of(spec, controller=controller, token=token), setup_of(spec)
         self._ordering: asyncio.Task[None] | None = None
         self._ordered_s = 0.0
         self._used: dict[str, int] = {}
@@ -144,12 +144,12 @@ class Processes:
         self._closed = False
 
     @functools.cached_property
-    def _tenancy(self) -> Tenancy:
-        return own_tenancy(f"job:{self._spec.job}")
+    def _owner(self) -> ProcessOwner:
+        return calling_owner(f"job:{self._spec.job}")
 
     @functools.cached_property
     def _pool(self) -> PoolClient:
-        return pool_client(self._spec, self._tenancy)
+        return pool_client(self._spec, self._owner)
 
     async def take(self, node: str) -> tuple[Any, ProcessFacts]:
         """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""
@@ -179,7 +179,7 @@ class Processes:
 
     async def _start(self, node: str) -> tuple[Any, ProcessFacts]:
         name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
-        actor = start_process(self._spec, node, self._tenancy, name)
+        actor = start_process(self._spec, node, self._owner, name)
         self._names[actor] = name
         try:
             return actor, await actor.prepare.remote(self._setup)

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from elastic_ray.membership.bootstrap import Meeting, signed
+from elastic_ray.membership.bootstrap import BootstrapCall, call_mac
 from elastic_ray.worker.messages import Assignment
 
 _ON_THE_WAY_S = 2.0
@@ -26,7 +26,7 @@ class ControllerCaller:
         self._controller = assignment.controller
         self._worker = assignment.worker
         self._generation = generation
-        self._proof = signed(assignment.secret, generation, assignment.worker)
+        self._mac = call_mac(assignment.secret, generation, assignment.worker)
         self._told: list[Any] = []
 
     def tell(self, values: Mapping[str, bytes]) -> None:
@@ -48,5 +48,5 @@ class ControllerCaller:
         return known
 
     def _call(self, **fields: Any) -> Any:
-        call = Meeting(generation=self._generation, worker=self._worker, proof=self._proof, **fields)
+        call = BootstrapCall(generation=self._generation, worker=self._worker, mac=self._mac, **fields)
         return self._controller.bootstrap.remote(call)

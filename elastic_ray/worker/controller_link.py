@@ -21,9 +21,9 @@ from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.messages import (
     Assignment,
-    Beat,
     StateSaved,
     WorkerFailed,
+    WorkerHeartbeat,
     WorkerMessage,
     WorkerOutOfMemory,
     WorkerReady,
@@ -180,7 +180,7 @@ class ControllerLink:
         self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
 
     def observe(self, report: StepReport) -> None:
-        self.push(Beat(report=report))
+        self.push(WorkerHeartbeat(report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
         path, kept, problem = None, None, ""
@@ -209,7 +209,7 @@ class ControllerLink:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
 
 
-class Heart:
+class HeartbeatThread:
     """Beats to the controller from a thread of its own while a run lasts."""
 
     def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
@@ -218,7 +218,7 @@ class Heart:
         self._interval_s = interval_s
         self._every = max(1, round(report_s / interval_s))
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def _beat(self) -> None:
@@ -230,9 +230,9 @@ class Heart:
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
             try:
-                self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
+                self._link.push(WorkerHeartbeat(report=report, at=at, waits=self._link.calls.waiting()))
                 self._link.repeat()
-            except RayError as error:  # its controller is gone for good: the leash ends this process
+            except RayError as error:  # its controller is gone for good: the watchdog ends this process
                 logger.info("a message was not delivered: %s", error)
             except Exception:  # the next beat may come through
                 logger.exception("a beat failed")
@@ -243,12 +243,12 @@ class Heart:
             return None
         try:
             return session.step_report()
-        except Exception:  # the heart must beat on whatever a measurement runs into
+        except Exception:  # heartbeats must go on whatever a measurement runs into
             logger.exception("the step report failed")
             return None
 
     def stop(self) -> None:
         """Stop and join; the last report shows how far the run has come."""
-        self._link.push(Beat(ending=True, report=self._report()))
+        self._link.push(WorkerHeartbeat(ending=True, report=self._report()))
         self._stop.set()
         self._thread.join(timeout=5.0)

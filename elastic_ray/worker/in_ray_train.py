@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.worker.stand_in import standing_in
+from elastic_ray.worker.lazy_patch import patched
 
 _HOME = "ray.train.v2._internal.execution.train_fn_utils"
 _PREPARED = {
@@ -27,7 +27,7 @@ _REFUSED = {
 
 def in_ray_train() -> contextlib.AbstractContextManager[None]:
     """Within it ``ray.train.report``, ``get_checkpoint`` and ``get_context`` do what ours do; else they would raise."""
-    return standing_in(_HOME, "_train_fn_utils", _TrainFnUtils())
+    return patched(_HOME, "_train_fn_utils", _TrainFnUtils())
 
 
 class _TrainFnUtils:

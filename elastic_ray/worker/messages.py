@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.config import ElasticConfig
-from elastic_ray.membership.plan import Place, Plan
+from elastic_ray.membership.messages import GenerationSpec, RankInfo
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.session.link import LoaderInfo, StepReport
 
@@ -23,7 +23,7 @@ class WorkerSetup:
     """What every worker process of a job is told first; ``paced`` jobs wait in ``report`` until they may go on.
 
     ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
-    ``crew``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
+    ``token``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
     that a sweep owns.
     """
 
@@ -35,16 +35,16 @@ class WorkerSetup:
     paced: bool = False
     states_kept: int = 0
     controller: Any = None
-    crew: str = ""
+    token: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tenancy:
+class ProcessOwner:
     """For whom a worker process works; one that was started before is made like a process of that one's own.
 
     Attributes:
         holder: the job, or the sweep whose trials share the process; nobody else is ever given it.
-        owner: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
+        actor: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
             None for a driver.
         ray_job: id of Ray's job, whose driver shows what the process prints.
         namespace: Ray's namespace in which named actors are looked up.
@@ -52,7 +52,7 @@ class Tenancy:
     """
 
     holder: str
-    owner: Any
+    actor: Any
     ray_job: str
     namespace: str
     search_path: tuple[str, ...]
@@ -94,7 +94,7 @@ class Assignment:
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
     group: str = ""
-    expected: Place = dataclasses.field(default_factory=Place)
+    expected: RankInfo = dataclasses.field(default_factory=RankInfo)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class WorkerReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class WorkerHeartbeat:
     """A sign of life.
 
     Attributes:
@@ -276,7 +276,7 @@ class Introduction:
     process: str
     lent: bool
     facts: ProcessFacts
-    plan: Plan | None = None
+    plan: GenerationSpec | None = None
     switched: int = 0
     pause_s: float = 0.0
     ready: WorkerReady | None = None
@@ -292,5 +292,5 @@ WorkerMessage = (
     | WorkerOutOfMemory
     | WorkerReport
     | WorkerTold
-    | Beat
+    | WorkerHeartbeat
 )

@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_ray.membership.plan import Message
-from elastic_ray.worker.messages import Assignment, ProcessFacts, RunResult, Tenancy, WorkerSetup
+from elastic_ray.membership.messages import ControllerMessage
+from elastic_ray.worker.messages import Assignment, ProcessFacts, ProcessOwner, RunResult, WorkerSetup
 
 if TYPE_CHECKING:
-    from elastic_ray.worker.tenant import Tenant
+    from elastic_ray.worker.ownership import Ownership
     from elastic_ray.worker.worker import Worker
 
 
@@ -23,15 +23,15 @@ class WorkerProcess:
     It comes to life warm and may wait for a job in the cluster's pool; the first one that claims it has it for good.
 
     Args:
-        tenancy: for whom it works; None for a process of the pool.
+        owner: for whom it works; None for a process of the pool.
     """
 
-    def __init__(self, tenancy: Tenancy | None = None) -> None:
-        from elastic_ray.worker.tenant import Tenant
+    def __init__(self, owner: ProcessOwner | None = None) -> None:
+        from elastic_ray.worker.ownership import Ownership
         from elastic_ray.worker.warm_up import warm_up
 
         self._lock = threading.Lock()
-        self._tenant: Tenant = Tenant(tenancy)
+        self._ownership: Ownership = Ownership(owner)
         self._worker: Worker | None = None
         warm_up()
 
@@ -39,23 +39,23 @@ class WorkerProcess:
         """Sign of life for a pool: its resident memory; None of a process that has a job."""
         from elastic_ray.worker.warm_up import resident_bytes
 
-        return resident_bytes() if self._tenant.wanted() else None
+        return resident_bytes() if self._ownership.wanted() else None
 
-    def claim(self, tenancy: Tenancy) -> bool:
+    def claim(self, owner: ProcessOwner) -> bool:
         """Work for this one from now on; False of a process that works for another already."""
         with self._lock:
-            return self._tenant.move_in(tenancy)
+            return self._ownership.claim(owner)
 
     def leave(self, holder: str) -> None:
         """End, unless the process works for another than this one."""
-        self._tenant.leave(holder)
+        self._ownership.leave(holder)
 
     def prepare(self, setup: WorkerSetup) -> ProcessFacts:
         """Take what the job has set, once; later calls only show that the process is well."""
         from elastic_ray.worker.worker import Worker
 
         with self._lock:
-            self._tenant.prepared()
+            self._ownership.prepared()
             if self._worker is None:
                 self._worker = Worker(setup)
         return self._worker.prepare()
@@ -70,7 +70,7 @@ class WorkerProcess:
         assert self._worker is not None, "a process is prepared before it runs anything"
         return self._worker.outcome(token, worker, wait_s)
 
-    def post(self, token: str, worker: str, message: Message) -> None:
+    def post(self, token: str, worker: str, message: ControllerMessage) -> None:
         """A message of the controller to one run."""
         if self._worker is not None:
             self._worker.post(token, worker, message)

@@ -42,7 +42,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> by
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
 
 
-class Packed:
+class PickledTrainLoop:
     """A train function that is unpickled where it is called, together with its config: nobody on the way imports it."""
 
     def __init__(self, packed: bytes) -> None:
@@ -60,9 +60,9 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
         TypeError: a value cannot be pickled; the message names it.
     """
     try:
-        return bytes(ray.cloudpickle.dumps((Packed(packed), dict(config))))  # type: ignore[no-untyped-call]
+        return bytes(ray.cloudpickle.dumps((PickledTrainLoop(packed), dict(config))))  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise TypeError(_unpicklable(Packed(packed), config, error)) from error
+        raise TypeError(_unpicklable(PickledTrainLoop(packed), config, error)) from error
 
 
 def call(packed: bytes) -> Any:

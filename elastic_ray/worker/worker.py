@@ -18,8 +18,8 @@ from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.object_store import held
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.plan import Message, Plan
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.parallel.optimizer_watch import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
@@ -29,8 +29,8 @@ from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
-from elastic_ray.worker.controller_link import ControllerLink, Heart
-from elastic_ray.worker.leash import Leash, Tie
+from elastic_ray.worker.controller_link import ControllerLink, HeartbeatThread
+from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.messages import (
     Assignment,
     Introduction,
@@ -69,18 +69,18 @@ class Worker:
         self._facts: ProcessFacts | None = None
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
-        self._graveyard = Graveyard()
+        self._retired = RetiredCommunicators()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._leash = Leash(
+        self._watchdog = ControllerWatchdog(
             self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
         )
-        self._leash.tie(self._idle)
+        self._watchdog.watch(self._idle)
 
     @property
-    def _idle(self) -> Tie | None:
+    def _idle(self) -> Registration | None:
         """Whose the process is between two runs; a sweep's is lent, and the sweep's to end."""
         setup = self._setup
-        return Tie(controller=setup.controller, token=setup.crew) if setup.controller is not None else None
+        return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
     def prepare(self) -> ProcessFacts:
         """Take what the job has set; returns what its controller must know of the process."""
@@ -90,7 +90,7 @@ class Worker:
         self._facts = ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
         return self._facts
 
-    def post(self, token: str, worker: str, message: Message) -> None:
+    def post(self, token: str, worker: str, message: ControllerMessage) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""
         membership = self._membership
         if membership is not None and (self._token, membership.worker) == (token, worker):
@@ -99,8 +99,10 @@ class Worker:
     def run(self, assignment: Assignment) -> None:
         """Run the train function until it returns, leaves, fails or its group is lost."""
         self._assignment, self._link, self._result = assignment, None, None
-        # A sweep's process is tied only while it runs for the controller.
-        self._leash.tie(Tie(controller=assignment.controller, token=assignment.token, worker=assignment.worker))
+        # A sweep's process is registered only while it runs for the controller.
+        self._watchdog.watch(
+            Registration(controller=assignment.controller, token=assignment.token, worker=assignment.worker)
+        )
         try:
             result = self._run(assignment)
         except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
@@ -121,7 +123,7 @@ class Worker:
             self._ended.wait_for(lambda: result() is not None, timeout=wait_s)
             found = result()
         if found is not None and self._setup.controller is None:
-            self._leash.tie(None)  # it goes back to the sweep
+            self._watchdog.watch(None)  # it goes back to the sweep
         return found
 
     def _introduce(self) -> Introduction | None:
@@ -196,7 +198,7 @@ class Worker:
         """One run; what a rerun needs when the run went out of memory."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
-        heart = Heart(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
+        heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_session(session)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
@@ -232,7 +234,7 @@ class Worker:
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
-            heart.stop()
+            heartbeats.stop()
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
         if not self._setup.states_kept:
@@ -260,7 +262,7 @@ class Worker:
     ) -> Session:
         elastic = self._setup.elastic
 
-        def form(plan: Plan, rank: int) -> Communicator:
+        def form(plan: GenerationSpec, rank: int) -> Communicator:
             caller = ControllerCaller(assignment, plan.generation)
             return Communicator(
                 BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=plan.world_size),
@@ -277,7 +279,7 @@ class Worker:
         def could_not_form(generation: int, cause: str) -> None:
             link.push(WorkerCouldNotForm(generation=generation, cause=cause))
 
-        self._membership = Membership(assignment.worker, form, could_not_form, self._graveyard)
+        self._membership = Membership(assignment.worker, form, could_not_form, self._retired)
         membership = self._membership
         link.is_stopping = lambda: membership.stop_requested
         session = Session(

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ray.job.background import Background
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.plan import Message, Plan
+from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from elastic_ray.warm_pool.processes import Processes
 from elastic_ray.worker.messages import Assignment, Introduction, ProcessFacts, RunResult
@@ -33,11 +33,12 @@ _ASK_AGAIN_S = 0.15
 _ASK_AGAIN_FOR_S = 5.0
 
 
-class Crew:
+class WorkerActors:
     """Carries out what the membership machine wants done with workers, and says what became of it.
 
     A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
-    asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, whose crew adopts them.
+    asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, and the next one adopts
+    them.
 
     Args:
         spec: the job.
@@ -56,7 +57,7 @@ class Crew:
         self._spec = spec
         self._tell = tell
         self._on_result = on_result
-        self._token = secrets.token_hex(8)  # of two crews that a process serves one after the other, both have a "w1"
+        self._token = secrets.token_hex(8)  # of two jobs that a process serves one after the other, both have a "w1"
         self._processes = Processes(spec, controller, self._token)
         self._tokens: dict[str, str] = {}
         self._groups: dict[str, Any] = {}
@@ -111,7 +112,7 @@ class Crew:
         """Nodes of the workers' processes, by worker."""
         return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
 
-    def gpu_type(self, plan: Plan) -> str | None:
+    def gpu_type(self, plan: GenerationSpec) -> str | None:
         """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
         types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}
         return next(iter(types), "") if len(types) <= 1 else None
@@ -165,7 +166,7 @@ class Crew:
         self._background.start(self._watch(worker, told.actor, told.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """Whether a process with this token serves this crew."""
+        """Whether a process with this token serves these workers."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
@@ -216,7 +217,7 @@ class Crew:
         except (RayError, asyncio.TimeoutError):
             return None
 
-    def post(self, workers: Iterable[str], message: Message) -> None:
+    def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
         """Tell workers something; one that is gone misses nothing."""
         for worker in workers:
             actor = self._actors.get(worker)

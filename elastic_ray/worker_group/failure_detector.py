@@ -8,7 +8,7 @@ from collections.abc import Iterable
 _LONGEST_GAP_S = 0.3
 
 
-class Pulse:
+class FailureDetector:
     """Silence of workers (or of the driver) on a clock that stands still while the controller itself is held up.
 
     Args:

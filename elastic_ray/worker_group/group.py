@@ -10,16 +10,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.job.background import Background
-from elastic_ray.job.batch_planner import BatchDesk
-from elastic_ray.job.journal import Noted
+from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.job.journal import ControllerState
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
-from elastic_ray.membership.places import Places
-from elastic_ray.membership.plan import Cancel, Message
+from elastic_ray.membership.messages import Cancel, ControllerMessage
 from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.roster import number
 from elastic_ray.membership.signals import (
     AllLost,
+    Allocated,
     Announce,
     Complete,
     Instruction,
@@ -29,15 +29,15 @@ from elastic_ray.membership.signals import (
     Release,
     Reserve,
     Stimulus,
-    Target,
-    Tick,
+    TimePassed,
     Withdraw,
 )
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
-from elastic_ray.worker.messages import Assignment, Beat, Introduction, ProcessFacts, RunResult
-from elastic_ray.worker_group.actors import Crew
-from elastic_ray.worker_group.failure_detector import Pulse
+from elastic_ray.worker.messages import Assignment, Introduction, ProcessFacts, RunResult, WorkerHeartbeat
+from elastic_ray.worker_group.actors import WorkerActors
+from elastic_ray.worker_group.expected_ranks import ExpectedRanks
+from elastic_ray.worker_group.failure_detector import FailureDetector
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -47,13 +47,13 @@ _WARM_UP_AFTER_S = 2.0
 _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
-class Owner(Protocol):
+class GroupObserver(Protocol):
     """The job, which is told of what is not the workers' own business."""
 
     def came_back(self, worker: str, result: RunResult) -> None:
         """A run of the train function has ended."""
 
-    def noted(self, note: Note) -> None:
+    def happened(self, note: Note) -> None:
         """A group trains, or has failed."""
 
     def all_lost(self, reason: str) -> None:
@@ -73,9 +73,9 @@ class WorkerGroup:
         spec: the job.
         controller: handle of its controller.
         record: what is known of the job.
-        desk: who chooses batch sizes.
+        planner: chooses batch sizes.
         background: what runs beside the controller's loop.
-        owner: the job.
+        observer: the job.
         named: workers of the trial that the controller ran before; their messages come too late.
 
     Attributes:
@@ -90,9 +90,9 @@ class WorkerGroup:
         spec: JobSpec,
         controller: Any,
         record: JobRecord,
-        desk: BatchDesk,
+        planner: BatchPlanner,
         background: Background,
-        owner: Owner,
+        observer: GroupObserver,
         *,
         named: int,
     ) -> None:
@@ -100,27 +100,29 @@ class WorkerGroup:
         self._spec = spec
         self._controller = controller
         self._record = record
-        self._desk = desk
+        self._planner = planner
         self._background = background
-        self._owner = owner
+        self._observer = observer
         self.machine = JobMembership(
             MembershipConfig(
                 min_workers=spec.min_workers,
                 reserve_timeout_s=elastic.reserve_timeout_s,
                 join_timeout_s=elastic.join_timeout_s,
-                # A member may be busy for as long as a collective may last; the pulse finds those that hang.
+                # A member may be busy for as long as a collective may last; the failure detector finds those that hang.
                 switch_timeout_s=elastic.collective_timeout_s,
             ),
             first_most=record.workers_at_most,
             named=named,
         )
-        self._crew = Crew(spec, controller, self.take, self._on_result)
-        self._pulse = Pulse(elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER)
+        self._actors = WorkerActors(spec, controller, self.take, self._on_result)
+        self._detector = FailureDetector(
+            elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
+        )
         self.history = SizeHistory(time.monotonic())
         self.returned: set[str] = set()
-        self.goal = Target(nodes={}, reason="")
+        self.goal = Allocated(nodes={}, reason="")
         self._furthest = (0, 0)
-        self._places = Places()
+        self._places = ExpectedRanks()
         self._before = named
         self._given_up: set[str] = set()
 
@@ -129,15 +131,15 @@ class WorkerGroup:
     @property
     def facts(self) -> Mapping[str, ProcessFacts]:
         """What is known of the workers' processes."""
-        return self._crew.facts
+        return self._actors.facts
 
     def processes(self) -> dict[str, str]:
         """Names of the workers' processes, by worker; empty of those that a sweep lends."""
-        return self._crew.processes()
+        return self._actors.processes()
 
     def homes(self) -> dict[str, str]:
         """Nodes of the workers' processes, by worker."""
-        return self._crew.homes()
+        return self._actors.homes()
 
     @property
     def earlier(self) -> int:
@@ -146,7 +148,7 @@ class WorkerGroup:
 
     def reserved(self) -> dict[str, int]:
         """Fulfilled reservations by node."""
-        return self._crew.reserved()
+        return self._actors.reserved()
 
     def is_member(self, generation: int, worker: str) -> bool:
         """Whether the worker belongs to this generation, which is the present one or is to be."""
@@ -165,64 +167,64 @@ class WorkerGroup:
         """Let the membership machine decide, and do what it says."""
         if self._record.phase.ended:
             return
-        if isinstance(stimulus, Target):
+        if isinstance(stimulus, Allocated):
             self.goal = stimulus
-        if not isinstance(stimulus, Tick):
+        if not isinstance(stimulus, TimePassed):
             logger.debug("job %s: %s", self._spec.job, stimulus)
         for instruction in self.machine.handle(stimulus, time.monotonic()):
             self._perform(instruction)
 
-    def post(self, workers: Iterable[str], message: Message) -> None:
+    def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
         """Tell workers something; one that is gone misses nothing."""
-        self._crew.post(workers, message)
+        self._actors.post(workers, message)
 
-    def post_to_members(self, message: Message) -> None:
+    def post_to_members(self, message: ControllerMessage) -> None:
         """Tell all members something."""
-        self._crew.post([member.worker for member in self.machine.members()], message)
+        self._actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
         """Give all workers back and start with others; ``waits``: not before the allocator says so."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
-            self._crew.keep_warm({})
+            self._actors.keep_warm({})
 
     def knows(self, worker: str, token: str) -> bool:
         """Whether a process with this token serves this job."""
-        return self._crew.knows(worker, token)
+        return self._actors.knows(worker, token)
 
-    def take_over(self, told: Sequence[Introduction], noted: Noted) -> None:
+    def take_over(self, told: Sequence[Introduction], state: ControllerState) -> None:
         """Go on with the workers of a controller before this one, which are all that live."""
         for each in told:
-            self._crew.adopt(each)
-            self._pulse.heard(each.worker)
+            self._actors.adopt(each)
+            self._detector.heard(each.worker)
             if each.ready is not None:
-                self._desk.open(each.ready.loader)
-        self._before = noted.earlier
-        self.goal = Target(nodes=noted.nodes, reason=noted.reason)
-        self.machine.named = noted.named + _UNNOTED
+                self._planner.open(each.ready.loader)
+        self._before = state.earlier
+        self.goal = Allocated(nodes=state.nodes, reason=state.reason)
+        self.machine.named = state.named + _UNNOTED
         instructions = self.machine.take_over(
             [_witness(each) for each in told],
             self.goal,
-            issued=noted.issued,
-            world_size=noted.world_size,
-            announced=noted.announced,
-            trained=noted.trained,
+            issued=state.issued,
+            world_size=state.world_size,
+            announced=state.announced,
+            trained=state.trained,
             now_s=time.monotonic(),
         )
         plan = self.machine.current
         if plan is not None:
-            self._desk.take_over(plan, self._crew.gpu_type(plan))
+            self._planner.take_over(plan, self._actors.gpu_type(plan))
         for instruction in instructions:
             self._perform(instruction)
 
     def disband(self) -> None:
         """The job is over."""
-        self._crew.disband()
+        self._actors.disband()
 
     async def vacate(self) -> None:
         """The job is over, and its processes are for others."""
-        await self._crew.vacate()
+        await self._actors.vacate()
 
     # -- who is there ------------------------------------------------------------------------------------------
 
@@ -233,43 +235,43 @@ class WorkerGroup:
         """
         if worker in self._given_up or number(worker) <= self._before:
             return False
-        self._pulse.heard(worker)
+        self._detector.heard(worker)
         return True
 
-    def beat(self, worker: str, beat: Beat) -> None:
+    def beat(self, worker: str, beat: WorkerHeartbeat) -> None:
         """A sign of life."""
         if beat.ending:
-            self._pulse.forget(worker)
+            self._detector.forget(worker)
         elif beat.at is not None and beat.at > self._furthest:
             # No step is committed without every member, however long one of them cannot beat.
             self._furthest = beat.at
             members = {member.worker for member in self.machine.members()}
-            self._pulse.heard(*(members - self.returned))
+            self._detector.heard(*(members - self.returned))
 
     def tick(self, now_s: float) -> None:
         """Some ten times a second [s, monotonic]."""
         members = self.machine.watched()
-        for worker, silence_s in self._pulse.silent(now_s, members):
+        for worker, silence_s in self._detector.silent(now_s, members):
             self.take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
-        for worker in set(self._pulse.questionable()) & members:
+        for worker in set(self._detector.questionable()) & members:
             self._background.start(self._look_at(worker))
-        self.take(Tick())
+        self.take(TimePassed())
         if now_s - self.history.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
-            self._crew.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
+            self._actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
         """One that is silent may be stopped or starved: its node knows."""
-        running = await self._crew.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
+        running = await self._actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
-            self._pulse.excuse(worker)
-        elif running is False and self._pulse.questioned(worker):
+            self._detector.excuse(worker)
+        elif running is False and self._detector.questioned(worker):
             self.take(Lost(worker=worker, cause="its process is stopped or gone"))
 
     def _on_result(self, worker: str, result: RunResult) -> None:
         if worker not in self._given_up:
             self.returned.add(worker)
-            self._pulse.forget(worker)
-            self._owner.came_back(worker, result)
+            self._detector.forget(worker)
+            self._observer.came_back(worker, result)
 
     # -- doing -------------------------------------------------------------------------------------------------
 
@@ -277,27 +279,29 @@ class WorkerGroup:
         logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
-                self._crew.reserve(worker, node)
+                self._actors.reserve(worker, node)
             case Launch():
-                self._crew.launch(self._assignment(instruction))
+                self._actors.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
-                self._pulse.forget(worker)
+                self._detector.forget(worker)
                 if kill:
                     self._given_up.add(worker)
-                self._crew.release(worker, kill=kill)
-                self._owner.released()
+                self._actors.release(worker, kill=kill)
+                self._observer.released()
             case Announce(plan=plan, to=to):
-                self._crew.post(to, dataclasses.replace(plan, batch=self._desk.choose(plan, self._crew.gpu_type(plan))))
+                self._actors.post(
+                    to, dataclasses.replace(plan, batch=self._planner.choose(plan, self._actors.gpu_type(plan)))
+                )
             case Withdraw(generation=generation, to=to):
-                self._desk.withdraw()
-                self._crew.post(to, Cancel(generation=generation))
+                self._planner.withdraw()
+                self._actors.post(to, Cancel(generation=generation))
             case Note():
-                self._owner.noted(instruction)
+                self._observer.happened(instruction)
             case AllLost(reason=reason):
-                self._owner.all_lost(reason)
+                self._observer.all_lost(reason)
             case Complete():
-                self._owner.complete()
+                self._observer.complete()
 
     def _assignment(self, launch: Launch) -> Assignment:
         """What a worker is told that starts now."""
@@ -305,7 +309,7 @@ class WorkerGroup:
         forming = self.machine.current is None
         if forming:
             self.history.launched(time.monotonic())
-        self._pulse.forget(launch.worker)
+        self._detector.forget(launch.worker)
         path, point = self._record.restart_point
         trial = self._spec.trial
         return Assignment(

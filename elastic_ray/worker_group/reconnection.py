@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.job.journal import Noted
+from elastic_ray.job.journal import ControllerState
 from elastic_ray.worker.messages import Introduction
 from elastic_ray.worker.process import is_running
 from placement.allocator.actor import NAMESPACE
@@ -23,21 +23,21 @@ _QUIET_S = 2.0  # a worker that is well has asked several times by then: those t
 _SEE_S = 5.0  # a node has so long to tell whether a process of its own runs
 _SILENT_S = 3.0  # one of which nobody can tell counts as lost after this
 # One that runs and is silent may be starved, with its state whole. To wait for it costs nothing: no step is committed
-# without it, and a controller that had been there all along would wait longer (``WorkerGroup``'s pulse).
+# without it, and a controller that had been there all along would wait longer (``WorkerGroup``'s failure detector).
 _STARVED_S = 20.0
 
 
-class Gathering:
+class Reconnection:
     """Introductions so far; the latest of each worker counts, for training goes on meanwhile.
 
     Args:
         noted: what the controller before has noted down.
     """
 
-    def __init__(self, noted: Noted) -> None:
-        self._processes = dict(noted.processes)
-        self._homes, self._pids = noted.homes, noted.pids
-        self._alive = {worker for worker, process in noted.processes.items() if process}
+    def __init__(self, state: ControllerState) -> None:
+        self._processes = dict(state.processes)
+        self._homes, self._pids = state.homes, state.pids
+        self._alive = {worker for worker, process in state.processes.items() if process}
         self._struck: set[str] = set()
         self._told: dict[str, Introduction] = {}
 

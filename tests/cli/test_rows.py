@@ -15,7 +15,7 @@ from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
     JOB_COLUMNS,
     NODE_COLUMNS,
-    Known,
+    JobAnswers,
     Submission,
     decision_cells,
     decisions,
@@ -80,9 +80,9 @@ def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> No
     view = JobView(job="a", bundle={"CPU": 1}, max_workers=8, submitted_s=100.0, held_at=3, tenant="team")
     silent = JobView(job="b", bundle={"CPU": 1}, max_workers=2, submitted_s=50.0)
     known = [
-        Known(actor="job:a", status=status("a", metrics={"loss": 0.5}), spec=spec("a", "sub")),
-        Known(actor="job:sweep-1f", status=status("sweep-t3")),  # a trial: its controller has another name
-        Known(actor="job:hangs"),
+        JobAnswers(actor="job:a", status=status("a", metrics={"loss": 0.5}), spec=spec("a", "sub")),
+        JobAnswers(actor="job:sweep-1f", status=status("sweep-t3")),  # a trial: its controller has another name
+        JobAnswers(actor="job:hangs"),
     ]
     scripts = [
         Submission(submission="sub", status="RUNNING", started_s=90.0),
@@ -105,11 +105,11 @@ def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> No
 
 
 def test_a_name_stands_for_its_submissions_but_not_for_those_of_longer_names() -> None:
-    assert Known(actor="job:x", spec=spec("x", "bert.2")).comes_from("bert")
-    assert Known(actor="job:x", spec=spec("x", "bert")).comes_from("bert")
-    assert not Known(actor="job:x", spec=spec("x", "bert-large")).comes_from("bert")
-    assert not Known(actor="job:x", spec=spec("x")).comes_from("bert")
-    assert not Known(actor="job:x").comes_from("bert")
+    assert JobAnswers(actor="job:x", spec=spec("x", "bert.2")).comes_from("bert")
+    assert JobAnswers(actor="job:x", spec=spec("x", "bert")).comes_from("bert")
+    assert not JobAnswers(actor="job:x", spec=spec("x", "bert-large")).comes_from("bert")
+    assert not JobAnswers(actor="job:x", spec=spec("x")).comes_from("bert")
+    assert not JobAnswers(actor="job:x").comes_from("bert")
 
 
 def test_nodes_show_what_elastic_jobs_may_use_and_who_is_there() -> None:

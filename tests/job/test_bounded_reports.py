@@ -19,7 +19,7 @@ from elastic_ray.driver.results import all_reports
 from elastic_ray.events import JobPhase, Report
 from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.report_queue import ReportFeed
+from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.record.tail import Tail
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
@@ -73,14 +73,14 @@ def test_a_restart_goes_back_and_what_it_repeats_counts() -> None:
 
 
 def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: Path) -> None:
-    record, feed, storage = JobRecord(spec()), ReportFeed(), RunStorage(str(tmp_path / "run"))
+    record, report_queue, storage = JobRecord(spec()), ReportQueue(), RunStorage(str(tmp_path / "run"))
     storage.create()
 
     def go(begin: int, end: int) -> float:
         begin_s = time.process_time()
         for index in range(begin, end):
             record.report(WorkerReport(index=index, metrics={"loss": 1.0 / index}, checkpoint=None, resume_point={}))
-            feed.put(Report(index=index, metrics={"loss": 1.0 / index}))
+            report_queue.put(Report(index=index, metrics={"loss": 1.0 / index}))
             if index % 500 == 0:
                 storage.append_reports(record.unwritten_reports.take())
                 record.unwritten_reports.written()
@@ -105,8 +105,8 @@ def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: P
     assert outcome is not None and outcome.first_report == 1 and len(outcome.reports) == 1000
     assert dict(outcome.metrics) == {"loss": 1.0 / 100_000}
     assert [report.index for report in all_reports(outcome, storage, timeout_s=60)] == list(range(1, 100_001))
-    assert feed.gone(1) and feed.oldest == 99_001
-    found = asyncio.run(feed.next(99_500, 0.0))
+    assert report_queue.gone(1) and report_queue.oldest == 99_001
+    found = asyncio.run(report_queue.next(99_500, 0.0))
     assert found is not None and found.index == 99_501
 
 

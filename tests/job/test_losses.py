@@ -11,7 +11,7 @@ from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S
 from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.supervisor import RunningJob
+from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.losses import Losses
 from elastic_ray.worker.messages import StateSaved
 from tests.job.test_told import spec
@@ -38,7 +38,7 @@ def test_members_count_as_their_part_of_the_job() -> None:
 
 
 def test_a_wall_clock_that_is_set_back_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = RunningJob(spec(storage_path=str(tmp_path / "run")), None, Background(), Journal("test"))
+    job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), Journal("test"))
     begin_s = time.time()
     monkeypatch.setattr(time, "time", lambda: begin_s - 3600.0)
     state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 1})

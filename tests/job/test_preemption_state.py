@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastic_ray.job.preemption import Preemption
-from elastic_ray.membership.signals import Target
+from elastic_ray.membership.signals import Allocated
 
-AWAY = Target(nodes={}, reason="others have more use for them")
-BACK = Target(nodes={"n": 2}, reason="room again")
+AWAY = Allocated(nodes={}, reason="others have more use for them")
+BACK = Allocated(nodes={"n": 2}, reason="room again")
 
 
 def test_what_follows_is_the_last_that_was_said_and_the_reason_the_first() -> None:

@@ -19,9 +19,9 @@ from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.supervisor import RunningJob
+from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.writer import Scribe
+from elastic_ray.record.writer import RecordWriter
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
@@ -132,12 +132,12 @@ def test_a_file_in_the_place_of_automatic_checkpoints_is_passed_over(tmp_path: P
 # --- storage that is away -----------------------------------------------------------------------------------
 
 
-def away(tmp_path: Path, timeout_s: float) -> tuple[HangingStorage, RunningJob]:
+def away(tmp_path: Path, timeout_s: float) -> tuple[HangingStorage, JobSupervisor]:
     hanging = HangingStorage(tmp_path)
     (hanging.root / "run").mkdir()
     elastic = ElasticConfig(storage_timeout_s=timeout_s)
     told = spec(storage_path="run", storage_filesystem=hanging.filesystem, elastic=elastic, max_failures=1)
-    return hanging, RunningJob(told, None, Background(), Journal("test"))
+    return hanging, JobSupervisor(told, None, Background(), Journal("test"))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -154,9 +154,9 @@ def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_pa
     record = JobRecord(told)
 
     async def run() -> StoredRun:
-        scribe = Scribe(told, record, Background(), lambda what: None)
+        writer = RecordWriter(told, record, Background(), lambda what: None)
         hanging.fail("run/checkpoint")
-        looking = asyncio.create_task(scribe.look(30.0))
+        looking = asyncio.create_task(writer.look(30.0))
         await until(lambda: "a bad moment" in record.waiting)
         assert not looking.done()
         hanging.answer()
@@ -255,10 +255,10 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
         record = JobRecord(told)
         record.events = list(first.record.events)
         record.event(dataclasses.replace(record.events[0], reason="d"))  # before the files are read
-        scribe = Scribe(told, record, background, lambda what: None)
-        reports = await scribe.catch_up(4)
+        writer = RecordWriter(told, record, background, lambda what: None)
+        reports = await writer.catch_up(4)
         assert [report.index for report in reports] == list(range(204, 1204))
-        await scribe.finish()
+        await writer.finish()
         assert (record.first_report, record.last_report, record.metrics) == (4, 1203, {"x": 1203})
 
     asyncio.run(run())

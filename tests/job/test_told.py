@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
-from elastic_ray.job.batch_planner import BatchDesk
+from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.spec import JobSpec, TrialSpec
-from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
 from elastic_ray.session.link import LoaderInfo, ModelInfo, StepReport
@@ -59,8 +59,10 @@ def spec(**fields: Any) -> JobSpec:
     )
 
 
-def plan(workers: int, generation: int) -> Plan:
-    return Plan(generation=generation, members=tuple(Member(worker=f"w{i}", node="n") for i in range(workers)))
+def plan(workers: int, generation: int) -> GenerationSpec:
+    return GenerationSpec(
+        generation=generation, members=tuple(Member(worker=f"w{i}", node="n") for i in range(workers))
+    )
 
 
 def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any) -> StepReport:
@@ -82,12 +84,12 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
     return StepReport(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
+def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
     history = SizeHistory(0.0)
     history.most_workers = ran_with
     return allocator_view(
         spec(**fields),
-        desk,
+        planner,
         history,
         resume_point=resume_point,
         submitted_s=0.0,
@@ -98,18 +100,18 @@ def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields:
     )
 
 
-def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchDesk, BatchChoice]:
-    desk = BatchDesk(fixed=False)
-    desk.open(LOADER)
-    choice = desk.choose(plan(2, generation), gpu)
+def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
+    planner = BatchPlanner(fixed=False)
+    planner.open(LOADER)
+    choice = planner.choose(plan(2, generation), gpu)
     assert choice is not None
-    return desk, choice
+    return planner, choice
 
 
-def fit_now(desk: BatchDesk, now_s: float) -> Any:
-    snapshot = desk.due(now_s)
+def fit_now(planner: BatchPlanner, now_s: float) -> Any:
+    snapshot = planner.due(now_s)
     assert snapshot is not None
-    return desk.fitted(fit_snapshot(snapshot))
+    return planner.fitted(fit_snapshot(snapshot))
 
 
 # -- progress ------------------------------------------------------------------------------------------------------
@@ -151,28 +153,28 @@ def test_a_step_whose_update_is_in_the_model_counts_in_the_checkpoint() -> None:
 
 
 def test_progress_is_told_from_the_checkpoint_until_workers_can() -> None:
-    desk, choice = desk_on()
+    planner, choice = desk_on()
     point = RunProgress(epoch=2, epochs=4, done=16.0, epoch_ends=[8.0, 16.0]).resume_point()
-    assert seen(desk).progress is None
-    assert seen(desk, point).progress == Progress(done=16.0, epoch_ends=(8.0, 16.0), epochs=4)
-    desk.observe(report(2, choice))
-    assert seen(desk, point).progress == Progress(done=20.0, epochs=4)
+    assert seen(planner).progress is None
+    assert seen(planner, point).progress == Progress(done=16.0, epoch_ends=(8.0, 16.0), epochs=4)
+    planner.observe(report(2, choice))
+    assert seen(planner, point).progress == Progress(done=20.0, epochs=4)
 
 
 def test_a_report_that_comes_late_takes_no_progress_back() -> None:
-    desk, choice = desk_on()
-    desk.observe(report(2, choice, total_steps=30, progress=Progress(done=30.0)))
-    desk.observe(report(2, choice, total_steps=20, progress=Progress(done=20.0)))
-    assert seen(desk).progress == Progress(done=30.0)
-    desk.observe(report(2, choice, generation=2, total_steps=8, progress=Progress(done=8.0)))
-    assert seen(desk).progress == Progress(done=8.0), "a restart from a checkpoint does"
+    planner, choice = desk_on()
+    planner.observe(report(2, choice, total_steps=30, progress=Progress(done=30.0)))
+    planner.observe(report(2, choice, total_steps=20, progress=Progress(done=20.0)))
+    assert seen(planner).progress == Progress(done=30.0)
+    planner.observe(report(2, choice, generation=2, total_steps=8, progress=Progress(done=8.0)))
+    assert seen(planner).progress == Progress(done=8.0), "a restart from a checkpoint does"
 
 
 def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
-    desk, choice = desk_on()
-    before = seen(desk)
-    desk.observe(report(2, choice))
-    assert is_news(before, seen(desk), 0.1) is None
+    planner, choice = desk_on()
+    before = seen(planner)
+    planner.observe(report(2, choice))
+    assert is_news(before, seen(planner), 0.1) is None
     assert is_news(dataclasses.replace(before, fingerprint=None), before, 0.1) == "model"
 
 
@@ -204,55 +206,55 @@ def test_a_name_of_the_users_holds_before_the_model_is_built() -> None:
 
 
 def test_observations_are_told_by_type_and_change_rarely() -> None:
-    desk, choice = desk_on("T4")
-    desk.observe(report(2, choice))
-    fit_now(desk, 10.0)
-    first = seen(desk)
+    planner, choice = desk_on("T4")
+    planner.observe(report(2, choice))
+    fit_now(planner, 10.0)
+    first = seen(planner)
     assert list(first.observations) == list(first.models) == ["T4"]
     assert first.goodput == first.models["T4"]
     (told,) = first.observations["T4"]
     assert (told.replicas, told.atomic_bsz, told.count) == (2, choice.atomic_bsz, 10.0)
-    desk.observe(report(2, choice, total_steps=40, step_time=told.step_time * 1.05))
-    fit_now(desk, 20.0)
-    assert seen(desk).observations["T4"] is first.observations["T4"], "5 % is no news"
+    planner.observe(report(2, choice, total_steps=40, step_time=told.step_time * 1.05))
+    fit_now(planner, 20.0)
+    assert seen(planner).observations["T4"] is first.observations["T4"], "5 % is no news"
     for number in range(40):
-        desk.observe(report(2, choice, total_steps=41 + number, step_time=told.step_time * 1.3))
-    fit_now(desk, 30.0)
-    assert seen(desk).observations["T4"][0].step_time == pytest.approx(told.step_time * 1.3)
+        planner.observe(report(2, choice, total_steps=41 + number, step_time=told.step_time * 1.3))
+    fit_now(planner, 30.0)
+    assert seen(planner).observations["T4"][0].step_time == pytest.approx(told.step_time * 1.3)
 
 
 def test_types_are_measured_apart_and_a_mixed_group_tells_nothing() -> None:
-    desk, choice = desk_on("T4")
-    desk.observe(report(2, choice))
-    fit_now(desk, 10.0)
-    there = desk.choose(plan(4, 2), "A100")
+    planner, choice = desk_on("T4")
+    planner.observe(report(2, choice))
+    fit_now(planner, 10.0)
+    there = planner.choose(plan(4, 2), "A100")
     assert there is not None
-    assert desk.own_model is None and desk.models, "nothing is known there yet, but here it is"
-    desk.observe(report(2, choice, total_steps=25))  # a late one of the old group
-    desk.observe(report(4, there, generation=2, total_steps=40, step_time=0.001))
-    fit_now(desk, 20.0)
-    view = seen(desk)
+    assert planner.own_model is None and planner.models, "nothing is known there yet, but here it is"
+    planner.observe(report(2, choice, total_steps=25))  # a late one of the old group
+    planner.observe(report(4, there, generation=2, total_steps=40, step_time=0.001))
+    fit_now(planner, 20.0)
+    view = seen(planner)
     assert {gpu: {o.replicas for o in told} for gpu, told in view.observations.items()} == {"T4": {2}, "A100": {4}}
-    mixed = desk.choose(plan(4, 3), None)
+    mixed = planner.choose(plan(4, 3), None)
     assert mixed is not None
-    desk.observe(report(4, mixed, generation=3, total_steps=60, step_time=9.0))
-    fit_now(desk, 30.0)
-    assert seen(desk).observations == view.observations
-    assert desk.goodput() is not None, "it adapts its batch all the same"
+    planner.observe(report(4, mixed, generation=3, total_steps=60, step_time=9.0))
+    fit_now(planner, 30.0)
+    assert seen(planner).observations == view.observations
+    assert planner.goodput() is not None, "it adapts its batch all the same"
 
 
 def test_a_heartbeat_is_small() -> None:
     """Also of a job that has run in 64 configurations for 100 000 epochs."""
-    desk, _ = desk_on()
+    planner, _ = desk_on()
     ends = Progress(done=1e6, epoch_ends=tuple(float(i) for i in range(128)), epochs=1000)
     for workers in range(1, 9):
         for atomic in range(16, 528, 64):
-            desk.observe(
+            planner.observe(
                 report(workers, BatchChoice(atomic_bsz=atomic), total_steps=workers * 1000 + atomic, progress=ends)
             )
-    fit_now(desk, 10.0)
-    size = len(pickle.dumps(seen(desk)))
-    assert len(seen(desk).observations["T4"]) == 64
+    fit_now(planner, 10.0)
+    size = len(pickle.dumps(seen(planner)))
+    assert len(seen(planner).observations["T4"]) == 64
     assert size < 8192, size
 
 
@@ -285,7 +287,7 @@ def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
 
 
 def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
-    early = BatchDesk(fixed=False)
+    early = BatchPlanner(fixed=False)
     assert early.advise({"T4": PRIOR}) is None
     early.open(LOADER)
     choice = early.choose(plan(2, 1), "T4")
@@ -301,6 +303,6 @@ def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
 def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
     """Of eight trials that come at once, each would have started a second process for nothing."""
     trial = TrialSpec(controller="c")
-    assert seen(BatchDesk(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
-    assert seen(BatchDesk(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
-    assert seen(BatchDesk(fixed=False), ran_with=0).growth_limit is None
+    assert seen(BatchPlanner(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
+    assert seen(BatchPlanner(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
+    assert seen(BatchPlanner(fixed=False), ran_with=0).growth_limit is None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.membership.plan import Member, Plan
+from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.session.api import set_session
@@ -124,7 +124,7 @@ class _Job:
         """Start a worker, and wait until it has built its model."""
         self._ready[worker] = threading.Event()
 
-        def form(plan: Plan, rank: int) -> Communicator:
+        def form(plan: GenerationSpec, rank: int) -> Communicator:
             return member(
                 self._controller, rank, plan.world_size, generation=plan.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
             )
@@ -160,7 +160,7 @@ class _Job:
         concerned = dict.fromkeys([*self.members, *workers])
         self.members = workers
         self.outcome.groups.append(workers)
-        plan = Plan(
+        plan = GenerationSpec(
             generation=self._generation,
             members=tuple(Member(worker=f"w{each}", node="here") for each in workers),
             void_below=self._generation if void else 0,

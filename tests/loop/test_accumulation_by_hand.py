@@ -17,7 +17,7 @@ from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.membership.plan import Stop
+from elastic_ray.membership.messages import Stop
 from elastic_ray.session.api import current_session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver

@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.membership.plan import Stop
+from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.record.record import JobRecord

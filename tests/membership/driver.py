@@ -6,10 +6,11 @@ from typing import TypeVar
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
     AllLost,
+    Allocated,
     Announce,
     Complete,
     Finished,
@@ -23,8 +24,7 @@ from elastic_ray.membership.signals import (
     Reserved,
     Stimulus,
     Switched,
-    Target,
-    Tick,
+    TimePassed,
 )
 
 CONFIG = MembershipConfig(
@@ -45,7 +45,7 @@ class Ledger:
     def __init__(self) -> None:
         self.open: dict[str, str] = {}
         self.seen: set[str] = set()
-        self.plans: list[Plan] = []
+        self.plans: list[GenerationSpec] = []
         self.dead: set[str] = set()
 
     def book(self, instruction: Instruction) -> None:
@@ -61,7 +61,7 @@ class Ledger:
             case Announce(plan=plan, to=to):
                 self._book_plan(plan, to)
 
-    def _book_plan(self, plan: Plan, to: tuple[str, ...]) -> None:
+    def _book_plan(self, plan: GenerationSpec, to: tuple[str, ...]) -> None:
         names = [m.worker for m in plan.members]
         assert not self.plans or plan.generation > self.plans[-1].generation, "generations must grow"
         assert names, "a generation has members"
@@ -106,11 +106,11 @@ class Driver:
 
     def tick(self, after_s: float = 0.0) -> list[Instruction]:
         """Let time pass."""
-        return self.tell(Tick(), after_s=after_s)
+        return self.tell(TimePassed(), after_s=after_s)
 
     def target(self, **nodes: int) -> list[Instruction]:
         """The allocator's word."""
-        return self.tell(Target(nodes=nodes, reason="test"))
+        return self.tell(Allocated(nodes=nodes, reason="test"))
 
     def reserved(self, *workers: str) -> list[Instruction]:
         """Their resources are there."""
@@ -170,13 +170,13 @@ def only(kind: type[Kind], instructions: list[Instruction]) -> list[Kind]:
     return [i for i in instructions if isinstance(i, kind)]
 
 
-def plan_in(instructions: list[Instruction]) -> Plan:
+def plan_in(instructions: list[Instruction]) -> GenerationSpec:
     """The only plan announced."""
     (announced,) = only(Announce, instructions)
     return announced.plan
 
 
-def members_of(plan: Plan) -> list[str]:
+def members_of(plan: GenerationSpec) -> list[str]:
     """Workers by rank."""
     return [m.worker for m in plan.members]
 

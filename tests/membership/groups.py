@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from elastic_ray.membership.bootstrap import Bootstrap, Meeting, signed
+from elastic_ray.membership.authentication import new_secret
+from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, call_mac
 from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.proof import new_secret
 from elastic_ray.membership.rendezvous import Communicator
 
 
@@ -26,7 +26,7 @@ class LocalController:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def call(self, meeting: Meeting) -> concurrent.futures.Future[dict[str, bytes]]:
+    def call(self, meeting: BootstrapCall) -> concurrent.futures.Future[dict[str, bytes]]:
         """As an actor call: returns at once."""
         self.calls += 1
         return asyncio.run_coroutine_threadsafe(self.bootstrap.meet(meeting), self._loop)
@@ -50,14 +50,14 @@ class LocalCaller:
     """A member's way to a ``LocalController``."""
 
     def __init__(self, controller: LocalController, worker: str, generation: int, secret: str | None = None) -> None:
-        proof = signed(secret or controller.secret, generation, worker)
+        proof = call_mac(secret or controller.secret, generation, worker)
         self._controller, self._fields = controller, {"generation": generation, "worker": worker, "proof": proof}
 
     def tell(self, values: Mapping[str, bytes]) -> None:
-        self._controller.call(Meeting(tells=values, **self._fields))
+        self._controller.call(BootstrapCall(tells=values, **self._fields))
 
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        call = Meeting(tells=tells, wants=keys, wait_s=wait_s, **self._fields)
+        call = BootstrapCall(tells=tells, wants=keys, wait_s=wait_s, **self._fields)
         try:
             return self._controller.call(call).result(wait_s + 5.0)
         except Exception as error:

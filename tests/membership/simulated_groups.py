@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import step_size
-from elastic_ray.membership.plan import Plan, Progress
+from elastic_ray.membership.messages import GenerationSpec, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.session.progress import agreed_lead
 
@@ -73,7 +73,7 @@ class Share:
 class Group:
     """One generation's group."""
 
-    plan: Plan
+    plan: GenerationSpec
     forming: set[str] = dataclasses.field(default_factory=set)
     given: dict[int, dict[str, tuple[State, int]]] = dataclasses.field(default_factory=dict)
     waiting: dict[str, tuple[int, Callable[[Edge], None]]] = dataclasses.field(default_factory=dict)
@@ -95,7 +95,7 @@ class Groups:
         self._job = job
         self._groups: dict[int, Group] = {}
 
-    def of(self, plan: Plan) -> Group:
+    def of(self, plan: GenerationSpec) -> Group:
         """The group of a plan."""
         group = self._groups.setdefault(plan.generation, Group(plan))
         assert group.plan.members == plan.members, "a generation is announced once"
@@ -119,7 +119,7 @@ class Groups:
 
     # -- forming -----------------------------------------------------------------------------------------------
 
-    def form(self, plan: Plan, worker: SimWorker) -> None:
+    def form(self, plan: GenerationSpec, worker: SimWorker) -> None:
         """A worker's background thread forms the group of a plan."""
         group = self.of(plan)
         group.forming.add(worker.name)
@@ -143,7 +143,9 @@ class Groups:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def collective(self, worker: SimWorker, plan: Plan, number: int, lead: int, then: Callable[[Edge], None]) -> None:
+    def collective(
+        self, worker: SimWorker, plan: GenerationSpec, number: int, lead: int, then: Callable[[Edge], None]
+    ) -> None:
         """Take part in a generation's collective ``number``; ``then`` follows when all did."""
         group, job = self.of(plan), self._job
         given = group.given.setdefault(number, {})
@@ -188,7 +190,7 @@ class Groups:
             after = State(state.ticks + 1, state.epoch + 1, 0, state, world, final, lineage)
         return Edge(after, lead)
 
-    def committed(self, plan: Plan, state: State) -> None:
+    def committed(self, plan: GenerationSpec, state: State) -> None:
         """A member has committed a step; once all have, it can never be lost again."""
         group = self.of(plan)
         group.delivered[state] = group.delivered.get(state, 0) + 1
@@ -202,7 +204,7 @@ class Groups:
         names, job = group.names, self._job
         workers = [job.workers[name] for name in names]
         progress = [
-            Progress(
+            StateVersion(
                 step=w.state.ticks + (w.lineage * _LINEAGE if job.rules.lineage else 0),
                 lineage=w.state.lineage,
                 has_state=w.complete or w.loaded,
@@ -225,7 +227,7 @@ class Groups:
                 group.shares[worker.name] = Share(share.at_s, None, worker.state)
                 group.got.add(worker.name)
 
-    def receive(self, plan: Plan, worker: SimWorker) -> bool:
+    def receive(self, plan: GenerationSpec, worker: SimWorker) -> bool:
         """Whether a worker's share of the exchange arrives, now that it is due."""
         group = self.of(plan)
         source = group.shares[worker.name].source
@@ -238,6 +240,6 @@ class Groups:
         worker.state = group.shares[worker.name].state
         return True
 
-    def due_s(self, plan: Plan, worker: SimWorker) -> float:
+    def due_s(self, plan: GenerationSpec, worker: SimWorker) -> float:
         """When a worker's share of the exchange is due [s after it began]."""
         return self.of(plan).shares[worker.name].at_s

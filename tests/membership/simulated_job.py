@@ -18,10 +18,11 @@ import numpy as np
 
 from elastic_ray.data.sharding import rank_indices
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
     AllLost,
+    Allocated,
     Announce,
     Complete,
     Instruction,
@@ -33,8 +34,7 @@ from elastic_ray.membership.signals import (
     Reserve,
     Reserved,
     Stimulus,
-    Target,
-    Tick,
+    TimePassed,
     Withdraw,
 )
 from tests.membership.driver import Ledger
@@ -171,7 +171,7 @@ class SimJob:
             hung_s = self.workers[record.worker].hung_s
             if hung_s is not None and self.now_s - hung_s > SILENCE_S:
                 self.tell(Lost(worker=record.worker, cause="it has been silent"))
-        self.tell(Tick())
+        self.tell(TimePassed())
         self.after(TICK_S, self._tick)
 
     def lose_controller(self) -> None:
@@ -189,7 +189,7 @@ class SimJob:
         witnesses = [w.witness() for w in self.workers.values() if w.name in self._granted and w.testifies]
         self.machine = JobMembership(before.config, first_most=self.most, named=before.named)
         noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
-        reached = Target(nodes=self._target, reason="test")
+        reached = Allocated(nodes=self._target, reason="test")
         instructions = self.machine.take_over(
             witnesses,
             reached,
@@ -262,7 +262,7 @@ class SimJob:
             assert kill or not actor.alive, "who is released alive has ended its run"
             actor.die()
 
-    def _check_plan(self, plan: Plan) -> None:
+    def _check_plan(self, plan: GenerationSpec) -> None:
         flight = self.machine.in_flight
         assert flight is not None
         if self.machine.current is None and not flight.from_state:
@@ -308,7 +308,7 @@ class SimJob:
     def target(self, nodes: dict[str, int]) -> None:
         """The allocator's word."""
         self._target = nodes
-        self.tell(Target(nodes=nodes, reason="test"))
+        self.tell(Allocated(nodes=nodes, reason="test"))
 
     def living(self) -> list[SimWorker]:
         """Processes that run."""

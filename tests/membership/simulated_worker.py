@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import can_switch
-from elastic_ray.membership.plan import Plan
+from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.signals import (
     Finished,
@@ -49,7 +49,7 @@ class SimWorker:
         self.starts_over = False
         self.ending: Signal | None = None
         self.doing = "building"
-        self.current: Plan | None = None
+        self.current: GenerationSpec | None = None
         self._collectives = 0
         self._forget()
         self._build()
@@ -58,7 +58,7 @@ class SimWorker:
         self.switched = 0
         self._latest = self._void_below = 0
         self._cancelled: set[int] = set()
-        self._prepared: tuple[Plan, bool] | None = None
+        self._prepared: tuple[GenerationSpec, bool] | None = None
         self.current = None
 
     @property
@@ -140,7 +140,7 @@ class SimWorker:
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def hear_plan(self, plan: Plan) -> None:
+    def hear_plan(self, plan: GenerationSpec) -> None:
         """As ``Membership.post``."""
         if self.doing == "gone":
             return
@@ -170,14 +170,14 @@ class SimWorker:
         if self.current is not None and self._is_void(self.generation) and self.doing in ("exchanging", "stepping"):
             self.fail("the generation was called off", self.token)
 
-    def formed(self, plan: Plan, life: int) -> None:
+    def formed(self, plan: GenerationSpec, life: int) -> None:
         """Its group is there."""
         if self.responsive and life == self.life and plan.generation == self._latest:
             if not self._is_void(plan.generation):
                 self._prepared = (plan, True)
                 self._look()
 
-    def not_formed(self, plan: Plan, life: int) -> None:
+    def not_formed(self, plan: GenerationSpec, life: int) -> None:
         """Its group cannot be formed."""
         prepared = self._prepared is not None and self._prepared[0].generation == plan.generation
         if self.responsive and life == self.life and not prepared and self.generation < plan.generation:
@@ -211,7 +211,7 @@ class SimWorker:
             self.alive = False  # it rests in the warm pool
             self._end(Left(worker=self.name))
 
-    def _exchange(self, plan: Plan) -> None:
+    def _exchange(self, plan: GenerationSpec) -> None:
         token = self.token
 
         def arrive() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ray.membership.bootstrap import Bootstrap, BootstrapRefusedError, Meeting, signed
+from elastic_ray.membership.authentication import new_secret, sign, verify
+from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
 from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.proof import new_secret, prove, proves
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
+from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.worker.messages import Assignment
 from tests.job.test_told import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
@@ -27,11 +27,11 @@ from tests.membership.groups import LocalCaller, LocalController, local_controll
 SECRET = new_secret()
 
 
-def call(worker: str = "w1", generation: int = 1, secret: str = SECRET, **fields: Any) -> Meeting:
-    return Meeting(generation=generation, worker=worker, proof=signed(secret, generation, worker), **fields)
+def call(worker: str = "w1", generation: int = 1, secret: str = SECRET, **fields: Any) -> BootstrapCall:
+    return BootstrapCall(generation=generation, worker=worker, mac=call_mac(secret, generation, worker), **fields)
 
 
-def meet(*calls: Meeting, members: tuple[str, ...] = ("w1", "w2")) -> list[Any]:
+def meet(*calls: BootstrapCall, members: tuple[str, ...] = ("w1", "w2")) -> list[Any]:
     """What each of these calls, made at once, is answered, or why it is refused."""
 
     async def run() -> list[Any]:
@@ -59,9 +59,15 @@ def test_generations_do_not_hear_each_other_and_waits_end() -> None:
     "wrong, why",
     [
         (call(secret=new_secret(), tells={"a": b"x"}), "proves nothing"),
-        (Meeting(generation=1, worker="w2", proof=signed(SECRET, 1, "w1"), tells={"a": b"x"}), "proves nothing"),
-        (Meeting(generation=2, worker="w1", proof=signed(SECRET, 1, "w1"), tells={"a": b"x"}), "proves nothing"),
-        (Meeting(generation=1, worker="w1", proof=b"", tells={"a": b"x"}), "proves nothing"),
+        (
+            BootstrapCall(generation=1, worker="w2", mac=call_mac(SECRET, 1, "w1"), tells={"a": b"x"}),
+            "proves nothing",
+        ),
+        (
+            BootstrapCall(generation=2, worker="w1", mac=call_mac(SECRET, 1, "w1"), tells={"a": b"x"}),
+            "proves nothing",
+        ),
+        (BootstrapCall(generation=1, worker="w1", mac=b"", tells={"a": b"x"}), "proves nothing"),
         (call("w3", tells={"a": b"x"}), "w3 is no member of generation 1"),
         (call("w2", tells={"a": b"x"}), "w2 may not write what w1 has written"),
         (call("w2", tells={"b": b"x" * 100_000}), "too long"),
@@ -70,7 +76,7 @@ def test_generations_do_not_hear_each_other_and_waits_end() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_who_is_no_member_or_wants_too_much_is_refused(wrong: Meeting, why: str) -> None:
+def test_who_is_no_member_or_wants_too_much_is_refused(wrong: BootstrapCall, why: str) -> None:
     _, refused, after = meet(call(tells={"a": b"1"}), wrong, call(wants=("a",)))
     assert isinstance(refused, BootstrapRefusedError) and why in str(refused)
     assert after["a"] == b"1"
@@ -87,12 +93,12 @@ def test_what_was_told_for_old_generations_is_forgotten_and_who_waits_there_is_l
 
 
 def test_a_proof_serves_for_nothing_else() -> None:
-    proof = prove(SECRET, "peer", 1, 23)
-    assert proves(proof, SECRET, "peer", 1, 23)
-    assert not any(proves(proof, SECRET, *facts) for facts in [("peer", 12, 3), ("peer", 1, 2, 3), ("peer1", 23)])
-    assert not proves(proof, new_secret(), "peer", 1, 23)
+    proof = sign(SECRET, "peer", 1, 23)
+    assert verify(proof, SECRET, "peer", 1, 23)
+    assert not any(verify(proof, SECRET, *facts) for facts in [("peer", 12, 3), ("peer", 1, 2, 3), ("peer1", 23)])
+    assert not verify(proof, new_secret(), "peer", 1, 23)
     with pytest.raises(ValueError, match="secret must not be empty"):
-        prove("", "peer")
+        sign("", "peer")
 
 
 def test_a_secret_is_never_shown_and_every_job_has_its_own() -> None:
@@ -102,7 +108,7 @@ def test_a_secret_is_never_shown_and_every_job_has_its_own() -> None:
         worker="w1", job="j", train_loop=b"", storage_path="", node="n", controller=None, secret=one.secret
     )
     shown = repr(one) + repr(assignment) + repr(call(secret=one.secret))
-    assert one.secret not in shown and repr(signed(one.secret, 1, "w1")) not in shown
+    assert one.secret not in shown and repr(call_mac(one.secret, 1, "w1")) not in shown
 
 
 # -- the members' part -------------------------------------------------------------------------------------------------
@@ -131,12 +137,12 @@ def test_a_group_with_an_operation_that_nobody_waits_for_can_be_let_go_of_at_onc
     work = mine.all_reduce(torch.ones(3), timeout_s=1000.0)
     mine.keep_for(work)
     assert mine.is_kept
-    graveyard = Graveyard()
+    retired = RetiredCommunicators()
     begin_s = time.monotonic()
-    graveyard.bury(mine)
+    retired.retire(mine)
     del mine
     gc.collect()
-    assert time.monotonic() - begin_s < 2.0 and len(graveyard) == 0
+    assert time.monotonic() - begin_s < 2.0 and len(retired) == 0
     assert not work.is_completed()
     del theirs  # which ends the operation
     gc.collect()

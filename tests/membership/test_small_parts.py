@@ -1,4 +1,4 @@
-"""Properties of the small pure parts: who sends state to whom, agreement, resume points, silence, the batch desk."""
+"""Properties of the small pure parts: who sends state to whom, agreement, resume points, silence, the batch planner."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import fit_snapshot
-from elastic_ray.job.batch_planner import BatchDesk
-from elastic_ray.membership.plan import Member, Plan, Progress
+from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.membership.messages import GenerationSpec, Member, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.session.link import LoaderInfo, StepReport
 from elastic_ray.session.progress import LoopProgress, RunProgress, agreed_lead
-from elastic_ray.worker_group.failure_detector import Pulse
+from elastic_ray.worker_group.failure_detector import FailureDetector
 
 # -- transfer_rounds -----------------------------------------------------------------------------------------------
 
 ranks = st.builds(
-    Progress,
+    StateVersion,
     step=st.integers(0, 3),
     slot=st.integers(0, 2),
     lineage=st.integers(0, 1),
@@ -32,7 +32,7 @@ ranks = st.builds(
 
 
 @given(st.lists(ranks, min_size=1, max_size=20))
-def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: list[Progress]) -> None:
+def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: list[StateVersion]) -> None:
     furthest = max(p.order() for p in progress)
     if furthest[0]:
         holds = {rank for rank, p in enumerate(progress) if p.order() == furthest}
@@ -55,18 +55,18 @@ def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: li
 
 
 @given(st.lists(ranks, min_size=1, max_size=20))
-def test_all_ranks_draw_up_the_same_transfers(progress: list[Progress]) -> None:
+def test_all_ranks_draw_up_the_same_transfers(progress: list[StateVersion]) -> None:
     assert transfer_rounds(progress) == transfer_rounds(tuple(progress))
 
 
 def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -> None:
-    newcomer, holder = Progress(step=9), Progress(step=1, has_state=True)
+    newcomer, holder = StateVersion(step=9), StateVersion(step=1, has_state=True)
     assert transfer_rounds([newcomer, holder]) == [[(1, 0)]]
     assert transfer_rounds([newcomer, newcomer, newcomer, newcomer]) == [[(0, 1)], [(0, 2), (1, 3)]]
     assert transfer_rounds([holder, holder]) == []
-    through = Progress(step=1, passes=1, has_state=True)
+    through = StateVersion(step=1, passes=1, has_state=True)
     assert transfer_rounds([holder, through, newcomer]) == [[(1, 2)]], "it would stay in a pass that is over"
-    later = Progress(step=1, lineage=4, has_state=True)
+    later = StateVersion(step=1, lineage=4, has_state=True)
     assert transfer_rounds([holder, later]) == [[(1, 0)]], "two groups went on from one step: the later one counts"
     with pytest.raises(ValueError, match="at least one rank"):
         transfer_rounds([])
@@ -118,83 +118,83 @@ def test_a_resume_point_of_an_older_version_is_read() -> None:
     assert RunProgress.from_resume_point({"epoch": 3}) == RunProgress(epoch=3)
 
 
-# -- Pulse ---------------------------------------------------------------------------------------------------------
+# -- FailureDetector -------------------------------------------------------------------------------------------------
 
 
-def silent_after(pulse: Pulse, times: list[float], members: list[str]) -> list[str]:
-    return [worker for now_s in times for worker, _ in pulse.silent(now_s, members)]
+def silent_after(detector: FailureDetector, times: list[float], members: list[str]) -> list[str]:
+    return [worker for now_s in times for worker, _ in detector.silent(now_s, members)]
 
 
 def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
-    pulse = Pulse(2.0)
-    pulse.silent(100.0, [])
-    pulse.heard("a")
-    pulse.heard("b")
+    detector = FailureDetector(2.0)
+    detector.silent(100.0, [])
+    detector.heard("a")
+    detector.heard("b")
     ticks = [100.0 + 0.1 * i for i in range(1, 20)]
-    assert not silent_after(pulse, ticks, ["a", "b"])
-    pulse.heard("a")
-    ((worker, silence_s),) = pulse.silent(102.15, ["a", "b", "never heard of"])
+    assert not silent_after(detector, ticks, ["a", "b"])
+    detector.heard("a")
+    ((worker, silence_s),) = detector.silent(102.15, ["a", "b", "never heard of"])
     assert worker == "b"
     assert silence_s == pytest.approx(2.15)
-    assert not pulse.silent(102.2, ["a"])  # only members count
-    pulse.forget("b")
-    assert not pulse.silent(102.3, ["a", "b"])
+    assert not detector.silent(102.2, ["a"])  # only members count
+    detector.forget("b")
+    assert not detector.silent(102.3, ["a", "b"])
 
 
 def test_one_that_nobody_waits_for_may_be_silent_for_longer() -> None:
-    pulse = Pulse(2.0, alone_s=30.0)
-    pulse.silent(0.0, [])
-    pulse.heard("a", "b")
+    detector = FailureDetector(2.0, alone_s=30.0)
+    detector.silent(0.0, [])
+    detector.heard("a", "b")
     times = [0.2 * i for i in range(1, 200)]
-    assert not silent_after(pulse, times[:40], ["a"])
-    assert set(silent_after(pulse, times[40:41], ["a", "b"])) == {"a", "b"}
-    assert silent_after(pulse, times[41:], ["a"])
+    assert not silent_after(detector, times[:40], ["a"])
+    assert set(silent_after(detector, times[40:41], ["a", "b"])) == {"a", "b"}
+    assert silent_after(detector, times[41:], ["a"])
 
 
 def test_who_was_seen_to_live_is_waited_for_until_it_speaks() -> None:
-    pulse = Pulse(2.0, alone_s=30.0)
-    pulse.silent(0.0, [])
-    pulse.heard("a", "b")
+    detector = FailureDetector(2.0, alone_s=30.0)
+    detector.silent(0.0, [])
+    detector.heard("a", "b")
     times = [0.2 * i for i in range(1, 400)]
-    assert not silent_after(pulse, times[:6], ["a", "b"])
-    assert pulse.questionable() == ["a", "b"]
-    assert pulse.questionable() == []
-    pulse.excuse("a")
-    assert set(silent_after(pulse, times[6:20], ["a", "b"])) == {"b"}
-    pulse.heard("a")
-    pulse.excuse("a")  # an answer that came too late
-    assert not pulse.questioned("a")
-    assert set(silent_after(pulse, times[20:28], ["a"])) == set()
-    assert "a" in silent_after(pulse, times[28:40], ["a", "b"])
+    assert not silent_after(detector, times[:6], ["a", "b"])
+    assert detector.questionable() == ["a", "b"]
+    assert detector.questionable() == []
+    detector.excuse("a")
+    assert set(silent_after(detector, times[6:20], ["a", "b"])) == {"b"}
+    detector.heard("a")
+    detector.excuse("a")  # an answer that came too late
+    assert not detector.questioned("a")
+    assert set(silent_after(detector, times[20:28], ["a"])) == set()
+    assert "a" in silent_after(detector, times[28:40], ["a", "b"])
 
 
 def test_the_controllers_own_pauses_are_nobodys_silence() -> None:
-    pulse = Pulse(2.0)
-    pulse.silent(0.0, ["a"])
-    pulse.heard("a")
-    assert not pulse.silent(60.0, ["a"])  # it was held up for a minute, and so were the messages
-    assert not pulse.silent(10.0, ["a"])  # a clock that goes back is no silence either
+    detector = FailureDetector(2.0)
+    detector.silent(0.0, ["a"])
+    detector.heard("a")
+    assert not detector.silent(60.0, ["a"])  # it was held up for a minute, and so were the messages
+    assert not detector.silent(10.0, ["a"])  # a clock that goes back is no silence either
 
 
 @given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.5, 5.0))
 def test_silence_is_never_longer_than_time_and_who_speaks_is_never_silent(gaps: list[float], timeout_s: float) -> None:
-    pulse, now_s, heard_s = Pulse(timeout_s), 0.0, 0.0
-    pulse.silent(now_s, ["a", "b"])
-    pulse.heard("a")
+    detector, now_s, heard_s = FailureDetector(timeout_s), 0.0, 0.0
+    detector.silent(now_s, ["a", "b"])
+    detector.heard("a")
     for gap_s in gaps:
         now_s += gap_s
-        pulse.heard("b")
-        silent = dict(pulse.silent(now_s, ["a", "b"]))
+        detector.heard("b")
+        silent = dict(detector.silent(now_s, ["a", "b"]))
         assert silent.get("a", 0.0) <= now_s - heard_s + 1e-9
         assert "b" not in silent
 
 
-# -- BatchDesk -----------------------------------------------------------------------------------------------------
+# -- BatchPlanner -----------------------------------------------------------------------------------------------------
 
 
-def plan_of(workers: int, generation: int = 1) -> Plan:
+def plan_of(workers: int, generation: int = 1) -> GenerationSpec:
     members = tuple(Member(worker=f"w{i + 1}", node="n1") for i in range(workers))
-    return Plan(generation=generation, members=members)
+    return GenerationSpec(generation=generation, members=members)
 
 
 def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepReport:
@@ -214,64 +214,64 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
     )
 
 
-def open_desk(*, fixed: bool = False) -> BatchDesk:
-    desk = BatchDesk(fixed=fixed)
+def open_desk(*, fixed: bool = False) -> BatchPlanner:
+    planner = BatchPlanner(fixed=fixed)
     limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
-    desk.open(LoaderInfo(limits=limits, dataset_size=10_000))
-    return desk
+    planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
+    return planner
 
 
 def test_a_fixed_desk_keeps_the_global_batch_whatever_the_number_of_workers() -> None:
-    desk = open_desk(fixed=True)
+    planner = open_desk(fixed=True)
     for workers in (1, 2, 4):
-        choice = desk.choose(plan_of(workers))
+        choice = planner.choose(plan_of(workers))
         assert choice is not None
         assert choice.batch_size(workers) == 64
 
 
 def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_between() -> None:
-    desk = open_desk()
-    assert desk.observe(report_of(2, BatchChoice(atomic_bsz=32))) is None
+    planner = open_desk()
+    assert planner.observe(report_of(2, BatchChoice(atomic_bsz=32))) is None
     changed = report_of(2, BatchChoice(atomic_bsz=64))
-    assert desk.observe(dataclasses.replace(changed, steps=0, batch_size=0)) is None
-    assert desk.observe(changed) == 64
-    assert desk.observe(changed) is None
-    assert desk.observe(report_of(4, BatchChoice(atomic_bsz=64))) is None  # the resize tells of it
+    assert planner.observe(dataclasses.replace(changed, steps=0, batch_size=0)) is None
+    assert planner.observe(changed) == 64
+    assert planner.observe(changed) is None
+    assert planner.observe(report_of(4, BatchChoice(atomic_bsz=64))) is None  # the resize tells of it
 
 
 def test_a_desk_that_knows_no_loader_leaves_the_choice_to_it() -> None:
-    assert BatchDesk(fixed=False).choose(plan_of(2)) is None
+    assert BatchPlanner(fixed=False).choose(plan_of(2)) is None
 
 
 def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:
-    """The job trains on with two workers; the desk must not believe that it has four."""
-    desk = open_desk()
-    shape = desk.choose(plan_of(2))
+    """The job trains on with two workers; the planner must not believe that it has four."""
+    planner = open_desk()
+    shape = planner.choose(plan_of(2))
     assert shape is not None
-    assert desk.choose(plan_of(4, generation=2)) is not None
-    desk.observe(report_of(2, shape))
-    snapshot = desk.due(10.0)
+    assert planner.choose(plan_of(4, generation=2)) is not None
+    planner.observe(report_of(2, shape))
+    snapshot = planner.due(10.0)
     assert snapshot is not None
     model = fit_snapshot(snapshot)
-    assert desk.fitted(model) is None  # the change may still come
-    desk.withdraw()
-    change = desk.fitted(model)
+    assert planner.fitted(model) is None  # the change may still come
+    planner.withdraw()
+    change = planner.fitted(model)
     assert change is not None, "a batch of 64 on two workers is far from the best at this noise"
     assert change[0].batch_size(2) > 64
-    assert desk.fitted(model) is None  # asked for already
+    assert planner.fitted(model) is None  # asked for already
 
 
 def test_a_withdrawal_from_one_worker_leaves_the_batch_in_use_alone() -> None:
     """A worker that starts over is not to hear of the generation in effect any more; for the others it stands."""
-    desk = open_desk()
-    desk.choose(plan_of(2))
-    desk.choose(plan_of(4, generation=2))
-    desk.observe(report_of(4, BatchChoice(atomic_bsz=16), generation=2))
-    snapshot = desk.due(10.0)
+    planner = open_desk()
+    planner.choose(plan_of(2))
+    planner.choose(plan_of(4, generation=2))
+    planner.observe(report_of(4, BatchChoice(atomic_bsz=16), generation=2))
+    snapshot = planner.due(10.0)
     assert snapshot is not None
-    change = desk.fitted(fit_snapshot(snapshot))
+    change = planner.fitted(fit_snapshot(snapshot))
     assert change is not None
-    desk.withdraw()
-    choice = desk.choose(plan_of(3, generation=3))
+    planner.withdraw()
+    choice = planner.choose(plan_of(3, generation=3))
     assert choice is not None
     assert choice.batch_size(3) >= change[0].batch_size(4)

@@ -7,7 +7,7 @@ import io
 import numpy as np
 import pytest
 
-from elastic_ray.driver.display import Progress, event_line, status_line
+from elastic_ray.driver.display import JobDisplay, event_line, status_line
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
 
 
@@ -81,7 +81,7 @@ def test_statuses_as_lines(given: JobStatus, line: str) -> None:
 def test_the_end_of_an_epoch_is_a_line_with_what_was_reported() -> None:
     stream = io.StringIO()
     metrics = {"accuracy": np.float32(0.5), "kind": "test", "loss": 0.25, "bad": float("nan"), "best": True}
-    with Progress(stream) as progress:
+    with JobDisplay(stream) as progress:
         for index, done in enumerate((0, 1, 1, 2, 4)):
             progress.report("a1", Report(index=index + 1, metrics=metrics, epochs_done=done), 4)
         progress.event("a1", event(EventKind.FINISHED, 4, 0))  # the last status says it
@@ -91,7 +91,7 @@ def test_the_end_of_an_epoch_is_a_line_with_what_was_reported() -> None:
 
 def test_of_many_epochs_a_hundredth_is_shown_and_the_last() -> None:
     stream = io.StringIO()
-    with Progress(stream) as progress:
+    with JobDisplay(stream) as progress:
         for done in range(1, 1006):
             progress.report("a1", Report(index=done, metrics={}, epochs_done=done), 1005)
     lines = stream.getvalue().splitlines()
@@ -103,7 +103,7 @@ def test_nothing_that_others_have_said_steers_the_terminal(monkeypatch: pytest.M
     monkeypatch.setenv("TERM", "xterm")
     bad = "\x1b[2J\r\n[red]\u202e\u200b"
     for stream in (io.StringIO(), Terminal()):
-        with Progress(stream) as progress:
+        with JobDisplay(stream) as progress:
             progress.status(status(job=bad, message=bad, metrics={bad: 1.0}))
             progress.event(bad, event(reason=bad))
             progress.report(bad, Report(index=1, metrics={bad: 2.0}, epochs_done=1), None)
@@ -116,7 +116,7 @@ def test_nothing_that_others_have_said_steers_the_terminal(monkeypatch: pytest.M
 def test_plain_lines_come_at_intervals_and_events_at_once() -> None:
     now = [0.0]
     stream = io.StringIO()
-    with Progress(stream, interval_s=5.0, clock=lambda: now[0]) as progress:
+    with JobDisplay(stream, interval_s=5.0, clock=lambda: now[0]) as progress:
         for second in range(12):
             now[0] = float(second)
             progress.status(status(step=second))
@@ -130,7 +130,7 @@ def test_plain_lines_come_at_intervals_and_events_at_once() -> None:
 
 def test_a_closed_stream_ends_the_display_only() -> None:
     stream = io.StringIO()
-    progress = Progress(stream)
+    progress = JobDisplay(stream)
     stream.close()
     progress.status(status())
     progress.event("a1", event())
@@ -146,7 +146,7 @@ def test_a_terminal_gets_one_table_with_events_above_it(monkeypatch: pytest.Monk
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Progress(stream) as progress:
+    with JobDisplay(stream) as progress:
         progress.status(status(message="[held] at 4"))
         progress.event("a1", event(reason="[bold] reason"))
         progress.status(status(step=2))

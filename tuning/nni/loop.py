@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.worker.train_loop import Packed
+from elastic_ray.worker.train_loop import PickledTrainLoop
 from tuning.nni.wire import TrialId
 
 PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
 _CHANNEL = "import://tuning.nni.channel.ElasticChannel"
 
 
-class TrialLoop(Packed):
+class TrialLoop(PickledTrainLoop):
     """What a worker runs; NNI is imported only if the user's loop does that.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elastic_ray.membership.plan import Place, Plan
+from elastic_ray.membership.messages import GenerationSpec, RankInfo
 
 
-class Places:
+class ExpectedRanks:
     """Tells workers their expected rank when they start, each another one.
 
     Before the first generation exactly one living worker is told rank 0, so that ``if rank == 0: download()`` runs
@@ -17,7 +17,7 @@ class Places:
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
-    def of(self, worker: str, nodes: Mapping[str, str], plan: Plan | None, target: int) -> Place:
+    def of(self, worker: str, nodes: Mapping[str, str], plan: GenerationSpec | None, target: int) -> RankInfo:
         """The expected place of a worker that starts now.
 
         Args:
@@ -35,7 +35,7 @@ class Places:
         here = [each for each, where in nodes.items() if where == node]
         # Of those on one node: members first, then whoever was told before.
         before = [each for each in here if each != worker and (each in self._told or _is_member(each, plan))]
-        return Place(
+        return RankInfo(
             rank=rank,
             world_size=max(target, rank + 1),
             local_rank=len(before),
@@ -44,5 +44,5 @@ class Places:
         )
 
 
-def _is_member(worker: str, plan: Plan | None) -> bool:
+def _is_member(worker: str, plan: GenerationSpec | None) -> bool:
     return plan is not None and plan.rank_of(worker) is not None

@@ -1,4 +1,4 @@
-"""The feed of a job's reports: in order, each once, and training not too far ahead."""
+"""The queue of a job's reports: in order, each once, and training not too far ahead."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.events import Report
-from elastic_ray.record.report_queue import ReportFeed
+from elastic_ray.record.report_queue import ReportQueue
 
 
 def report(index: int, score: float = 0.0) -> Report:
     return Report(index=index, metrics={"score": score})
 
 
-async def _take(feed: ReportFeed, count: int) -> list[int]:
+async def _take(report_queue: ReportQueue, count: int) -> list[int]:
     taken: list[int] = []
     after = None
     for _ in range(count):
-        found = await feed.next(after, 1.0)
+        found = await report_queue.next(after, 1.0)
         assert found is not None
         after = found.index
         taken.append(after)
@@ -31,10 +31,10 @@ async def _take(feed: ReportFeed, count: int) -> list[int]:
 @given(st.permutations(range(4, 9)), st.lists(st.integers(4, 8)))
 def test_reports_are_given_in_order_and_once_however_they_come(order: Sequence[int], again: list[int]) -> None:
     async def run() -> list[int]:
-        feed = ReportFeed(taken=3)
+        report_queue = ReportQueue(taken=3)
         for index in [*order, *again]:
-            feed.put(report(index))
-        return await _take(feed, 5)
+            report_queue.put(report(index))
+        return await _take(report_queue, 5)
 
     assert asyncio.run(run()) == [4, 5, 6, 7, 8]
 
@@ -42,24 +42,24 @@ def test_reports_are_given_in_order_and_once_however_they_come(order: Sequence[i
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
     async def run() -> tuple[int, int]:
-        feed, made = ReportFeed(ahead=ahead), 0
+        report_queue, made = ReportQueue(ahead=ahead), 0
 
         async def train() -> None:
             nonlocal made
             for index in range(1, 10):
-                feed.put(report(index))
-                await feed.turn(index)
+                report_queue.put(report(index))
+                await report_queue.turn(index)
                 made = index
 
         training = asyncio.ensure_future(train())
         await asyncio.sleep(0.01)
         before = made
-        first = await feed.next(None, 1.0)
+        first = await report_queue.next(None, 1.0)
         assert first is not None
-        await feed.next(first.index, 1.0)  # the first one is dealt with
+        await report_queue.next(first.index, 1.0)  # the first one is dealt with
         await asyncio.sleep(0.01)
         after = made
-        feed.close()
+        report_queue.close()
         await training
         return before, after
 
@@ -68,12 +68,12 @@ def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
 
 def test_whoever_waits_is_told_at_once_that_nothing_comes_any_more() -> None:
     async def run() -> tuple[Report | None, Report | None]:
-        feed = ReportFeed()
-        feed.put(report(1))
-        waiting = asyncio.ensure_future(feed.next(1, 60.0))
+        report_queue = ReportQueue()
+        report_queue.put(report(1))
+        waiting = asyncio.ensure_future(report_queue.next(1, 60.0))
         await asyncio.sleep(0.01)
-        feed.close()
-        return await asyncio.wait_for(waiting, 1.0), await feed.next(0, 1.0)
+        report_queue.close()
+        return await asyncio.wait_for(waiting, 1.0), await report_queue.next(0, 1.0)
 
     last, known = asyncio.run(run())
     assert last is None
@@ -81,21 +81,21 @@ def test_whoever_waits_is_told_at_once_that_nothing_comes_any_more() -> None:
 
 
 def test_waiting_ends_in_time() -> None:
-    assert asyncio.run(ReportFeed().next(None, 0.01)) is None
+    assert asyncio.run(ReportQueue().next(None, 0.01)) is None
 
 
 def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.record.report_queue._MISSING_S", 0.2)
 
     async def scenario() -> None:
-        feed = ReportFeed()
+        report_queue = ReportQueue()
         for index in (1, 2, 4, 5):
-            feed.put(report(index))
-        assert await _take(feed, 2) == [1, 2]
-        assert await feed.next(2, 0.05) is None, "it may only be late"
-        found = await feed.next(2, 5.0)
+            report_queue.put(report(index))
+        assert await _take(report_queue, 2) == [1, 2]
+        assert await report_queue.next(2, 0.05) is None, "it may only be late"
+        found = await report_queue.next(2, 5.0)
         assert found is not None and found.index == 4
-        following = await feed.next(4, 1.0)
+        following = await report_queue.next(4, 1.0)
         assert following is not None and following.index == 5
 
     asyncio.run(scenario())

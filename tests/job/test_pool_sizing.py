@@ -9,12 +9,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elastic_ray.warm_pool.plan import (
-    Demand,
+from elastic_ray.warm_pool.sizing import (
     End,
     PoolConfig,
     PooledProcess,
     PoolNode,
+    ProcessRequest,
     Start,
     plan,
     read_config,
@@ -24,8 +24,8 @@ from elastic_ray.warm_pool.plan import (
 MIB = 1 << 20
 
 
-def demand(job: str = "a", environment: str = "e", asked_s: float = 0.0, **nodes: int) -> Demand:
-    return Demand(job=job, environment=environment, nodes=nodes, since_s=0.0, asked_s=asked_s)
+def request(job: str = "a", environment: str = "e", asked_s: float = 0.0, **nodes: int) -> ProcessRequest:
+    return ProcessRequest(job=job, environment=environment, nodes=nodes, since_s=0.0, asked_s=asked_s)
 
 
 def process(name: str, node: str = "n", environment: str = "e", *, ready: bool = True) -> PooledProcess:
@@ -38,50 +38,50 @@ def decide(config: PoolConfig | None = None, **given: object) -> list[Start | En
 
 
 def test_one_process_after_the_other_is_started_until_the_demand_is_met() -> None:
-    [start] = decide(demands=[demand(n=2)])
+    [start] = decide(requests=[request(n=2)])
     assert (start.node, start.environment) == ("n", "e") and "0 of 2" in start.reason
-    assert decide(demands=[demand(n=2)], processes=[process("p", ready=False)]) == []
-    assert len(decide(demands=[demand(n=2)], processes=[process("p")])) == 1
-    assert decide(demands=[demand(n=2)], processes=[process("p"), process("q")]) == []
+    assert decide(requests=[request(n=2)], processes=[process("p", ready=False)]) == []
+    assert len(decide(requests=[request(n=2)], processes=[process("p")])) == 1
+    assert decide(requests=[request(n=2)], processes=[process("p"), process("q")]) == []
 
 
 def test_nothing_starts_on_a_node_where_a_job_is_in_its_first_steps() -> None:
-    assert decide(demands=[demand(n=1)], busy={"n": 5.0}, now_s=4.9) == []
-    assert len(decide(demands=[demand(n=1)], busy={"n": 5.0}, now_s=5.0)) == 1
+    assert decide(requests=[request(n=1)], busy={"n": 5.0}, now_s=4.9) == []
+    assert len(decide(requests=[request(n=1)], busy={"n": 5.0}, now_s=5.0)) == 1
 
 
 @pytest.mark.parametrize(
     ("nodes", "reason"), [([PoolNode(node="n", draining=True)], "its node is going"), ([], "its node is gone")]
 )
 def test_processes_of_a_node_that_goes_end(nodes: list[PoolNode], reason: str) -> None:
-    assert decide(nodes=nodes, demands=[demand(n=1)], processes=[process("p")]) == [End(name="p", reason=reason)]
+    assert decide(nodes=nodes, requests=[request(n=1)], processes=[process("p")]) == [End(name="p", reason=reason)]
 
 
 def test_what_jobs_wanted_is_kept_for_the_next_one_and_ends_after_the_idle_time() -> None:
     config = PoolConfig(idle_s=300.0)
-    over = [dataclasses.replace(demand(n=1), over=True)]
-    assert decide(config, demands=over, processes=[process("p")], now_s=299.0) == []
-    [end] = decide(config, demands=over, processes=[process("p")], now_s=301.0)
+    over = [dataclasses.replace(request(n=1), over=True)]
+    assert decide(config, requests=over, processes=[process("p")], now_s=299.0) == []
+    [end] = decide(config, requests=over, processes=[process("p")], now_s=301.0)
     assert isinstance(end, End) and end.reason.startswith("0 of its environment are wanted")
 
 
 def test_a_process_that_is_too_much_ends_and_rather_one_that_is_only_starting() -> None:
-    [end] = decide(demands=[demand(n=1)], processes=[process("a", ready=False), process("b")])
+    [end] = decide(requests=[request(n=1)], processes=[process("a", ready=False), process("b")])
     assert isinstance(end, End) and end.name == "a"
 
 
 def test_the_environments_that_were_used_last_stay_but_those_of_running_jobs_before_them() -> None:
     config = PoolConfig(environments=2)
-    ended = [dataclasses.replace(demand(job=f"{n}", environment=f"e{n}", asked_s=n), over=True) for n in (1, 2, 3)]
-    running = demand(job="old", environment="e0", asked_s=99.0)
+    ended = [dataclasses.replace(request(job=f"{n}", environment=f"e{n}", asked_s=n), over=True) for n in (1, 2, 3)]
+    running = request(job="old", environment="e0", asked_s=99.0)
     assert [each.environment for each in remember(config, [*ended, running], 100.0)] == ["e0", "e3"]
 
 
 def test_memory_bounds_a_node() -> None:
     node = PoolNode(node="n", memory_bytes=6400 * MIB)  # of whose tenth two processes of 300 MiB have room
     processes = [process("p")]
-    assert len(decide(nodes=[node], demands=[demand(n=4)], processes=processes)) == 1
-    assert decide(nodes=[node], demands=[demand(n=4)], processes=[*processes, process("q")]) == []
+    assert len(decide(nodes=[node], requests=[request(n=4)], processes=processes)) == 1
+    assert decide(nodes=[node], requests=[request(n=4)], processes=[*processes, process("q")]) == []
 
 
 def test_the_pool_is_set_by_one_variable() -> None:
@@ -119,7 +119,7 @@ CONFIGS = st.builds(
 )
 DEMANDS = st.lists(
     st.builds(
-        Demand,
+        ProcessRequest,
         job=st.sampled_from(["a", "b", "c"]),
         environment=ENVIRONMENTS,
         nodes=st.dictionaries(NODES, st.integers(0, 5), max_size=3),
@@ -150,16 +150,16 @@ PROCESSES = st.lists(
 
 
 @given(CONFIGS, CLUSTERS, PROCESSES, DEMANDS, st.randoms(use_true_random=False))
-def test_the_pool_comes_to_rest_within_its_bounds_whatever_there_is(config, nodes, processes, demands, random) -> None:  # type: ignore[no-untyped-def]
+def test_the_pool_comes_to_rest_within_its_bounds_whatever_there_is(config, nodes, processes, requests, random) -> None:  # type: ignore[no-untyped-def]
     """Carried out again and again, decisions end in a state in which nothing is decided any more."""
     now_s = 500.0
     for round_ in range(40):
-        given_ = {"nodes": nodes, "demands": demands, "busy": {}, "now_s": now_s}
+        given_ = {"nodes": nodes, "demands": requests, "busy": {}, "now_s": now_s}
         told = plan(config, processes=processes, **given_)
         shuffled = {
             **given_,
             "nodes": random.sample(nodes, len(nodes)),
-            "demands": random.sample(demands, len(demands)),
+            "demands": random.sample(requests, len(requests)),
         }
         assert set(plan(config, processes=random.sample(processes, len(processes)), **shuffled)) == set(told)
         if not told:

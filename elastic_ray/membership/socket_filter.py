@@ -17,7 +17,7 @@ _SO_ATTACH_FILTER = 26
 _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole program: take 0 bytes of any packet
 
 
-def close_door(told: Iterable[bytes]) -> int:
+def refuse_connections(told: Iterable[bytes]) -> int:
     """Let the kernel drop whatever comes to the sockets that this process listens on and has told of.
 
     gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its

@@ -1,4 +1,4 @@
-"""Proof that somebody knows a job's secret, which travels through Ray alone (pure)."""
+"""Message authentication: who signs knows a job's secret, which travels through Ray alone (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hmac
 import secrets
 from hashlib import sha256
 
-PROOF_BYTES = 32
+MAC_BYTES = 32
 
 
 def new_secret() -> str:
@@ -14,12 +14,12 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def prove(secret: str, *facts: str | int | bytes) -> bytes:
+def sign(secret: str, *facts: str | int | bytes) -> bytes:
     """HMAC-SHA256 of these facts under the secret: who holds it can tell that somebody else does.
 
     Args:
         secret: the job's; not empty.
-        facts: what the proof is for, so that it serves for nothing else.
+        facts: what the code is for, so that it serves for nothing else.
     """
     if not secret:
         raise ValueError("secret must not be empty: anybody could prove to know it")
@@ -30,6 +30,6 @@ def prove(secret: str, *facts: str | int | bytes) -> bytes:
     return digest.digest()
 
 
-def proves(proof: bytes, secret: str, *facts: str | int | bytes) -> bool:
-    """Whether this is the proof of these facts; takes as long for a wrong one as for the right one."""
-    return hmac.compare_digest(proof, prove(secret, *facts))
+def verify(mac: bytes, secret: str, *facts: str | int | bytes) -> bool:
+    """Whether this is the code of these facts; takes as long for a wrong one as for the right one."""
+    return hmac.compare_digest(mac, sign(secret, *facts))

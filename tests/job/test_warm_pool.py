@@ -18,10 +18,10 @@ import ray
 
 import elastic_ray as er
 from elastic_ray.warm_pool.client import environment_key
-from elastic_ray.warm_pool.plan import VARIABLE
 from elastic_ray.warm_pool.pool import NAME, close_pool, find_pool
 from elastic_ray.warm_pool.processes import pool_client, setup_of
-from elastic_ray.worker.tenant import own_tenancy
+from elastic_ray.warm_pool.sizing import VARIABLE
+from elastic_ray.worker.ownership import calling_owner
 from tests.job.test_told import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
@@ -176,7 +176,7 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     monkeypatch.setenv(VARIABLE, "")
     close_pool()  # of what the test before has left
     node = ray.get_runtime_context().get_node_id()
-    client = pool_client(spec(), own_tenancy("job:mine"))
+    client = pool_client(spec(), calling_owner("job:mine"))
     asyncio.run(client.order({node: 2}))
     before = wait_for(ready)
     first = actors()[NAME]
@@ -188,7 +188,7 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     mine, _ = asyncio.run(client.take(node))
     assert mine is not None and not before.keys() & ready().keys()
     assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=60).pid in before.values()
-    assert not ray.get(mine.claim.remote(own_tenancy("job:another")), timeout=60), "one process, two jobs"
+    assert not ray.get(mine.claim.remote(calling_owner("job:another")), timeout=60), "one process, two jobs"
     asyncio.run(client.order({node: 2}))
     close_pool()
     assert find_pool() is None

@@ -1,4 +1,4 @@
-"""SHELL: a worker process's tie to its job's controller, which may die and come back while the process trains on.
+"""SHELL: a worker process watches its job's controller, which may die and come back while the process trains on.
 
 The process asks every now and then whether it is still the controller's. A controller that Ray has restarted has it
 introduce itself; without a controller that knows it, the process gives its reservation back and ends.
@@ -28,15 +28,15 @@ _FAREWELL_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tie:
-    """To which controller a process belongs, and as which of its workers (empty while it is idle)."""
+class Registration:
+    """With which controller a process is registered, and as which of its workers (empty while it is idle)."""
 
     controller: Any
     token: str
     worker: str = ""
 
 
-class Leash:
+class ControllerWatchdog:
     """Asks in a thread of its own for as long as the process lives.
 
     Args:
@@ -58,35 +58,35 @@ class Leash:
         self._introduced = introduced
         self._give_back = give_back
         self._timeout_s = timeout_s
-        self._tie: Tie | None = None
+        self._registration: Registration | None = None
         self._heard_s = time.monotonic()
-        threading.Thread(target=self._run, name="leash", daemon=True).start()
+        threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
-    def tie(self, tie: Tie | None) -> None:
+    def watch(self, watch: Registration | None) -> None:
         """Belong to this controller from now on; None to nobody whose end would end this process."""
         self._heard_s = time.monotonic()
-        self._tie = tie
+        self._registration = watch
 
     def _run(self) -> None:
         while True:
             time.sleep(_EVERY_S)
-            tie = self._tie
-            if tie is None:
+            watch = self._registration
+            if watch is None:
                 continue
             try:
-                why = self._ask(tie)
+                why = self._ask(watch)
             except Exception:  # whatever it is, the next question may be answered
                 logger.exception("a worker process could not ask its controller")
                 continue
-            if why and tie is self._tie:
+            if why and watch is self._registration:
                 self._end(why)
 
-    def _ask(self, tie: Tie) -> str:
+    def _ask(self, watch: Registration) -> str:
         """Why this process is nobody's any more; empty while it is the controller's, or may be."""
         try:
-            greeting: Greeting = ray.get(tie.controller.greet.remote(tie.worker, tie.token), timeout=_ANSWER_S)
+            greeting: Greeting = ray.get(watch.controller.greet.remote(watch.worker, watch.token), timeout=_ANSWER_S)
             if greeting is Greeting.INTRODUCE and (told := self._introduce()) is not None:
-                ray.get(tie.controller.introduce.remote(told), timeout=_ANSWER_S)
+                ray.get(watch.controller.introduce.remote(told), timeout=_ANSWER_S)
                 self._introduced()
         except ActorDiedError:
             return "its controller has ended"

@@ -9,14 +9,14 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation; its rank is its index in :attr:`Plan.members`."""
+    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`."""
 
     worker: str
     node: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankInfo:
     """Where a worker stands in its group; without arguments that of one that is alone.
 
     Attributes:
@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GenerationSpec:
     """A generation, as the controller announces it. Numbers only ever grow.
 
     Attributes:
@@ -78,12 +78,12 @@ class Plan:
         nodes = list(dict.fromkeys(member.node for member in self.members))
         return nodes.index(self.members[rank].node)
 
-    def place_of(self, worker: str) -> Place:
+    def place_of(self, worker: str) -> RankInfo:
         """Where a member stands."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
-        return Place(
+        return RankInfo(
             rank=rank,
             world_size=self.world_size,
             local_rank=self.local_rank_of(worker),
@@ -123,11 +123,11 @@ class Stop:
     save: bool = False
 
 
-Message = Plan | Cancel | SetBatch | Stop
+ControllerMessage = GenerationSpec | Cancel | SetBatch | Stop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StateVersion:
     """How much of the training a worker's state holds; larger is further.
 
     Attributes:

@@ -20,7 +20,7 @@ from ray._private import worker as _ray_worker
 from ray.actor import ActorClass
 from ray.exceptions import ActorDiedError
 
-from elastic_ray.worker.messages import Tenancy
+from elastic_ray.worker.messages import ProcessOwner
 
 logger = logging.getLogger(__name__)
 
@@ -31,54 +31,54 @@ _UNUSED_S = 120.0
 _UNWANTED_S = 60.0  # its pool asks every few seconds
 
 
-class Tenant:
+class Ownership:
     """Whom this process belongs to; it ends the process when nobody is left that could.
 
     Args:
-        tenancy: in whose name the process was started; None if it is for anybody.
+        owner: in whose name the process was started; None if it is for anybody.
     """
 
-    def __init__(self, tenancy: Tenancy | None) -> None:
-        self._tenancy = tenancy
+    def __init__(self, owner: ProcessOwner | None) -> None:
+        self._owner = owner
         self._wanted_s = time.monotonic()
         self._begun_s: float | None = None
         self._prepared = False
-        self._thread = threading.Thread(target=self._watch, name="tenant", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="ownership", daemon=True)
         self._thread.start()
 
     def wanted(self) -> bool:
         """Somebody keeps it for later; whether it belongs to nobody yet."""
         self._wanted_s = time.monotonic()
-        return self._tenancy is None
+        return self._owner is None
 
     def prepared(self) -> None:
         """It has been told what its job is."""
         self._prepared = True
 
-    def move_in(self, tenancy: Tenancy) -> bool:
+    def claim(self, owner: ProcessOwner) -> bool:
         """Belong to this one; whether it does."""
-        if self._tenancy is None:
-            adopt(tenancy)
-            self._tenancy = tenancy
-        return self._tenancy.holder == tenancy.holder
+        if self._owner is None:
+            adopt(owner)
+            self._owner = owner
+        return self._owner.holder == owner.holder
 
     def leave(self, holder: str) -> None:
         """End the process, unless it belongs to another than this one."""
-        if self._tenancy is None or self._tenancy.holder == holder:
+        if self._owner is None or self._owner.holder == holder:
             os._exit(0)
 
     def _watch(self) -> None:
         while True:
             time.sleep(_LOOK_S)
-            if self._tenancy is None:
+            if self._owner is None:
                 if time.monotonic() - self._wanted_s > _UNWANTED_S:
                     os._exit(0)
                 continue
             self._begun_s = self._begun_s or time.monotonic()
             if not self._prepared and time.monotonic() - self._begun_s > _UNUSED_S:
                 os._exit(0)  # whoever has claimed it has forgotten it
-            if self._tenancy.owner is not None and _is_gone(self._tenancy.owner):
-                time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``elastic_ray.worker.leash``)
+            if self._owner.actor is not None and _is_gone(self._owner.actor):
+                time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``ControllerWatchdog``)
                 os._exit(0)
 
 
@@ -95,12 +95,12 @@ def _is_gone(owner: Any) -> bool:
 # -- who starts and who takes a process -----------------------------------------------------------------------
 
 
-def own_tenancy(holder: str) -> Tenancy:
-    """A tenancy in the name of the calling actor (or driver, which then ends its processes itself) and its Ray job."""
+def calling_owner(holder: str) -> ProcessOwner:
+    """The calling actor as an owner (or driver, which then ends its processes itself) and its Ray job."""
     context = ray.get_runtime_context()
-    return Tenancy(
+    return ProcessOwner(
         holder=holder,
-        owner=context.current_actor if context.get_actor_id() is not None else None,
+        actor=context.current_actor if context.get_actor_id() is not None else None,
         ray_job=context.get_job_id(),
         namespace=context.namespace,
         search_path=_search_path(),
@@ -116,20 +116,20 @@ def _search_path() -> tuple[str, ...]:
     return tuple(worker.core_worker.get_job_config().py_driver_sys_path)
 
 
-def adopt(tenancy: Tenancy) -> None:
+def adopt(owner: ProcessOwner) -> None:
     """Make this process one of another Ray job, as far as a train function can see."""
-    if tenancy.ray_job == ray.get_runtime_context().get_job_id():
+    if owner.ray_job == ray.get_runtime_context().get_job_id():
         return
     for path in _search_path():
         if path in sys.path:
             sys.path.remove(path)
-    for path in tenancy.search_path:  # in Ray's own order
+    for path in owner.search_path:  # in Ray's own order
         sys.path.insert(0, path)
     importlib.invalidate_caches()
     for stream in (sys.stdout, sys.stderr):
         # Ray's log monitor reads this line, shows it to nobody, and sends what follows to that job's driver.
-        print(f":job_id:{tenancy.ray_job}", file=stream, flush=True)
-    _look_up_in(tenancy.namespace)
+        print(f":job_id:{owner.ray_job}", file=stream, flush=True)
+    _look_up_in(owner.namespace)
 
 
 def _look_up_in(namespace: str) -> None:

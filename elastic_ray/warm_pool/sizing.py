@@ -114,7 +114,7 @@ class PooledProcess:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class ProcessRequest:
     """What one job would find of use.
 
     Attributes:
@@ -158,21 +158,21 @@ class End:
 # -- what is to be -------------------------------------------------------------------------------------------
 
 
-def remember(config: PoolConfig, demands: Iterable[Demand], now_s: float) -> tuple[Demand, ...]:
+def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
     """The demands that still count, the most pressing first.
 
     Jobs that run come first, in the order in which they began, so that they never take turns; then what jobs wanted
     that have ended, the latest first, for the next one is most likely of its kind.
     """
-    fresh = [demand for demand in demands if now_s - demand.asked_s <= config.idle_s]
+    fresh = [request for request in requests if now_s - request.asked_s <= config.idle_s]
     living = sorted((each for each in fresh if each.lives(now_s)), key=lambda each: (each.since_s, each.job))
     ended = sorted((each for each in fresh if not each.lives(now_s)), key=lambda each: (-each.asked_s, each.job))
-    kept: list[Demand] = []
+    kept: list[ProcessRequest] = []
     environments: dict[str, None] = {}
-    for demand in (*living, *ended):
-        environments.setdefault(demand.environment)
-        if list(environments).index(demand.environment) < config.environments:
-            kept.append(demand)
+    for request in (*living, *ended):
+        environments.setdefault(request.environment)
+        if list(environments).index(request.environment) < config.environments:
+            kept.append(request)
     return tuple(kept)
 
 
@@ -181,7 +181,7 @@ def plan(
     *,
     nodes: Sequence[PoolNode],
     processes: Sequence[PooledProcess],
-    demands: Sequence[Demand],
+    requests: Sequence[ProcessRequest],
     busy: Mapping[str, float],
     now_s: float,
 ) -> tuple[Start | End, ...]:
@@ -200,7 +200,7 @@ def plan(
     """
     living = {node.node: node for node in nodes if not node.draining}
     sizes = _sizes(processes)
-    wanted = _allot(config, living, sizes, remember(config, demands, now_s))
+    wanted = _allot(config, living, sizes, remember(config, requests, now_s))
     ends = tuple(_ends(config, {node.node for node in nodes}, living, processes, wanted))
     left = [each for each in processes if each.name not in {end.name for end in ends}]
     have = collections.Counter((each.node, each.environment) for each in left)
@@ -229,7 +229,7 @@ def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
 
 
 def _allot(
-    config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], demands: Sequence[Demand]
+    config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], requests: Sequence[ProcessRequest]
 ) -> dict[tuple[str, str], int]:
     """How many processes each node is to have of each environment: within all bounds, the most pressing demand first.
 
@@ -238,12 +238,12 @@ def _allot(
     wanted: dict[tuple[str, str], int] = {}
     on_node: collections.Counter[str] = collections.Counter()
     memory: collections.Counter[str] = collections.Counter()
-    for demand in demands:
-        size = sizes.get(demand.environment, _ESTIMATE_BYTES)
-        for node, count in sorted(demand.nodes.items()):
+    for request in requests:
+        size = sizes.get(request.environment, _ESTIMATE_BYTES)
+        for node, count in sorted(request.nodes.items()):
             if node not in nodes:
                 continue
-            key = node, demand.environment
+            key = node, request.environment
             most = _memory(config, nodes[node])
             while (
                 wanted.get(key, 0) < count

@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 @contextlib.contextmanager
-def standing_in(home: str, name: str, value: object) -> Iterator[None]:
+def patched(home: str, name: str, value: object) -> Iterator[None]:
     """``value`` is ``home.name``, now or as soon as something imports the module: not everybody needs that second.
 
     Args:
