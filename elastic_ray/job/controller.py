@@ -257,7 +257,7 @@ class JobController:
         if job.group.machine.current is not None or job.record.phase.ended:
             return
         if not final and await asyncio.to_thread(may_autoscale):
-            job.record.message = f"{reason}; waiting, for an autoscaler may bring it"
+            job.record.waits_for_resources(f"{reason}; waiting, for an autoscaler may bring it")
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 
@@ -265,11 +265,11 @@ class JobController:
 
     # -- for workers -------------------------------------------------------------------------------------------
 
-    async def push(self, worker: str, message: WorkerMessage) -> bool:
+    async def push(self, message: WorkerMessage) -> bool:
         """A worker's message; whether the job goes on."""
         await self._recovered.wait()
         job = self._job
-        await job.hear(worker, message)
+        await job.hear(message)
         return not job.record.phase.ended
 
     async def saved(self, message: StateSaved) -> float:

@@ -9,50 +9,29 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.background import Background
+from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.job.ending import JobEnding
 from elastic_ray.job.journal import ControllerState, Journal, as_text, from_text, run_of
+from elastic_ray.job.parts import JobParts
 from elastic_ray.job.preemption import Preemption
+from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.messages import Cancel, SetBatch, Stop
+from elastic_ray.job.starter import JobStarter
+from elastic_ray.job.worker_messages import WorkerMessages
+from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.roster import Phase
-from elastic_ray.membership.signals import (
-    Allocated,
-    Finished,
-    Left,
-    Lost,
-    Note,
-    PrepareFailed,
-    Ready,
-    Rerun,
-    StepFailed,
-    Switched,
-)
+from elastic_ray.membership.signals import Allocated, Note
 from elastic_ray.record import views
+from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.report_queue import ReportQueue
-from elastic_ray.record.writer import RecordWriter, unreadable
+from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.session.link import StepReport
-from elastic_ray.worker.messages import (
-    Introduction,
-    RunResult,
-    StateSaved,
-    WorkerCouldNotForm,
-    WorkerFailed,
-    WorkerHeartbeat,
-    WorkerMessage,
-    WorkerOutOfMemory,
-    WorkerReady,
-    WorkerReport,
-    WorkerSwitched,
-    WorkerTold,
-)
+from elastic_ray.worker.messages import Introduction, RunResult, StateSaved, WorkerMessage
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.actor import Answer
 from placement.cluster.jobs import JobView
@@ -63,7 +42,6 @@ _STOP_GRACE_S = 10.0
 _NOTE_S = 0.5
 _REVIVALS_WITHIN_S = 300.0
 _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
-_LOOK_AGAIN_S = 10.0
 
 
 class JobSupervisor:
@@ -78,44 +56,47 @@ class JobSupervisor:
 
     Attributes:
         record: its phase, events and reports.
-        report_queue: its reports, one by one.
+        events: what happens to it.
         group: its workers.
-        vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
     def __init__(
         self, spec: JobSpec, controller: Any, background: Background, journal: Journal, *, named: int = 0
     ) -> None:
-        self._spec, self._background, self._journal = spec, background, journal
+        self._spec, self._journal = spec, journal
         self.record = JobRecord(spec)
-        self._writer = RecordWriter(spec, self.record, background, self._of_storage)
         self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch)
         self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
+        self.events = EventLog(spec, self.record, self.group.machine, journal.add)
+        self._writer = RecordWriter(spec, self.record, background, self.events.storage)
+        self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage)
         self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
-        self.report_queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
+        parts = JobParts(
+            spec=spec,
+            record=self.record,
+            events=self.events,
+            writer=self._writer,
+            planner=self._planner,
+            reports=self._reports,
+            group=self.group,
+            background=background,
+        )
+        self._starter, self._ending = JobStarter(self, parts), JobEnding(parts, self._allocator)
+        self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
-        self._torn = False
-        self._resumed = ""
         self._stopping_since: float | None = None
         self._revivals: tuple[float, ...] = ()
         self._claimed: set[int] = set()
-        self._opened = False
-        self._first_report: int | None = None
-        self._caught_up = False
-        self._error: BaseException | Raised | None = None
-        self._return_value: Sealed | None = None
-        self._begun_after = 0
-        self._looking = False
-        self._later: Allocated | None = None
-        self._written: asyncio.Task[None] | None = None
-        self.vacated: asyncio.Task[None] | None = None
 
-    # -- for drivers -------------------------------------------------------------------------------------------
+    @property
+    def vacated(self) -> asyncio.Task[None] | None:
+        """The task that makes processes ready for another trial; None for a job whose processes end with it."""
+        return self._ending.vacated
 
     def status(self) -> JobStatus:
         """The job now."""
@@ -145,22 +126,20 @@ class JobSupervisor:
         """End the job after the step in progress."""
         if self._stopping_since is None:
             self._stopping_since = time.monotonic()
-            self.report_queue.close()
+            self._reports.queue.close()
             self.group.post_to_members(Stop())
-            if self._looking or not self.group.machine.members():
+            if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
-
-    # -- for the allocator -------------------------------------------------------------------------------------
 
     def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
         """The allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if not nodes and self.record.phase is JobPhase.WAITING:
-            self.record.message = reason
+            self.record.waits_for_resources(reason)
         target = Allocated(nodes=nodes, reason=reason)
-        if self._looking:
-            self._later = target
+        if self._starter.looking:
+            self._starter.hold_back(target)
         elif self._preemption.active:
             self._preemption.follow(target)
         elif not nodes and self._may_be_preempted():
@@ -168,78 +147,13 @@ class JobSupervisor:
         else:
             self.group.take(target)
 
-    # -- for workers -------------------------------------------------------------------------------------------
-
-    async def hear(self, worker: str, message: WorkerMessage) -> None:
+    async def hear(self, message: WorkerMessage) -> None:
         """A worker's message; a trial's report is answered when training may go on."""
-        if not self.group.heard(worker):
-            return
-        match message:
-            case WorkerHeartbeat():
-                self.group.beat(worker, message)
-                self.record.waits(worker, "" if message.ending else message.waits)
-                if message.report is not None:
-                    self._observe(message.report)
-            case WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=resumed):
-                if resumed and resumed != self._resumed and self.group.machine.current is None:
-                    self._resumed = resumed
-                    self._event(EventKind.RESUMED, 0, 0, resumed)
-                self._planner.open(loader)
-                self.group.take(Ready(worker=worker, has_state=has_state, loaded=loaded))
-            case WorkerFailed(generation=generation, cause=cause):
-                self.group.take(StepFailed(worker=worker, generation=generation, cause=cause))
-            case WorkerCouldNotForm(generation=generation, cause=cause):
-                self.group.take(PrepareFailed(worker=worker, generation=generation, cause=cause))
-            case WorkerSwitched(generation=generation, pause_s=pause_s):
-                self.group.take(Switched(worker=worker, generation=generation, pause_s=pause_s))
-            case WorkerOutOfMemory(atomic_bsz=atomic_bsz, whole=whole):
-                self._out_of_memory(worker, atomic_bsz, whole=whole)
-            case WorkerTold(kind=kind, text=text, detail=detail):
-                self.record.told = text
-                workers = self.group.machine.world_size
-                self._event(EventKind(kind), workers, workers, text, detail=detail)
-            case WorkerReport():
-                await self._report(message)
-
-    def _observe(self, report: StepReport) -> None:
-        before = self._planner.observe(report)
-        if before is not None:
-            detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
-            self._event(EventKind.BATCH, report.replicas, report.replicas, self.record.batch_reason, detail=detail)
-
-    async def _report(self, message: WorkerReport) -> None:
-        trial, workers = self._spec.trial, self.group.machine.world_size
-        if message.again:
-            self._report_again(message, workers)
-            return
-        self._writer.delete(self.record.report(message, workers))
-        if message.problem:
-            self._of_storage(message.problem)
-        if message.held is not None and trial is not None and trial.sweep is not None:
-            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
-        self.report_queue.put(
-            Report(
-                index=message.index,
-                metrics=message.metrics,
-                checkpoint=message.checkpoint,
-                workers=workers,
-                epochs_done=int(message.resume_point.get("epoch", 0)),
-            )
-        )
-        await self.report_queue.turn(message.index)
-
-    def _report_again(self, message: WorkerReport, workers: int) -> None:
-        """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
-        if (report := self.record.report_again(message, workers)) is not None:
-            self.report_queue.put(report)
+        await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
-        wanted = self.report_queue.wanted(after)
-        if self.report_queue.gone(wanted):
-            report = await self._writer.report(wanted, self.report_queue.oldest - 1)
-            return report or await self.report_queue.next(self.report_queue.oldest - 1, wait_s)
-        return await self.report_queue.next(after, wait_s)
+        return await self._reports.next(after, wait_s)
 
     def saved(self, message: StateSaved) -> float:
         """Rank 0 has written an automatic checkpoint; returns the mean time between losses of the job [s]."""
@@ -255,49 +169,21 @@ class JobSupervisor:
         self._claimed.add(index)
         return fresh
 
-    def _out_of_memory(self, worker: str, atomic_bsz: int, *, whole: bool) -> None:
-        try:
-            reason = self._planner.out_of_memory(atomic_bsz)
-        except BatchDoesNotFitError as error:
-            self.finish(JobPhase.FAILED, error=error)
-            return
-        workers = self.group.machine.world_size
-        self._event(EventKind.OUT_OF_MEMORY, workers, workers, reason)
-        if not whole:
-            self._torn = True
-        self.group.take(Rerun(worker=worker, has_state=whole))
-        self._torn = False
-
-    # -- for the group of workers ------------------------------------------------------------------------------
-
     def came_back(self, worker: str, result: RunResult) -> None:
         """A run of the train function has ended."""
-        match result.kind:
-            case "finished":
-                plan = self.group.machine.current
-                if plan is None or plan.rank_of(worker) == 0 or self._return_value is None:
-                    self._return_value = result.value
-                self.group.take(Finished(worker=worker))
-            case "left":
-                self.group.take(Left(worker=worker))
-            case "stopped":
-                self.finish(JobPhase.STOPPED)
-            case "preempted":
-                pass  # rank 0 saves the job
-            case "saved":
-                self._suspend(result.cause)
-            case "lost":
-                self.group.take(Lost(worker=worker, cause=result.cause))
-            case "no room" if self.group.machine.current is not None:  # the others go on without it
-                self.group.take(Lost(worker=worker, cause=f"out of memory before it could join: {result.cause}"))
-            case _:
-                self.finish(JobPhase.FAILED, error=result.error)
+        self._messages.run_ended(worker, result)
+
+    def returned(self, worker: str, value: Sealed | None) -> None:
+        """A train function has returned; rank 0's value counts, or another's while there is none."""
+        current = self.group.machine.current
+        if current is None or current.rank_of(worker) == 0 or self._ending.return_value is None:
+            self._ending.returned(value)
 
     def happened(self, note: Note) -> None:
         """A group trains, or has failed."""
         self.record.nobody_waits()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        self._event(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
+        self.events.add(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
         if note.kind is EventKind.CANCELLED:
             return
         if note.kind is EventKind.FAILURE:
@@ -307,15 +193,15 @@ class JobSupervisor:
                 return
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
-        self.record.phase = JobPhase.RUNNING
+        self.record.running()
         self._allocator.soon()
 
     def all_lost(self, reason: str) -> None:
         """Nobody is left."""
-        if self._looking:
+        if self._starter.looking:
             return
-        if self._torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
-            self._look_and_start_again(reason)
+        if self._messages.torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
+            self._starter.start_again(reason)
             return
         if not self._losses.all_lost():
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
@@ -323,7 +209,7 @@ class JobSupervisor:
             failures, limit = self._losses.failures, self._spec.max_failures
             self.finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
             return
-        self._look_and_start_again(reason)
+        self._starter.start_again(reason)
 
     def complete(self) -> None:
         """All have left the train function."""
@@ -332,48 +218,6 @@ class JobSupervisor:
     def released(self) -> None:
         """Resources were given back."""
         self._allocator.soon()
-
-    # -- starting again ----------------------------------------------------------------------------------------
-
-    def _look_and_start_again(self, reason: str) -> None:
-        if not self._looking and not self.record.phase.ended:
-            self._looking = True
-            self._background.start(self._start_again(reason))
-
-    async def _start_again(self, reason: str) -> None:
-        """From what was saved last, whoever has heard of it, without what has been trained since."""
-        timeout_s = self._spec.elastic.storage_timeout_s
-        knows = self.record.looked or self.record.resume_point is not None
-        try:
-            await self._look(min(_LOOK_AGAIN_S, timeout_s) if knows else timeout_s)
-        except Exception as error:  # whatever it is, the job must not wait for ever
-            if not knows:  # as after the controller's own restart: to start anew would lose what was trained
-                self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
-            logger.warning("job %s: it starts from what its controller knows: %s", self._spec.job, error)
-        self._looking = False
-        if self.record.phase.ended:
-            return
-        steps = (self.record.resume_point or {}).get("steps")
-        start = f"from step {steps}" if steps is not None else "anew"
-        self._event(EventKind.RESTART, self.group.machine.world_size, 0, f"{reason}; it starts {start}")
-        self._give_all_back()
-        if (later := self._later) is not None:
-            self._later = None
-            self.allocate(later.nodes, later.reason)
-
-    async def _look(self, timeout_s: float) -> None:
-        """Look what storage has of the run.
-
-        Raises:
-            OSError: it could not be read within ``timeout_s``.
-        """
-        stored = await self._writer.look(timeout_s)
-        self._writer.delete(self.record.found(stored))
-        last = stored.checkpoints[-1] if stored.checkpoints else None
-        if self._looking and last is not None and last.index > max(self.record.last_report, self._begun_after):
-            # Its rank 0 was lost before it could tell.
-            self.record.restored(last)
-            self.report_queue.put(Report(index=last.index, metrics=last.metrics, checkpoint=last.path))
 
     def _may_be_preempted(self) -> bool:
         """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
@@ -385,39 +229,37 @@ class JobSupervisor:
             return False
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
-    def _suspend(self, why_not_saved: str) -> None:
+    def suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
-        if not self._preemption.active or self._looking or self.record.phase.ended:
+        if not self._preemption.active or self._starter.looking or self.record.phase.ended:
             return
         reason = self._preemption.reason
         if self._stopping_since is not None:
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
-            self._look_and_start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
+            self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
         else:
             pause_s = self._preemption.lasted_s(time.monotonic())
-            self._event(EventKind.PREEMPTED, self.group.machine.world_size, 0, reason, pause_s=pause_s)
-            self._give_all_back()
+            self.events.add(EventKind.PREEMPTED, self.group.machine.world_size, 0, reason, pause_s=pause_s)
+            self.begin_again()
 
-    def _give_all_back(self) -> None:
+    def begin_again(self) -> None:
         """Begin with other workers once the allocator says where."""
         self.record.nobody_waits()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
-        self.record.phase = JobPhase.WAITING if waits else JobPhase.STARTING
-        self.record.message = then.reason if then is not None and waits else ""
+        self.record.begins_again(waits_because=then.reason if then is not None and waits else None)
         self.group.begin_again(waits=waits)
         if then is not None:
             self.group.take(then)
         self._allocator.soon()
-
-    # -- when the controller's process dies --------------------------------------------------------------------
 
     def journal_state(self) -> None:
         """For the controller after this one."""
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
+        """The job as a controller after this one has to know it."""
         machine, history, goal = self.group.machine, self.group.history, self.group.goal
         return ControllerState(
             job=self._spec.job,
@@ -450,7 +292,7 @@ class JobSupervisor:
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
             first_report=self.record.first_report,
-            return_value=as_text(self._return_value) if self.record.phase.ended else None,
+            return_value=as_text(self._ending.return_value) if self.record.phase.ended else None,
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
@@ -460,25 +302,20 @@ class JobSupervisor:
         self._submitted_s = state.submitted_s
         self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
-        self._losses.failures, self._losses.lost = state.failures, state.lost
+        self._losses.recall(lost=state.lost, failures=state.failures)
         self.group.history.recall(state)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
-        self._claimed, self._first_report = set(state.claimed), state.first_report
-        self._return_value = from_text(state.return_value)
+        self._claimed = set(state.claimed)
+        self._starter.recall(state.first_report)
+        self._ending.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
         """Before anything is heard that might end this controller as the one before."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
-    def _end_again(self) -> None:
+    def end_again(self) -> None:
         """The job had ended before this controller knew all that the one before it did."""
-        phase, message, error = self.record.phase, self.record.message, self._error
-        if error is None and phase is JobPhase.FAILED:
-            error = RuntimeError(message)
-        self.record.end(phase, error=error, return_value=self._return_value, message=message)
-        if phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._writer.delete_states()
-        self._written = self._background.start(self._writer.finish())
+        self._ending.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[Introduction]) -> None:
         """Go on with the workers that the controller before this one had, as far as they live."""
@@ -491,52 +328,20 @@ class JobSupervisor:
         self.group.take_over(told, state)
         workers = self.group.machine.world_size
         reason = f"its controller was restarted; {len(told)} of {len(state.processes)} workers are there"
-        self._event(EventKind.RECOVERED, state.world_size, workers, reason)
+        self.events.add(EventKind.RECOVERED, state.world_size, workers, reason)
         if state.preempted is not None:
             self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
             self.stop()
         self._allocator.soon()
 
-    # -- the clock ---------------------------------------------------------------------------------------------
-
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
-
-        A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
-        workers train on needs nothing of what is stored before it restarts.
-        """
-        if self._opened:
-            return
-        self._opened = True
-        try:
-            await self._look(self._spec.elastic.storage_timeout_s)
-            await self._catch_up()
-        except OSError as error:
-            if self.group.machine.workers:
-                logger.warning("job %s: what is stored of it cannot be read: %s", self._spec.job, error)
-            else:
-                self.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
-        self._caught_up = True
-        if self.record.phase.ended:
-            if self.record.outcome() is None:
-                self._end_again()
-            return
-        self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
-        self.report_queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
-        if not self.group.machine.workers:
-            self.group.machine.reset(first_most=self.record.workers_at_most)
-
-    async def _catch_up(self) -> None:
-        """Go on with the files of the controller before this one."""
-        if self._first_report is not None:
-            for report in await self._writer.catch_up(self._first_report):
-                self.report_queue.put(report)
+        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers."""
+        await self._starter.open()
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""
-        if self._written is not None:
-            await asyncio.wait([self._written])
+        await self._ending.written()
 
     def tell_storage(self, now_s: float) -> None:
         """Some ten times a second from the beginning to the end, also before the first tick."""
@@ -551,28 +356,18 @@ class JobSupervisor:
         if self._preemption.remind(now_s):
             self.group.post(self.group.training(), Stop(save=True))
         if why := self._preemption.failed(now_s, self.group.training()):
-            self._suspend(why)
-        snapshot = self._planner.due(now_s)
-        if snapshot is not None:
-            self._background.start(self._fit(snapshot))
+            self.suspend(why)
+        self._batches.tick(now_s)
         self._allocator.tick(now_s)
         self.journal_state()
 
-    async def _fit(self, snapshot: Any) -> None:
-        self._change_batch(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
-
     def _hear_allocator(self, answer: Answer) -> None:
-        self.record.cost_usd, self.record.note = answer.cost_usd, answer.note
+        self.record.allocator_told(answer.note, answer.cost_usd)
         if answer.priors:
-            self._change_batch(self._planner.advise(answer.priors))
-
-    def _change_batch(self, change: tuple[BatchChoice, str] | None) -> None:
-        plan = self.group.machine.current
-        if change is not None and plan is not None and self.group.machine.in_flight is None:
-            choice, self.record.batch_reason = change
-            self.group.post([plan.members[0].worker], SetBatch(generation=plan.generation, batch=choice))
+            self._batches.advise(answer.priors)
 
     def _view(self) -> JobView:
+        """The job as the allocator is told of it."""
         return views.allocator_view(
             self._spec,
             self._planner,
@@ -585,51 +380,16 @@ class JobSupervisor:
             weight=self._weight,
         )
 
-    def _event(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        facts = {"generation": self.group.machine.generation} | facts
-        event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
-        told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
-        level = logging.DEBUG if self._spec.shown else logging.INFO
-        logger.log(level, "job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
-        self.record.event(event)
-        self._journal.add(event)
-
-    def _of_storage(self, what: str) -> None:
-        """Something about storage that the job's user is to know."""
-        workers = self.group.machine.world_size
-        self._event(EventKind.STORAGE, workers, workers, what)
-
-    # -- the end -----------------------------------------------------------------------------------------------
-
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
         """The job is over; nothing happens if it was before."""
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase)
-        self._event(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
-        self._error = error
-        if self._first_report is None or self._caught_up:
-            self.record.end(phase, error=error, return_value=self._return_value, message=reason)
-        else:  # what the controller before this one has heard is still being read
-            self.record.phase, self.record.message = phase, reason
-        self.report_queue.close()
+        self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
+        self._ending.record(phase, error, reason, complete=self._starter.knows_reports)
+        self._reports.queue.close()
         self._planner.close()
         self.journal_state()
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
-        if phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._writer.delete_states()
-        if self.record.outcome() is not None:
-            self._written = self._background.start(self._writer.finish())
-        if self._spec.trial is not None and self._spec.trial.keep_s and phase is not JobPhase.FAILED:
-            self.vacated = self._background.start(self._vacate())
-        else:
-            self.group.disband()
-            self._allocator.ended()
-
-    async def _vacate(self) -> None:
-        self.group.post_to_members(Stop())
-        if (plan := self.group.machine.current) is not None:
-            # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
-            self.group.post_to_members(Cancel(generation=plan.generation))
-        await self.group.vacate()
-        self._allocator.ended()
+        self._ending.write()
+        self._ending.give_back()

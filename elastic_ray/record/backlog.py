@@ -36,6 +36,11 @@ class Backlog:
             del self._lines[self._taken]
             self.dropped += 1
 
+    def tell_dropped(self) -> int:
+        """Lines that had to go since this was last asked."""
+        dropped, self.dropped = self.dropped, 0
+        return dropped
+
     def take(self) -> tuple[str, ...]:
         """What is to be written now; either :meth:`written` or :meth:`failed` follows before the next time."""
         assert not self._taken, "lines are being written"

@@ -24,6 +24,10 @@ class Losses:
         self.lost = 0.0
         self.failures = 0
 
+    def recall(self, *, lost: float, failures: int) -> None:
+        """What the controller before this one has counted."""
+        self.lost, self.failures = lost, failures
+
     def some_lost(self, before: int, after: int) -> None:
         """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))

@@ -125,6 +125,35 @@ class JobRecord:
         if self.phase is JobPhase.WAITING:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
+    def running(self) -> None:
+        """A group trains."""
+        self.phase = JobPhase.RUNNING
+
+    def begins_again(self, *, waits_because: str | None) -> None:
+        """The job has no workers any more: others start, or it waits for resources, for this reason."""
+        self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
+        self.message = waits_because or ""
+
+    def ending(self, phase: JobPhase, message: str) -> None:
+        """The job has ended; its outcome follows with :meth:`end`."""
+        self.phase, self.message = phase, message
+
+    def waits_for_resources(self, why: str) -> None:
+        """Why the job has no workers yet, as a sentence."""
+        self.message = why
+
+    def user_told(self, text: str) -> None:
+        """What a worker had to tell the job's user."""
+        self.told = text
+
+    def allocator_told(self, note: str, cost_usd: float | None) -> None:
+        """What the allocator tells the job's user, and what the job has cost [USD]."""
+        self.note, self.cost_usd = note, cost_usd
+
+    def batch_chosen(self, reason: str) -> None:
+        """Why the batch that is chosen now is another one."""
+        self.batch_reason = reason
+
     def event(self, event: JobEvent) -> None:
         """Add an event."""
         self.events.append(event)
@@ -139,7 +168,7 @@ class JobRecord:
 
     def report(self, message: WorkerReport, workers: int = 0) -> tuple[str, ...]:
         """Take rank 0's report; returns the checkpoints that are not kept any more."""
-        report = _report(message, workers)
+        report = report_of(message, workers)
         self._put(report)
         if report.checkpoint is None:
             return ()
@@ -151,7 +180,7 @@ class JobRecord:
         """Take a report that may be known, and may not; returns it if it was not."""
         if message.index in self._reports:
             return None
-        report = _report(message, workers)
+        report = report_of(message, workers)
         self._put(report)
         return report
 
@@ -192,7 +221,7 @@ class JobRecord:
             if report.index >= self._reports.last:
                 self.metrics = report.metrics
         if first_report:
-            self._reports.first = first_report
+            self._reports.began_with(first_report)
 
     def waits(self, who: str, what: str) -> None:
         """What someone waits for storage for; empty for nothing."""
@@ -232,7 +261,8 @@ class JobRecord:
         return self._outcome
 
 
-def _report(message: WorkerReport, workers: int) -> Report:
+def report_of(message: WorkerReport, workers: int) -> Report:
+    """A report as the job's users see it; ``workers`` is the size of the job then."""
     return Report(
         index=message.index,
         metrics=message.metrics,

@@ -56,6 +56,10 @@ class Tail(Generic[T]):
             self._things.pop(self.low, None)
             self.low += 1
 
+    def began_with(self, number: int) -> None:
+        """The first thing had this number, though it is not kept."""
+        self.first = number
+
     def values(self) -> tuple[T, ...]:
         """What is kept, by number."""
         return tuple(self._things[number] for number in sorted(self._things))

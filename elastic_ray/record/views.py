@@ -15,7 +15,7 @@ from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
 from elastic_ray.session.progress import RunProgress
-from elastic_ray.worker.messages import ProcessFacts
+from elastic_ray.worker.setup import ProcessFacts
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 

@@ -19,7 +19,7 @@ import elastic_ray
 import placement
 from elastic_ray.warm_pool.pool import find_pool, get_or_create_pool
 from elastic_ray.warm_pool.sizing import read_config
-from elastic_ray.worker.messages import ProcessOwner
+from elastic_ray.worker.setup import ProcessOwner
 
 logger = logging.getLogger(__name__)
 

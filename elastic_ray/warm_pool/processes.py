@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic_ray.job.background import Background
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.warm_pool.client import PoolClient
-from elastic_ray.worker.messages import ProcessFacts, ProcessOwner, WorkerSetup
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
+from elastic_ray.worker.setup import ProcessFacts, ProcessOwner, WorkerSetup
 from placement.allocator.actor import NAMESPACE
 
 logger = logging.getLogger(__name__)

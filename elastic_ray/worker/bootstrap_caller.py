@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from elastic_ray.membership.bootstrap import BootstrapCall, call_mac
-from elastic_ray.worker.messages import Assignment
+from elastic_ray.worker.setup import Assignment
 
 _ON_THE_WAY_S = 2.0
 

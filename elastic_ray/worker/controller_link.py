@@ -16,22 +16,21 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from elastic_ray.checkpoints.object_store import hold
 from elastic_ray.checkpoints.reported import ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.events import EventKind
+from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.session.link import LoaderInfo, StepReport
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.messages import (
-    Assignment,
     StateSaved,
-    WorkerFailed,
     WorkerHeartbeat,
     WorkerMessage,
     WorkerOutOfMemory,
     WorkerReady,
     WorkerReport,
-    WorkerSetup,
-    WorkerSwitched,
     WorkerTold,
 )
+from elastic_ray.worker.setup import Assignment, WorkerSetup
 from placement.storage.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
@@ -82,19 +81,27 @@ class ControllerLink:
         # The other ranks wait in a collective meanwhile, and must not take this one for lost.
         timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
-        self.is_stopping: Callable[[], bool] = lambda: False
+        self._is_stopping: Callable[[], bool] = lambda: False
         self._patience_s = setup.elastic.controller_timeout_s
         self._paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
         self._sent = 0
         self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
         self._lock = threading.Lock()
-        self.resumed = ""
+        self._resumed = ""
         self.told_ready: WorkerReady | None = None
-        self.told_failed: WorkerFailed | None = None
+        self.told_failed: StepFailed | None = None
         self.told_switched = 0
         self.pause_s = 0.0
         self.starts_over = False
+
+    def start_from(self, resumed: str) -> None:
+        """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
+        self._resumed = resumed
+
+    def stop_when(self, is_stopping: Callable[[], bool]) -> None:
+        """Ask this, while a checkpoint is stored, whether the job is to end now."""
+        self._is_stopping = is_stopping
 
     def saved(self, message: StateSaved) -> float:
         """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
@@ -102,13 +109,13 @@ class ControllerLink:
 
     def push(self, message: WorkerMessage) -> Any:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
-        return self._controller.push.remote(self._worker, message)
+        return self._controller.push.remote(message)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
         """This worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.told_switched = whole, 0
         self.told_ready = self.told_failed = None
-        self.insist_on(WorkerOutOfMemory(atomic_bsz=atomic_bsz, cause=cause, whole=whole))
+        self.insist_on(WorkerOutOfMemory(worker=self._worker, atomic_bsz=atomic_bsz, cause=cause, has_state=whole))
 
     def insist_on(self, message: WorkerMessage) -> None:
         """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
@@ -168,29 +175,46 @@ class ControllerLink:
             time.sleep(_POLL_S)
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        self.told_ready = WorkerReady(loader=loader, has_state=has_state, loaded=loaded, resumed=self.resumed)
+        self.told_ready = WorkerReady(
+            worker=self._worker, loader=loader, has_state=has_state, loaded=loaded, resumed=self._resumed
+        )
         self.push(self.told_ready)
 
     def failed(self, generation: int, cause: str) -> None:
-        self.told_failed = WorkerFailed(generation=generation, cause=cause)
+        self.told_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
         self.push(self.told_failed)
 
     def switched(self, generation: int, pause_s: float) -> None:
         self.told_failed, self.told_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
-        self.push(WorkerSwitched(generation=generation, pause_s=pause_s))
+        self.push(Switched(worker=self._worker, generation=generation, pause_s=pause_s))
+
+    def could_not_form(self, generation: int, cause: str) -> None:
+        """The group of a generation that was announced could not be formed."""
+        self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
+
+    def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
+        """A sign of life."""
+        waits = "" if ending else self.calls.waiting()
+        self.push(WorkerHeartbeat(worker=self._worker, report=report, at=at, ending=ending, waits=waits))
 
     def observe(self, report: StepReport) -> None:
-        self.push(WorkerHeartbeat(report=report))
+        self.push(WorkerHeartbeat(worker=self._worker, report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
         path, kept, problem = None, None, ""
         if checkpoint is not None:
             note = {"progress": resume_point, "metrics": metrics}
-            path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
+            path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
         message = WorkerReport(
-            index=index, metrics=metrics, checkpoint=path, resume_point=resume_point, held=kept, problem=problem
+            worker=self._worker,
+            index=index,
+            metrics=metrics,
+            checkpoint=path,
+            resume_point=resume_point,
+            held=kept,
+            problem=problem,
         )
         self._reported.append((time.monotonic(), message))
         if self._paced:  # answered after as long as the sweep's scheduler takes to decide
@@ -203,7 +227,7 @@ class ControllerLink:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.warning("%s", text)
-        self.insist_on(WorkerTold(kind=kind, text=text, detail=detail))
+        self.insist_on(WorkerTold(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
 
     def claim_fault(self, index: int) -> bool:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
@@ -230,7 +254,7 @@ class HeartbeatThread:
             plan = session.membership.current
             at = (plan.generation, session.progress.ticks) if plan is not None else None
             try:
-                self._link.push(WorkerHeartbeat(report=report, at=at, waits=self._link.calls.waiting()))
+                self._link.beat(report=report, at=at)
                 self._link.repeat()
             except RayError as error:  # its controller is gone for good: the watchdog ends this process
                 logger.info("a message was not delivered: %s", error)
@@ -249,6 +273,6 @@ class HeartbeatThread:
 
     def stop(self) -> None:
         """Stop and join; the last report shows how far the run has come."""
-        self._link.push(WorkerHeartbeat(ending=True, report=self._report()))
+        self._link.beat(report=self._report(), ending=True)
         self._stop.set()
         self._thread.join(timeout=5.0)

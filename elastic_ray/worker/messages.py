@@ -1,4 +1,4 @@
-"""What workers tell their controller, and what they are started with: plain values.
+"""What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
 
 What a user's train function makes is told as plain data of bounded size (``elastic_ray.session.metrics``), or closed
 (``elastic_ray.sealed``): Ray unpickles a message in the controller before anybody can look at it.
@@ -12,120 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
-from elastic_ray.config import ElasticConfig
-from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.events import EventKind
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.session.link import LoaderInfo, StepReport
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSetup:
-    """What every worker process of a job is told first; ``paced`` jobs wait in ``report`` until they may go on.
-
-    ``states_kept``: how many automatic checkpoints are kept; 0 for a job that makes none. ``controller`` and
-    ``token``: whose process it is from its start on, and the token of that controller's workers; None and empty for one
-    that a sweep owns.
-    """
-
-    use_gpu: bool
-    cpus: float
-    storage_filesystem: Any
-    elastic: ElasticConfig
-    log_level: str
-    paced: bool = False
-    states_kept: int = 0
-    controller: Any = None
-    token: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOwner:
-    """For whom a worker process works; one that was started before is made like a process of that one's own.
-
-    Attributes:
-        holder: the job, or the sweep whose trials share the process; nobody else is ever given it.
-        actor: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
-            None for a driver.
-        ray_job: id of Ray's job, whose driver shows what the process prints.
-        namespace: Ray's namespace in which named actors are looked up.
-        search_path: directories in which the driver's modules are, as Ray adds them to a worker's ``sys.path``.
-    """
-
-    holder: str
-    actor: Any
-    ray_job: str
-    namespace: str
-    search_path: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One run of a train function in a worker process.
-
-    Attributes:
-        worker: id of the worker for this run.
-        job: name of the job.
-        train_loop: the pickled train function and its config.
-        storage_path: directory of the job's results.
-        node: node id it runs on.
-        controller: handle of the job's controller.
-        secret: the job's, by which its workers know each other and their controller knows them; never shown.
-        checkpoint: path of the checkpoint to start from, None at the beginning.
-        held: the same in the cluster's memory, as far as it is still there; None for storage only.
-        resume_point: where that checkpoint stands.
-        states: automatic checkpoints further than that, newest first, the first good one of which is taken.
-        token: what messages to this run carry.
-        gpu_ids: GPUs of its reservation; empty without CUDA.
-        group: hex id of the placement group that is its reservation.
-        expected: where it will stand in the group that it is to join.
-    """
-
-    worker: str
-    job: str
-    train_loop: bytes
-    storage_path: str
-    node: str
-    controller: Any
-    secret: str = dataclasses.field(repr=False)
-    checkpoint: str | None = None
-    held: Any = None
-    resume_point: Mapping[str, Any] | None = None
-    states: tuple[StateFile, ...] = ()
-    token: str = ""
-    gpu_ids: tuple[int, ...] = ()
-    group: str = ""
-    expected: RankInfo = dataclasses.field(default_factory=RankInfo)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessFacts:
-    """A worker process, ready to be used, on a node with GPUs of this type (empty where the node does not say)."""
-
-    pid: int
-    cuda: bool
-    gpu_type: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run of the train function ended.
-
-    Attributes:
-        kind: "finished", "left", "stopped", "preempted", "saved" (rank 0's of a preempted job), "error" (the user's),
-            "lost" (the group's) or "no room" (out of memory before its first generation).
-        value: what the train function returned.
-        error: what it raised, or what went wrong beside it.
-        cause: why a run was lost, found no room or could not be saved, as a sentence.
-        memory_bytes: resident memory of the process afterwards.
-        cuda_used: whether the process holds a CUDA context.
-    """
-
-    kind: str
-    value: Sealed | None = None
-    error: BaseException | Raised | None = None
-    cause: str = ""
-    memory_bytes: int = 0
-    cuda_used: bool = False
+from elastic_ray.worker.setup import ProcessFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,65 +38,40 @@ class StateSaved:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReady:
-    """It waits for its first generation; ``resumed`` says what automatic checkpoint it goes on from, or could not.
+class WorkerReady(Ready):
+    """It waits for its first generation.
 
-    ``loaded``: steps of that checkpoint; 0 without one. ``has_state``: what it holds is nowhere else.
+    Attributes:
+        loader: limits of the training loader.
+        resumed: which automatic checkpoint it goes on from, or why it could not.
     """
 
     loader: LoaderInfo | None
-    has_state: bool
-    loaded: int = 0
     resumed: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailed:
-    """A collective failed on it."""
+class WorkerOutOfMemory(Rerun):
+    """It ran out of memory with ``atomic_bsz`` samples at once, and starts over.
 
-    generation: int
-    cause: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerCouldNotForm:
-    """It could not form a group."""
-
-    generation: int
-    cause: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSwitched:
-    """It has entered a generation."""
-
-    generation: int
-    pause_s: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOutOfMemory:
-    """It ran out of memory with this many samples at once, and starts over.
-
-    ``whole``: with the state that it keeps. Else it was inside ``optimizer.step()``, and its state is of no step.
+    Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step.
     """
 
     atomic_bsz: int
     cause: str
-    whole: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTold:
+class WorkerTold(Signal):
     """Something that the job's user should know, as an event: its kind, a sentence, and numbers."""
 
-    kind: str
+    kind: EventKind
     text: str
     detail: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerReport:
+class WorkerReport(Signal):
     """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
 
     ``held`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why the
@@ -223,7 +90,7 @@ class WorkerReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerHeartbeat:
+class WorkerHeartbeat(Signal):
     """A sign of life.
 
     Attributes:
@@ -280,17 +147,81 @@ class Introduction:
     switched: int = 0
     pause_s: float = 0.0
     ready: WorkerReady | None = None
-    failed: WorkerFailed | None = None
+    failed: StepFailed | None = None
     starts_over: bool = False
 
 
 WorkerMessage = (
-    WorkerReady
-    | WorkerFailed
-    | WorkerCouldNotForm
-    | WorkerSwitched
+    WorkerHeartbeat
+    | WorkerReady
+    | StepFailed
+    | PrepareFailed
+    | Switched
     | WorkerOutOfMemory
     | WorkerReport
     | WorkerTold
-    | WorkerHeartbeat
 )
+"""What a worker says of itself; :data:`elastic_ray.membership.messages.ControllerMessage` is what it hears."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """What every end of a run of the train function tells of the process.
+
+    Attributes:
+        memory_bytes: resident memory of the process afterwards.
+        cuda_used: whether the process holds a CUDA context.
+    """
+
+    memory_bytes: int = 0
+    cuda_used: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished(RunEnd):
+    """The train function has returned ``value``."""
+
+    value: Sealed | None = None
+
+
+class RunLeft(RunEnd):
+    """The worker has left its generation, as it was told to."""
+
+
+class RunStopped(RunEnd):
+    """The job was told to stop."""
+
+
+class RunPreempted(RunEnd):
+    """The job is preempted, and another rank saves it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunSaved(RunEnd):
+    """Rank 0's of a preempted job: it has saved the state, or ``problem`` says why it could not."""
+
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunFailed(RunEnd):
+    """The train function has raised ``error``, or something went wrong beside it."""
+
+    error: BaseException | Raised | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutOfMemory(RunFailed):
+    """It ran out of memory before its first generation; ``cause`` says so in a sentence."""
+
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLost(RunEnd):
+    """The worker's group is broken, and none followed; ``cause`` says why in a sentence."""
+
+    cause: str
+
+
+RunResult = RunFinished | RunLeft | RunStopped | RunPreempted | RunSaved | RunFailed | RunOutOfMemory | GroupLost

@@ -20,7 +20,7 @@ from ray._private import worker as _ray_worker
 from ray.actor import ActorClass
 from ray.exceptions import ActorDiedError
 
-from elastic_ray.worker.messages import ProcessOwner
+from elastic_ray.worker.setup import ProcessOwner
 
 logger = logging.getLogger(__name__)
 

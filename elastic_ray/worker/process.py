@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ray.membership.messages import ControllerMessage
-from elastic_ray.worker.messages import Assignment, ProcessFacts, ProcessOwner, RunResult, WorkerSetup
+from elastic_ray.worker.messages import RunResult
+from elastic_ray.worker.setup import Assignment, ProcessFacts, ProcessOwner, WorkerSetup
 
 if TYPE_CHECKING:
     from elastic_ray.worker.ownership import Ownership

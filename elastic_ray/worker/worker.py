@@ -8,7 +8,7 @@ import os
 import resource
 import threading
 import traceback
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 import torch
@@ -32,13 +32,19 @@ from elastic_ray.worker.bootstrap_caller import ControllerCaller
 from elastic_ray.worker.controller_link import ControllerLink, HeartbeatThread
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.messages import (
-    Assignment,
+    GroupLost,
     Introduction,
-    ProcessFacts,
+    RunEnd,
+    RunFailed,
+    RunFinished,
+    RunLeft,
+    RunOutOfMemory,
+    RunPreempted,
     RunResult,
-    WorkerCouldNotForm,
-    WorkerSetup,
+    RunSaved,
+    RunStopped,
 )
+from elastic_ray.worker.setup import Assignment, ProcessFacts, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.ray_cluster import groups
@@ -49,6 +55,8 @@ logger = logging.getLogger(__name__)
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
 _REGROUP_S = 30.0  # of a controller that has come back
+
+_End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
@@ -107,7 +115,7 @@ class Worker:
             result = self._run(assignment)
         except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
             logger.exception("job %s: a run failed outside its train function", assignment.job)
-            result = _result("error", error=RuntimeError(f"{type(error).__name__}: {_first_line(error)}"))
+            result = _end(RunFailed, error=RuntimeError(f"{type(error).__name__}: {_first_line(error)}"))
         with self._ended:
             self._result = (assignment.token, assignment.worker, result)
             self._ended.notify_all()
@@ -168,13 +176,12 @@ class Worker:
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
             for _ in range(_RERUNS):
-                session = self._session(assignment, link, progress, kept, source)
-                session.checkpoint = checkpoint or session.checkpoint
+                session = self._session(assignment, link, progress, kept, source, checkpoint)
                 outcome = self._run_once(assignment, session, link)
-                if isinstance(outcome, RunResult):
+                if isinstance(outcome, RunEnd):
                     return outcome
                 (kept, progress), source = outcome, ""
-        return _result("error", error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+        return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
     def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
         """The first good one of the automatic checkpoints to go on from, and its path."""
@@ -187,9 +194,9 @@ class Worker:
                 unusable += f"; not from a later one, for {error}"
                 continue
             kept["run"] |= {"lineage": 0, "slot": 0}  # generations are counted anew
-            link.resumed = f"from the automatic checkpoint at step {state.steps}{unusable}"
+            link.start_from(f"from the automatic checkpoint at step {state.steps}{unusable}")
             return kept, state.path
-        link.resumed = unusable.removeprefix("; ")
+        link.start_from(unusable.removeprefix("; "))
         return None, ""
 
     def _run_once(
@@ -207,14 +214,14 @@ class Worker:
             value = train_loop.call(assignment.train_loop)
             session.finish()
             link.flush()
-            return _result("finished", value=seal(value))
+            return _end(RunFinished, value=seal(value))
         except WorkerDismissed as dismissed:
             if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
                 return _preempted(session, link, saver)
-            return _result("stopped" if dismissed.stopped else "left")
+            return _end(RunStopped) if dismissed.stopped else _end(RunLeft)
         except (LostGroupError, CommunicationFailedError) as error:
             broken = True
-            return _result("lost", cause=str(error))
+            return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
             starts_over = _is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
@@ -222,8 +229,9 @@ class Worker:
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
                 raised = seal_error(error, rank=session.place.rank, node=self._host)
-                joining = _is_out_of_memory(error) and not session.synced
-                return _result("no room" if joining else "error", error=raised, cause=_first_line(error))
+                if _is_out_of_memory(error) and not session.synced:
+                    return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
+                return _end(RunFailed, error=raised)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz = session.atomic_bsz
             _let_go(error)
@@ -259,7 +267,9 @@ class Worker:
         progress: RunProgress | None,
         kept: dict[str, Any] | None,
         source: str,
+        checkpoint: Any,
     ) -> Session:
+        """A session for one run: a membership of its own, and what it goes on from."""
         elastic = self._setup.elastic
 
         def form(plan: GenerationSpec, rank: int) -> Communicator:
@@ -276,12 +286,9 @@ class Worker:
                 secret=assignment.secret,
             )
 
-        def could_not_form(generation: int, cause: str) -> None:
-            link.push(WorkerCouldNotForm(generation=generation, cause=cause))
-
-        self._membership = Membership(assignment.worker, form, could_not_form, self._retired)
+        self._membership = Membership(assignment.worker, form, link.could_not_form, self._retired)
         membership = self._membership
-        link.is_stopping = lambda: membership.stop_requested
+        link.stop_when(lambda: membership.stop_requested)
         session = Session(
             assignment.worker,
             membership,
@@ -296,11 +303,17 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
         )
-        if assignment.checkpoint is not None:
-            from ray.train import Checkpoint
-
-            session.checkpoint = Checkpoint(assignment.checkpoint, link.storage.filesystem)
+        session.checkpoint = checkpoint or _stored_checkpoint(assignment, link)
         return session
+
+
+def _stored_checkpoint(assignment: Assignment, link: ControllerLink) -> Any:
+    """The reported checkpoint to start from; None at the beginning."""
+    if assignment.checkpoint is None:
+        return None
+    from ray.train import Checkpoint
+
+    return Checkpoint(assignment.checkpoint, link.storage.filesystem)
 
 
 def _start_of(assignment: Assignment) -> RunProgress | None:
@@ -308,17 +321,18 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
     return RunProgress.from_resume_point(dict(point)) if point else None
 
 
-def _result(kind: str, **values: Any) -> RunResult:
+def _end(kind: type[_End], **values: Any) -> _End:
+    """How a run has ended, with what its process uses now."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RunResult(kind=kind, memory_bytes=memory, cuda_used=_cuda_used(), **values)
+    return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
 
 
 def _preempted(session: Session, link: ControllerLink, saver: StateSaver | None) -> RunResult:
     """The job goes on another time: rank 0 saves what all ranks hold."""
     if session.rank != 0:
-        return _result("preempted")
+        return _end(RunPreempted)
     link.flush()
-    return _result("saved", cause="automatic checkpoints are off" if saver is None else saver.save())
+    return _end(RunSaved, problem="automatic checkpoints are off" if saver is None else saver.save())
 
 
 def _cuda_used() -> bool:

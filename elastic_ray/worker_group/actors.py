@@ -19,7 +19,8 @@ from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from elastic_ray.warm_pool.processes import Processes
-from elastic_ray.worker.messages import Assignment, Introduction, ProcessFacts, RunResult
+from elastic_ray.worker.messages import Introduction, RunFailed, RunResult
+from elastic_ray.worker.setup import Assignment, ProcessFacts
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
 
@@ -147,9 +148,7 @@ class WorkerActors:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
                     await running  # it could not even begin
         except RayTaskError as error:  # it has ended, and nobody can be told how: it would be so again
-            result = RunResult(
-                kind="error", error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}")
-            )
+            result = RunFailed(error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}"))
         except (RayError, asyncio.TimeoutError) as error:
             self._tell(Lost(worker=worker, cause=_first_line(error)))
             return

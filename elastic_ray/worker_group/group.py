@@ -34,7 +34,8 @@ from elastic_ray.membership.signals import (
 )
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
-from elastic_ray.worker.messages import Assignment, Introduction, ProcessFacts, RunResult, WorkerHeartbeat
+from elastic_ray.worker.messages import Introduction, RunResult, WorkerHeartbeat
+from elastic_ray.worker.setup import Assignment, ProcessFacts
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.expected_ranks import ExpectedRanks
 from elastic_ray.worker_group.failure_detector import FailureDetector
@@ -238,10 +239,10 @@ class WorkerGroup:
         self._detector.heard(worker)
         return True
 
-    def beat(self, worker: str, beat: WorkerHeartbeat) -> None:
+    def beat(self, beat: WorkerHeartbeat) -> None:
         """A sign of life."""
         if beat.ending:
-            self._detector.forget(worker)
+            self._detector.forget(beat.worker)
         elif beat.at is not None and beat.at > self._furthest:
             # No step is committed without every member, however long one of them cannot beat.
             self._furthest = beat.at

@@ -33,11 +33,11 @@ def process(name: str, node: str = "n", environment: str = "e", *, ready: bool =
 
 
 def decide(config: PoolConfig | None = None, **given: object) -> list[Start | End]:
-    values = {"nodes": [PoolNode(node="n")], "processes": [], "demands": [], "busy": {}, "now_s": 0.0, **given}
+    values = {"nodes": [PoolNode(node="n")], "processes": [], "requests": [], "busy": {}, "now_s": 0.0, **given}
     return list(plan(config or PoolConfig(), **values))  # type: ignore[arg-type]
 
 
-def test_one_process_after_the_other_is_started_until_the_demand_is_met() -> None:
+def test_one_process_after_the_other_is_started_until_the_request_is_met() -> None:
     [start] = decide(requests=[request(n=2)])
     assert (start.node, start.environment) == ("n", "e") and "0 of 2" in start.reason
     assert decide(requests=[request(n=2)], processes=[process("p", ready=False)]) == []
@@ -154,12 +154,12 @@ def test_the_pool_comes_to_rest_within_its_bounds_whatever_there_is(config, node
     """Carried out again and again, decisions end in a state in which nothing is decided any more."""
     now_s = 500.0
     for round_ in range(40):
-        given_ = {"nodes": nodes, "demands": requests, "busy": {}, "now_s": now_s}
+        given_ = {"nodes": nodes, "requests": requests, "busy": {}, "now_s": now_s}
         told = plan(config, processes=processes, **given_)
         shuffled = {
             **given_,
             "nodes": random.sample(nodes, len(nodes)),
-            "demands": random.sample(requests, len(requests)),
+            "requests": random.sample(requests, len(requests)),
         }
         assert set(plan(config, processes=random.sample(processes, len(processes)), **shuffled)) == set(told)
         if not told:

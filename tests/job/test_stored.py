@@ -216,7 +216,7 @@ def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Pat
         for number, trouble in enumerate((hanging.fail, hanging.hang)):
             trouble("events")
             for part in range(3):
-                job._of_storage(f"{number}.{part}")
+                job.events.storage(f"{number}.{part}")
                 job.tell_storage(time.monotonic())
                 await asyncio.sleep(0.05)
             job.record.events[-1].to_json()
@@ -241,16 +241,18 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
 
     async def run() -> None:
         for what in "ab":
-            first._of_storage(what)
+            first.events.storage(what)
         for index in range(4, 1204):
-            first.record.report(WorkerReport(index=index, metrics={"x": index}, checkpoint=None, resume_point={}))
+            first.record.report(
+                WorkerReport(worker="w", index=index, metrics={"x": index}, checkpoint=None, resume_point={})
+            )
 
         def written() -> bool:
             first.tell_storage(time.monotonic())
             return len(storage.read_events()) == 2 and len(storage.read_reports(4, 1203)) == 1200
 
         await until(written)
-        first._of_storage("c")
+        first.events.storage("c")
         told = spec(storage_path="run", storage_filesystem=hanging.filesystem)
         record = JobRecord(told)
         record.events = list(first.record.events)
@@ -279,7 +281,9 @@ def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> No
         return StoredCheckpoint(index=index, path=f"checkpoint_{index}", progress=point, metrics={})
 
     record = JobRecord(spec())
-    record.report(WorkerReport(index=1, metrics={"loss": 1}, checkpoint="checkpoint_1", resume_point={"steps": 10}))
+    record.report(
+        WorkerReport(worker="w", index=1, metrics={"loss": 1}, checkpoint="checkpoint_1", resume_point={"steps": 10})
+    )
     record.saved(state(20))
     assert record.resume_point == state(20).resume_point
     found = StoredRun(checkpoints=(checkpoint(1, 10), checkpoint(2, 30)), states=(state(40), state(20)))

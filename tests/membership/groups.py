@@ -50,8 +50,8 @@ class LocalCaller:
     """A member's way to a ``LocalController``."""
 
     def __init__(self, controller: LocalController, worker: str, generation: int, secret: str | None = None) -> None:
-        proof = call_mac(secret or controller.secret, generation, worker)
-        self._controller, self._fields = controller, {"generation": generation, "worker": worker, "proof": proof}
+        mac = call_mac(secret or controller.secret, generation, worker)
+        self._controller, self._fields = controller, {"generation": generation, "worker": worker, "mac": mac}
 
     def tell(self, values: Mapping[str, bytes]) -> None:
         self._controller.call(BootstrapCall(tells=values, **self._fields))

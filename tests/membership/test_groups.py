@@ -18,7 +18,7 @@ from elastic_ray.membership.authentication import new_secret, sign, verify
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
-from elastic_ray.worker.messages import Assignment
+from elastic_ray.worker.setup import Assignment
 from tests.job.test_told import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
 
@@ -93,10 +93,10 @@ def test_what_was_told_for_old_generations_is_forgotten_and_who_waits_there_is_l
 
 
 def test_a_proof_serves_for_nothing_else() -> None:
-    proof = sign(SECRET, "peer", 1, 23)
-    assert verify(proof, SECRET, "peer", 1, 23)
-    assert not any(verify(proof, SECRET, *facts) for facts in [("peer", 12, 3), ("peer", 1, 2, 3), ("peer1", 23)])
-    assert not verify(proof, new_secret(), "peer", 1, 23)
+    mac = sign(SECRET, "peer", 1, 23)
+    assert verify(mac, SECRET, "peer", 1, 23)
+    assert not any(verify(mac, SECRET, *facts) for facts in [("peer", 12, 3), ("peer", 1, 2, 3), ("peer1", 23)])
+    assert not verify(mac, new_secret(), "peer", 1, 23)
     with pytest.raises(ValueError, match="secret must not be empty"):
         sign("", "peer")
 

@@ -1,0 +1,81 @@
+"""SHELL: a job's end: its outcome is recorded and written, its workers are given back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from elastic_ray.events import JobPhase
+from elastic_ray.job.allocator_link import AllocatorLink
+from elastic_ray.job.parts import JobParts
+from elastic_ray.membership.messages import Cancel, Stop
+from elastic_ray.sealed import Raised, Sealed
+
+
+class JobEnding:
+    """What is to be done once a job is over, step by step.
+
+    Args:
+        parts: of the job.
+        allocator: is told of the end.
+
+    Attributes:
+        return_value: what rank 0's train function has returned.
+        vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
+    """
+
+    def __init__(self, parts: JobParts, allocator: AllocatorLink) -> None:
+        self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
+        self._group, self._background, self._allocator = parts.group, parts.background, allocator
+        self._error: BaseException | Raised | None = None
+        self._written: asyncio.Task[None] | None = None
+        self.return_value: Sealed | None = None
+        self.vacated: asyncio.Task[None] | None = None
+
+    def returned(self, value: Sealed | None) -> None:
+        """Rank 0's train function has returned this, or another rank's before rank 0's has."""
+        self.return_value = value
+
+    def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
+        """The job has ended; its outcome waits until everything is known that belongs to it (``complete``)."""
+        self._error = error
+        if complete:
+            self._record.end(phase, error=error, return_value=self.return_value, message=reason)
+        else:
+            self._record.ending(phase, reason)
+
+    def record_again(self) -> None:
+        """What :meth:`record` has left open is known now."""
+        phase, message, error = self._record.phase, self._record.message, self._error
+        if error is None and phase is JobPhase.FAILED:
+            error = RuntimeError(message)
+        self._record.end(phase, error=error, return_value=self.return_value, message=message)
+        self.write()
+
+    def write(self) -> None:
+        """Write what is left, and delete the automatic checkpoints of a job that has finished."""
+        if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
+            self._writer.delete_states()
+        if self._record.outcome() is not None:
+            self._written = self._background.start(self._writer.finish())
+
+    async def written(self) -> None:
+        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        if self._written is not None:
+            await asyncio.wait([self._written])
+
+    def give_back(self) -> None:
+        """Give the workers back: to the sweep, for another trial, or to the cluster."""
+        trial = self._spec.trial
+        if trial is not None and trial.keep_s and self._record.phase is not JobPhase.FAILED:
+            self.vacated = self._background.start(self._vacate())
+        else:
+            self._group.disband()
+            self._allocator.ended()
+
+    async def _vacate(self) -> None:
+        self._group.post_to_members(Stop())
+        if (current := self._group.machine.current) is not None:
+            # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
+            self._group.post_to_members(Cancel(generation=current.generation))
+        await self._group.vacate()
+        self._allocator.ended()

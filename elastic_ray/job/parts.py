@@ -1,0 +1,39 @@
+"""What the parts of a job share: handed to each of them, and the same for the job's whole life."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_ray.job.background import Background
+from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.job.reports import ReportIntake
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.record.event_log import EventLog
+from elastic_ray.record.record import JobRecord
+from elastic_ray.record.writer import RecordWriter
+from elastic_ray.worker_group.group import WorkerGroup
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobParts:
+    """One job under its controller.
+
+    Attributes:
+        spec: as it was submitted.
+        record: what is known of it.
+        events: what happens to it.
+        writer: its storage.
+        planner: chooses its batches.
+        reports: its reports.
+        group: its workers.
+        background: what runs beside the controller's loop, and may outlast the job.
+    """
+
+    spec: JobSpec
+    record: JobRecord
+    events: EventLog
+    writer: RecordWriter
+    planner: BatchPlanner
+    reports: ReportIntake
+    group: WorkerGroup
+    background: Background

@@ -1,0 +1,78 @@
+"""SHELL: rank 0's reports on their way to the record, to storage and to whoever takes them one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_ray.checkpoints.run_directory import StoredCheckpoint
+from elastic_ray.events import Report
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.record.record import JobRecord, report_of
+from elastic_ray.record.report_queue import ReportQueue
+from elastic_ray.record.writer import RecordWriter
+from elastic_ray.worker.messages import WorkerReport
+
+
+class ReportIntake:
+    """Takes a job's reports; a trial's are answered when training may go on.
+
+    Args:
+        spec: the job.
+        record: what is known of the job.
+        writer: its storage.
+        tell: takes what the job's user is to know of its storage, a sentence.
+
+    Attributes:
+        queue: the reports, one by one.
+    """
+
+    def __init__(self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None]) -> None:
+        self._trial = spec.trial
+        self._record, self._writer, self._tell = record, writer, tell
+        self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
+
+    async def hear(self, message: WorkerReport, workers: int) -> None:
+        """Take a report; returns when the worker that has made it may train on.
+
+        Args:
+            message: the report.
+            workers: size of the job.
+        """
+        if message.again:
+            self._hear_again(message, workers)
+            return
+        self._writer.delete(self._record.report(message, workers))
+        if message.problem:
+            self._tell(message.problem)
+        trial = self._trial
+        if message.held is not None and trial is not None and trial.sweep is not None:
+            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
+        self.queue.put(report_of(message, workers))
+        await self.queue.turn(message.index)
+
+    def _hear_again(self, message: WorkerReport, workers: int) -> None:
+        """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
+        if (report := self._record.report_again(message, workers)) is not None:
+            self.queue.put(report)
+
+    def restore(self, checkpoint: StoredCheckpoint) -> None:
+        """Rank 0 has stored a checkpoint, and was lost before it could report it."""
+        self._record.restored(checkpoint)
+        self.queue.put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+
+    async def next(self, after: int | None, wait_s: float) -> Report | None:
+        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        wanted = self.queue.wanted(after)
+        if self.queue.gone(wanted):
+            report = await self._writer.report(wanted, self.queue.oldest - 1)
+            return report or await self.queue.next(self.queue.oldest - 1, wait_s)
+        return await self.queue.next(after, wait_s)
+
+    async def catch_up(self, first_report: int) -> None:
+        """Go on with the files of the controller before this one, which knew of this first report; 0 for none.
+
+        Raises:
+            OSError: the files could not be read.
+        """
+        for report in await self._writer.catch_up(first_report):
+            self.queue.put(report)

@@ -1,0 +1,135 @@
+"""SHELL: where a job starts from: what its storage has, at the beginning and after all workers were lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from elastic_ray.events import EventKind, JobPhase
+from elastic_ray.job.parts import JobParts
+from elastic_ray.membership.signals import Allocated
+from elastic_ray.record.writer import unreadable
+
+logger = logging.getLogger("elastic_ray.job")
+
+_LOOK_AGAIN_S = 10.0
+
+
+class StartingJob(Protocol):
+    """The job, as far as its start concerns it."""
+
+    def begin_again(self) -> None:
+        """Give all workers back, and begin with others."""
+
+    def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+        """The allocator's decision for the job."""
+
+    def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
+        """The job is over."""
+
+    def end_again(self) -> None:
+        """The job had ended before; all that its end needs is known by now."""
+
+
+class JobStarter:
+    """Looks what storage has of a job's run before its workers start, and again before others do.
+
+    Args:
+        job: the job, which acts on what was found.
+        parts: of it.
+
+    Attributes:
+        looking: whether all workers were lost, and storage is being looked at.
+    """
+
+    def __init__(self, job: StartingJob, parts: JobParts) -> None:
+        self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
+        self._events, self._reports, self._group = parts.events, parts.reports, parts.group
+        self._background = parts.background
+        self.looking = False
+        self._opened = False
+        self._first_report: int | None = None
+        self._caught_up = False
+        self._begun_after = 0
+        self._later: Allocated | None = None
+
+    def recall(self, first_report: int) -> None:
+        """A controller before this one knew of this first report; 0 for none."""
+        self._first_report = first_report
+
+    @property
+    def knows_reports(self) -> bool:
+        """Whether all reports are here that a controller before this one has heard."""
+        return self._first_report is None or self._caught_up
+
+    def hold_back(self, target: Allocated) -> None:
+        """The allocator's decision, which holds once the job starts again."""
+        self._later = target
+
+    async def open(self) -> None:
+        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+
+        A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
+        workers train on needs nothing of what is stored before it restarts.
+        """
+        if self._opened:
+            return
+        self._opened = True
+        try:
+            await self._look(self._spec.elastic.storage_timeout_s)
+            if self._first_report is not None:
+                await self._reports.catch_up(self._first_report)
+        except OSError as error:
+            if self._group.machine.workers:
+                logger.warning("job %s: what is stored of it cannot be read: %s", self._spec.job, error)
+            else:
+                self._job.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
+        self._caught_up = True
+        if self._record.phase.ended:
+            if self._record.outcome() is None:
+                self._job.end_again()
+            return
+        self._begun_after = int((self._record.resume_point or {}).get("reports", 0))
+        self._reports.queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
+        if not self._group.machine.workers:
+            self._group.machine.reset(first_most=self._record.workers_at_most)
+
+    def start_again(self, reason: str) -> None:
+        """All workers were lost, or are of no use: look what storage has, and start others."""
+        if not self.looking and not self._record.phase.ended:
+            self.looking = True
+            self._background.start(self._start_again(reason))
+
+    async def _start_again(self, reason: str) -> None:
+        """From what was saved last, whoever has heard of it, without what has been trained since."""
+        timeout_s = self._spec.elastic.storage_timeout_s
+        knows = self._record.looked or self._record.resume_point is not None
+        try:
+            await self._look(min(_LOOK_AGAIN_S, timeout_s) if knows else timeout_s)
+        except Exception as error:  # whatever it is, the job must not wait for ever
+            if not knows:  # as after the controller's own restart: to start anew would lose what was trained
+                self._job.finish(JobPhase.FAILED, error=unreadable(self._spec, error))
+            logger.warning("job %s: it starts from what its controller knows: %s", self._spec.job, error)
+        self.looking = False
+        if self._record.phase.ended:
+            return
+        steps = (self._record.resume_point or {}).get("steps")
+        start = f"from step {steps}" if steps is not None else "anew"
+        self._events.add(EventKind.RESTART, self._group.machine.world_size, 0, f"{reason}; it starts {start}")
+        self._job.begin_again()
+        if (later := self._later) is not None:
+            self._later = None
+            self._job.allocate(later.nodes, later.reason)
+
+    async def _look(self, timeout_s: float) -> None:
+        """Look what storage has of the run.
+
+        Raises:
+            OSError: it could not be read within ``timeout_s``.
+        """
+        stored = await self._writer.look(timeout_s)
+        self._writer.delete(self._record.found(stored))
+        last = stored.checkpoints[-1] if stored.checkpoints else None
+        if self.looking and last is not None and last.index > max(self._record.last_report, self._begun_after):
+            self._reports.restore(last)

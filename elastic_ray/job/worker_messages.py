@@ -1,0 +1,135 @@
+"""SHELL: what a job's workers tell it, each message to whom it concerns."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from elastic_ray.batch.tuner import BatchDoesNotFitError
+from elastic_ray.events import EventKind, JobPhase
+from elastic_ray.job.parts import JobParts
+from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
+from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.session.link import StepReport
+from elastic_ray.worker.messages import (
+    GroupLost,
+    RunFailed,
+    RunFinished,
+    RunLeft,
+    RunOutOfMemory,
+    RunPreempted,
+    RunResult,
+    RunSaved,
+    RunStopped,
+    WorkerHeartbeat,
+    WorkerMessage,
+    WorkerOutOfMemory,
+    WorkerReady,
+    WorkerReport,
+    WorkerTold,
+)
+
+
+class HearingJob(Protocol):
+    """The job, as far as its workers may end or suspend it."""
+
+    def returned(self, worker: str, value: Sealed | None) -> None:
+        """A worker's train function has returned this."""
+
+    def suspend(self, why_not_saved: str) -> None:
+        """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
+
+    def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
+        """The job is over."""
+
+
+class WorkerMessages:
+    """The one place where workers' messages are told apart.
+
+    Args:
+        job: the job.
+        parts: of it.
+
+    Attributes:
+        torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
+    """
+
+    def __init__(self, job: HearingJob, parts: JobParts) -> None:
+        self._job = job
+        self._record, self._events, self._planner = parts.record, parts.events, parts.planner
+        self._reports, self._group = parts.reports, parts.group
+        self._resumed = ""
+        self.torn = False
+
+    async def hear(self, message: WorkerMessage) -> None:
+        """A worker's message; a trial's report is answered when training may go on."""
+        if not self._group.heard(message.worker):
+            return
+        match message:
+            case WorkerHeartbeat():
+                self._beat(message)
+            case WorkerReady():
+                self._ready(message)
+            case StepFailed() | PrepareFailed() | Switched():
+                self._group.take(message)
+            case WorkerOutOfMemory():
+                self._out_of_memory(message)
+            case WorkerTold(kind=kind, text=text, detail=detail):
+                self._record.user_told(text)
+                self._events.note(kind, text, detail=detail)
+            case WorkerReport():
+                await self._reports.hear(message, self._group.machine.world_size)
+
+    def _beat(self, message: WorkerHeartbeat) -> None:
+        self._group.beat(message)
+        self._record.waits(message.worker, "" if message.ending else message.waits)
+        if message.report is not None:
+            self._observe(message.report)
+
+    def _observe(self, report: StepReport) -> None:
+        before = self._planner.observe(report)
+        if before is not None:
+            detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
+            replicas = report.replicas
+            self._events.add(EventKind.BATCH, replicas, replicas, self._record.batch_reason, detail=detail)
+
+    def _ready(self, message: WorkerReady) -> None:
+        resumed = message.resumed
+        if resumed and resumed != self._resumed and self._group.machine.current is None:
+            self._resumed = resumed
+            self._events.add(EventKind.RESUMED, 0, 0, resumed)
+        self._planner.open(message.loader)
+        self._group.take(message)
+
+    def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
+        """A worker starts over, and all take smaller batches; the job ends where the smallest does not fit."""
+        try:
+            reason = self._planner.out_of_memory(message.atomic_bsz)
+        except BatchDoesNotFitError as error:
+            self._job.finish(JobPhase.FAILED, error=error)
+            return
+        self._events.note(EventKind.OUT_OF_MEMORY, reason)
+        self.torn = not message.has_state
+        self._group.take(message)
+        self.torn = False
+
+    def run_ended(self, worker: str, result: RunResult) -> None:
+        """A run of the train function has ended."""
+        trains = self._group.machine.current is not None
+        match result:
+            case RunFinished(value=value):
+                self._job.returned(worker, value)
+                self._group.take(Finished(worker=worker))
+            case RunLeft():
+                self._group.take(Left(worker=worker))
+            case RunStopped():
+                self._job.finish(JobPhase.STOPPED)
+            case RunPreempted():
+                pass  # rank 0 saves the job
+            case RunSaved(problem=problem):
+                self._job.suspend(problem)
+            case GroupLost(cause=cause):
+                self._group.take(Lost(worker=worker, cause=cause))
+            case RunOutOfMemory(cause=cause) if trains:  # the others go on without it
+                self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {cause}"))
+            case RunFailed(error=error):  # RunOutOfMemory is one
+                self._job.finish(JobPhase.FAILED, error=error)

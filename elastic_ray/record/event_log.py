@@ -1,0 +1,58 @@
+"""A job's events as they happen: logged, recorded, and noted for the controller after this one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.job.spec import JobSpec
+from elastic_ray.membership.generation import JobMembership
+from elastic_ray.record.record import JobRecord
+
+logger = logging.getLogger("elastic_ray.job")
+
+
+class EventLog:
+    """Takes what happens to a job.
+
+    Args:
+        spec: the job.
+        record: gets every event.
+        machine: who is a member.
+        keep: takes every event as well, for the controller after this one.
+    """
+
+    def __init__(
+        self, spec: JobSpec, record: JobRecord, machine: JobMembership, keep: Callable[[JobEvent], None]
+    ) -> None:
+        self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
+
+    def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
+        """Something has happened.
+
+        Args:
+            kind: what.
+            before: size of the job before it.
+            after: its size afterwards.
+            reason: a sentence.
+            **facts: further fields of ``JobEvent``.
+        """
+        facts = {"generation": self._machine.generation} | facts
+        event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
+        told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
+        level = logging.DEBUG if self._spec.shown else logging.INFO
+        logger.log(level, "job %s: %s %d->%d workers, pause %.2f s (%s)", *told)
+        self._record.event(event)
+        self._keep(event)
+
+    def note(self, kind: EventKind, reason: str, **facts: Any) -> None:
+        """Something has happened that leaves the job's size as it is."""
+        workers = self._machine.world_size
+        self.add(kind, workers, workers, reason, **facts)
+
+    def storage(self, what: str) -> None:
+        """Something about storage that the job's user is to know."""
+        self.note(EventKind.STORAGE, what)
