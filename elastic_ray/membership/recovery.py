@@ -22,7 +22,7 @@ class Witness:
     Attributes:
         worker: its id.
         node: its node.
-        plan: the generation that it has taken up, or left as no member of it; None before its first.
+        spec: the generation that it has taken up, or left as no member of it; None before its first.
         switched: the latest generation in which it has exchanged state; 0 before its first.
         ready: whether it has built its model.
         has_state: whether it holds a trained state that is nowhere else.
@@ -35,7 +35,7 @@ class Witness:
 
     worker: str
     node: str
-    plan: GenerationSpec | None = None
+    spec: GenerationSpec | None = None
     switched: int = 0
     ready: bool = False
     has_state: bool = False
@@ -48,12 +48,12 @@ class Witness:
     @property
     def leaving(self) -> bool:
         """Whether it is on its way out."""
-        return self.plan is not None and self.plan.rank_of(self.worker) is None
+        return self.spec is not None and self.spec.rank_of(self.worker) is None
 
     @property
     def veteran(self) -> bool:
         """Whether it trains: then it takes a generation up only when all have agreed on it, or the one before broke."""
-        return self.plan is not None and self.switched > 0 and not self.leaving
+        return self.spec is not None and self.switched > 0 and not self.leaving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +85,19 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
         world_size: workers of the generation in effect, as last noted down.
         now_s: the time [s].
     """
-    plans = {w.plan.generation: w.plan for w in witnesses if w.plan is not None and w.veteran}
-    newest = plans[max(plans)] if plans else None
+    specs = {w.spec.generation: w.spec for w in witnesses if w.spec is not None and w.veteran}
+    newest = specs[max(specs)] if specs else None
     records = {w.worker: _record(w, newest, now_s) for w in sorted(witnesses, key=lambda w: number(w.worker))}
     if newest is None:
         return Recovered(workers=records, current=None, in_flight=None, issued=_latest(witnesses), gone=(), since=())
     by_name = {w.worker: w for w in witnesses}
     members = [by_name[m.worker] for m in newest.members if m.worker in by_name]
     through = [w for w in members if w.switched == newest.generation]
-    before = plans.get(max((w.switched for w in witnesses if w.veteran and w.switched < newest.generation), default=0))
+    before = specs.get(max((w.switched for w in witnesses if w.veteran and w.switched < newest.generation), default=0))
     flight = None
     if len(through) < len(members):
         flight = InFlight(
-            plan=newest,
+            spec=newest,
             forced=newest.void_below >= newest.generation,
             since_s=now_s,
             from_workers=before.world_size if before is not None else world_size,
@@ -140,4 +140,4 @@ def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> Wo
 
 
 def _latest(witnesses: Sequence[Witness]) -> int:
-    return max((w.plan.generation for w in witnesses if w.plan is not None), default=0)
+    return max((w.spec.generation for w in witnesses if w.spec is not None), default=0)

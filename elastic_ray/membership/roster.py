@@ -53,13 +53,52 @@ class WorkerRecord:
         """Order of age."""
         return number(self.worker)
 
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """Come into a phase."""
+        self.phase, self.since_s = phase, now_s
+
+    def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
+        """It waits for a generation, with what it has loaded and what it holds."""
+        self.enter(Phase.READY, now_s)
+        self.loaded, self.has_state = loaded, has_state or self.has_state
+
+    def built_early(self) -> None:
+        """Its ``Ready`` has come before the ``Rerun`` that it belongs to."""
+        self.rebuilt = True
+
+    def start_over(self, now_s: float, *, held: int, has_state: bool) -> None:
+        """It builds anew in its process, with the state of generation ``held`` or without one."""
+        self.enter(Phase.READY if self.rebuilt else Phase.STARTING, now_s)
+        self.has_state, self.rebuilt, self.held = has_state, False, held
+
+    def join(self, now_s: float) -> None:
+        """It trains in a generation."""
+        self.enter(Phase.MEMBER, now_s)
+        self.failures = 0
+
+    def finish(self) -> None:
+        """Its train function has returned."""
+        self.phase = Phase.FINISHED
+
+    def hold_state(self) -> None:
+        """It holds a trained state."""
+        self.has_state = True
+
+    def fail_in(self, generation: int) -> None:
+        """A collective of this generation failed on it."""
+        self.failed_in = max(self.failed_in, generation)
+
+    def could_not_form(self) -> None:
+        """A planned generation with it as a joiner could not be formed."""
+        self.failures += 1
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class InFlight:
     """An announced generation that not all members have entered yet.
 
     Attributes:
-        plan: the generation.
+        spec: the generation.
         forced: it replaces a broken one: whoever hears of it goes there at once.
         since_s: when it was announced.
         from_workers: workers of the generation before.
@@ -70,7 +109,7 @@ class InFlight:
         effective_s: when the first worker was known to have entered.
     """
 
-    plan: GenerationSpec
+    spec: GenerationSpec
     forced: bool
     since_s: float
     from_workers: int
@@ -84,6 +123,18 @@ class InFlight:
     def begun(self) -> bool:
         """Whether its members go there now, whatever else happens."""
         return self.forced or self.effective_s is not None
+
+    def take_effect(self, now_s: float) -> None:
+        """The first worker has entered it."""
+        self.effective_s = now_s
+
+    def entered(self, worker: str, pause_s: float) -> None:
+        """A worker has entered it, after this pause [s]."""
+        self.pauses[worker] = pause_s
+
+    def could_not_form(self, worker: str) -> None:
+        """A worker could not form its group."""
+        self.failed.add(worker)
 
 
 def number(worker: str) -> int:
@@ -145,7 +196,7 @@ class Roster:
 
     def is_planned(self, worker: str) -> bool:
         """Whether the generation in flight has it as a member."""
-        return self.in_flight is not None and self.in_flight.plan.rank_of(worker) is not None
+        return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
         """Joiners of the generation in flight that have not said that they entered it."""
@@ -161,5 +212,5 @@ class Roster:
         return [
             w
             for w in self.in_phase(Phase.READY, Phase.MEMBER)
-            if flight.plan.rank_of(w.worker) is not None and w.worker not in told
+            if flight.spec.rank_of(w.worker) is not None and w.worker not in told
         ]

@@ -12,7 +12,7 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
     rank = {w.worker: index for index, w in enumerate(roster.members())}
-    flying = {m.worker for m in roster.in_flight.plan.members} if roster.in_flight is not None else set()
+    flying = {m.worker for m in roster.in_flight.spec.members} if roster.in_flight is not None else set()
     for node, count in roster.present().items():
         excess = count - target.get(node, 0)
         if excess <= 0:

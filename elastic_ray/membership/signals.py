@@ -122,9 +122,9 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Announce:
-    """Tell ``to`` about a plan."""
+    """Tell ``to`` about a generation."""
 
-    plan: GenerationSpec
+    spec: GenerationSpec
     to: tuple[str, ...]
 
 

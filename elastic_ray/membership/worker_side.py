@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 class CommunicatorFactory(Protocol):
-    """Forms the communicator of a plan; may take seconds, may raise ``CommunicationFailedError``."""
+    """Forms the communicator of a generation; may take seconds, may raise ``CommunicationFailedError``."""
 
-    def __call__(self, plan: GenerationSpec, rank: int) -> Communicator: ...
+    def __call__(self, spec: GenerationSpec, rank: int) -> Communicator: ...
 
 
 class LostGroupError(RuntimeError):
@@ -35,7 +35,7 @@ class Membership:
 
     Args:
         worker: id of this worker.
-        form: makes the communicator of a plan.
+        form: makes the communicator of a generation.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
         retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
     """
@@ -51,7 +51,7 @@ class Membership:
         self._form = form
         self._on_prepare_failed = on_prepare_failed
         self._news = threading.Condition()
-        self._plan: GenerationSpec | None = None
+        self._spec: GenerationSpec | None = None
         self._prepared: tuple[GenerationSpec, Communicator | None] | None = None
         self._forming: threading.Thread | None = None
         self._void_below = 0
@@ -71,7 +71,7 @@ class Membership:
         with self._news:
             match message:
                 case GenerationSpec():
-                    self._take_plan(message)
+                    self._take_spec(message)
                 case Cancel(generation=generation):
                     self._cancelled.add(generation)
                     self._void_groups()
@@ -89,20 +89,20 @@ class Membership:
             self._hopeless = why
             self._news.notify_all()
 
-    def _take_plan(self, plan: GenerationSpec) -> None:
-        self._void_below = max(self._void_below, plan.void_below)
-        if self._is_void(plan.generation):
+    def _take_spec(self, spec: GenerationSpec) -> None:
+        self._void_below = max(self._void_below, spec.void_below)
+        if self._is_void(spec.generation):
             return  # its cancellation was faster
-        if self._plan is not None and plan.generation <= self._plan.generation:
+        if self._spec is not None and spec.generation <= self._spec.generation:
             return
-        self._plan = plan
+        self._spec = spec
         self._void_groups()
-        rank = plan.rank_of(self.worker)
+        rank = spec.rank_of(self.worker)
         if rank is None:
-            self._prepared = (plan, None)  # nothing to form: this worker leaves
+            self._prepared = (spec, None)  # nothing to form: this worker leaves
             return
         self._forming = threading.Thread(
-            target=self._prepare, args=(plan, rank), name=f"form-{plan.generation}", daemon=True
+            target=self._prepare, args=(spec, rank), name=f"form-{spec.generation}", daemon=True
         )
         self._forming.start()
 
@@ -119,23 +119,23 @@ class Membership:
                 communicator.void()
                 self._retired.retire(communicator)
 
-    def _prepare(self, plan: GenerationSpec, rank: int) -> None:
+    def _prepare(self, spec: GenerationSpec, rank: int) -> None:
         try:
-            communicator = self._form(plan, rank)
+            communicator = self._form(spec, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker
             if not isinstance(error, CommunicationFailedError):
-                logger.exception("worker %s: generation %d did not form", self.worker, plan.generation)
-            logger.info("worker %s: generation %d did not form: %s", self.worker, plan.generation, error)
-            if not self._is_void(plan.generation):
-                self._on_prepare_failed(plan.generation, str(error))
+                logger.exception("worker %s: generation %d did not form", self.worker, spec.generation)
+            logger.info("worker %s: generation %d did not form: %s", self.worker, spec.generation, error)
+            if not self._is_void(spec.generation):
+                self._on_prepare_failed(spec.generation, str(error))
             return
         with self._news:
-            stale = self._plan is None or self._plan.generation != plan.generation
-            if stale or self._is_void(plan.generation):
+            stale = self._spec is None or self._spec.generation != spec.generation
+            if stale or self._is_void(spec.generation):
                 communicator.void()
                 self._retired.retire(communicator)
             else:
-                self._prepared = (plan, communicator)
+                self._prepared = (spec, communicator)
             self._news.notify_all()
 
     # -- training thread -----------------------------------------------------------------------------------
@@ -157,8 +157,8 @@ class Membership:
         prepared = self._prepared
         return prepared[0].generation - self.generation if prepared is not None else 0
 
-    def prepared_plan(self, generation: int) -> GenerationSpec | None:
-        """The plan of ``generation`` where its group has been formed (or needs none) and still stands."""
+    def prepared_spec(self, generation: int) -> GenerationSpec | None:
+        """The specification of ``generation`` where its group has been formed (or needs none) and still stands."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 
@@ -175,12 +175,12 @@ class Membership:
         with self._news:
             if self._prepared is None or self._prepared[0].generation != generation:
                 return None
-            plan, communicator = self._prepared
+            spec, communicator = self._prepared
             self._prepared = None
             if self.communicator is not None:
                 self._retired.retire(self.communicator)
-            self.current, self.communicator = plan, communicator
-            return plan, communicator
+            self.current, self.communicator = spec, communicator
+            return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
         """Wait for a group to go on with and make it the present one: any for a newcomer, and for a member whose

@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.generation import JobMembership
+from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.record import JobRecord
 
 logger = logging.getLogger("elastic_ray.job")

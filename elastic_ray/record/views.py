@@ -10,7 +10,7 @@ from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.generation import JobMembership
+from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
@@ -132,18 +132,18 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
 
 def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, ProcessFacts]) -> tuple[WorkerInfo, ...]:
     """Members of the present generation by rank, as far as their processes are known."""
-    plan = machine.current
-    if plan is None or record.phase.ended:
+    spec = machine.current
+    if spec is None or record.phase.ended:
         return ()
     return tuple(
         WorkerInfo(
             rank=rank,
             node=member.node,
             pid=facts[member.worker].pid,
-            generation=plan.generation,
+            generation=spec.generation,
             worker=member.worker,
         )
-        for rank, member in enumerate(plan.members)
+        for rank, member in enumerate(spec.members)
         if member.worker in facts
     )
 

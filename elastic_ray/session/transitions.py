@@ -63,7 +63,7 @@ class Passage:
 
     def switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
         """Go where all ranks have agreed to go, unless its size does not suit the place in the epoch."""
-        prepared = self._membership.prepared_plan(generation)
+        prepared = self._membership.prepared_spec(generation)
         if prepared is not None and not can_switch(prepared.world_size):
             return  # too few samples left in this pass for so many ranks: agreed on again at its end
         try:
@@ -91,8 +91,8 @@ class Passage:
                 raise WorkerDismissed(stopped=True) from None
             raise
 
-    def _go_to(self, plan: GenerationSpec, communicator: Communicator | None) -> int:
+    def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
         if communicator is None:
             self._moment("leaving")
             raise WorkerDismissed(stopped=False)
-        return self._enter(plan, communicator)
+        return self._enter(spec, communicator)

@@ -155,9 +155,9 @@ def standalone_session() -> Session:
     prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
     departures = Departures(prefix, rank, world_size)
 
-    def form(plan: GenerationSpec, rank: int) -> Communicator:
+    def form(spec: GenerationSpec, rank: int) -> Communicator:
         try:
-            store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
+            store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
         except (RuntimeError, OSError) as error:
             raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
         if store is not None:
@@ -166,10 +166,10 @@ def standalone_session() -> Session:
             store,
             prefix,
             rank=rank,
-            world_size=plan.world_size,
+            world_size=spec.world_size,
             timeout_s=_COLLECTIVE_TIMEOUT_S,
             form_timeout_s=_FORM_TIMEOUT_S,
-            host=_own_host() if plan.nodes > 1 else "127.0.0.1",
+            host=_own_host() if spec.nodes > 1 else "127.0.0.1",
             cuda=cuda,
         )
 

@@ -251,8 +251,8 @@ class HeartbeatThread:
             count += 1
             session = self._session
             report = self._report() if count % self._every == 0 else None
-            plan = session.membership.current
-            at = (plan.generation, session.progress.ticks) if plan is not None else None
+            spec = session.membership.current
+            at = (spec.generation, session.progress.ticks) if spec is not None else None
             try:
                 self._link.beat(report=report, at=at)
                 self._link.repeat()

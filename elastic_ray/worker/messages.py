@@ -127,7 +127,7 @@ class Introduction:
         process: name of that.
         lent: whether a sweep has lent it.
         facts: of its process.
-        plan: the generation that it has taken up, None before its first; it leaves where it is no member of it.
+        spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
         pause_s: pause of its last change [s].
         ready: what it told when it had built its model; None before.
@@ -143,7 +143,7 @@ class Introduction:
     process: str
     lent: bool
     facts: ProcessFacts
-    plan: GenerationSpec | None = None
+    spec: GenerationSpec | None = None
     switched: int = 0
     pause_s: float = 0.0
     ready: WorkerReady | None = None

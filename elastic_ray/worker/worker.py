@@ -147,7 +147,7 @@ class Worker:
             process=ray.get_runtime_context().get_actor_name() or "",
             lent=self._setup.controller is None,
             facts=facts,
-            plan=membership.current if membership is not None else None,
+            spec=membership.current if membership is not None else None,
             switched=link.told_switched,
             pause_s=link.pause_s,
             ready=link.told_ready,
@@ -272,13 +272,13 @@ class Worker:
         """A session for one run: a membership of its own, and what it goes on from."""
         elastic = self._setup.elastic
 
-        def form(plan: GenerationSpec, rank: int) -> Communicator:
-            caller = ControllerCaller(assignment, plan.generation)
+        def form(spec: GenerationSpec, rank: int) -> Communicator:
+            caller = ControllerCaller(assignment, spec.generation)
             return Communicator(
-                BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=plan.world_size),
-                f"generation/{plan.generation}",
+                BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=spec.world_size),
+                f"generation/{spec.generation}",
                 rank=rank,
-                world_size=plan.world_size,
+                world_size=spec.world_size,
                 timeout_s=elastic.collective_timeout_s,
                 form_timeout_s=elastic.switch_timeout_s,
                 host=self._host,

@@ -113,9 +113,9 @@ class WorkerActors:
         """Nodes of the workers' processes, by worker."""
         return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
 
-    def gpu_type(self, plan: GenerationSpec) -> str | None:
+    def gpu_type(self, spec: GenerationSpec) -> str | None:
         """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
-        types = {self.facts[m.worker].gpu_type for m in plan.members if m.worker in self.facts}
+        types = {self.facts[m.worker].gpu_type for m in spec.members if m.worker in self.facts}
         return next(iter(types), "") if len(types) <= 1 else None
 
     # -- processes ---------------------------------------------------------------------------------------------

@@ -17,24 +17,24 @@ class ExpectedRanks:
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
-    def of(self, worker: str, nodes: Mapping[str, str], plan: GenerationSpec | None, target: int) -> RankInfo:
+    def of(self, worker: str, nodes: Mapping[str, str], spec: GenerationSpec | None, target: int) -> RankInfo:
         """The expected place of a worker that starts now.
 
         Args:
             worker: its id.
             nodes: of every living worker, this one included, by id; oldest first.
-            plan: the present generation, None before the first.
+            spec: the present generation, None before the first.
             target: size that the job is heading for.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
-        first = plan.world_size if plan is not None else 0
+        first = spec.world_size if spec is not None else 0
         taken = set(self._told.values())
         rank = next(number for number in range(first, first + len(nodes) + len(taken) + 1) if number not in taken)
         self._told[worker] = rank
         node = nodes[worker]
         here = [each for each, where in nodes.items() if where == node]
         # Of those on one node: members first, then whoever was told before.
-        before = [each for each in here if each != worker and (each in self._told or _is_member(each, plan))]
+        before = [each for each in here if each != worker and (each in self._told or _is_member(each, spec))]
         return RankInfo(
             rank=rank,
             world_size=max(target, rank + 1),
@@ -44,5 +44,5 @@ class ExpectedRanks:
         )
 
 
-def _is_member(worker: str, plan: GenerationSpec | None) -> bool:
-    return plan is not None and plan.rank_of(worker) is not None
+def _is_member(worker: str, spec: GenerationSpec | None) -> bool:
+    return spec is not None and spec.rank_of(worker) is not None

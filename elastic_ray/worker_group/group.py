@@ -13,7 +13,8 @@ from elastic_ray.job.background import Background
 from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.journal import ControllerState
 from elastic_ray.job.spec import JobSpec
-from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
 from elastic_ray.membership.recovery import Witness
 from elastic_ray.membership.roster import number
@@ -154,8 +155,8 @@ class WorkerGroup:
     def is_member(self, generation: int, worker: str) -> bool:
         """Whether the worker belongs to this generation, which is the present one or is to be."""
         flight = self.machine.in_flight
-        plans = (self.machine.current, flight.plan if flight is not None else None)
-        return any(plan.generation == generation and plan.rank_of(worker) is not None for plan in plans if plan)
+        specs = (self.machine.current, flight.spec if flight is not None else None)
+        return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
         """Members, and those that are about to be, whose train function runs."""
@@ -203,7 +204,6 @@ class WorkerGroup:
                 self._planner.open(each.ready.loader)
         self._before = state.earlier
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
-        self.machine.named = state.named + _UNNOTED
         instructions = self.machine.take_over(
             [_witness(each) for each in told],
             self.goal,
@@ -212,10 +212,11 @@ class WorkerGroup:
             announced=state.announced,
             trained=state.trained,
             now_s=time.monotonic(),
+            named=state.named + _UNNOTED,
         )
-        plan = self.machine.current
-        if plan is not None:
-            self._planner.take_over(plan, self._actors.gpu_type(plan))
+        spec = self.machine.current
+        if spec is not None:
+            self._planner.take_over(spec, self._actors.gpu_type(spec))
         for instruction in instructions:
             self._perform(instruction)
 
@@ -290,9 +291,9 @@ class WorkerGroup:
                     self._given_up.add(worker)
                 self._actors.release(worker, kill=kill)
                 self._observer.released()
-            case Announce(plan=plan, to=to):
+            case Announce(spec=spec, to=to):
                 self._actors.post(
-                    to, dataclasses.replace(plan, batch=self._planner.choose(plan, self._actors.gpu_type(plan)))
+                    to, dataclasses.replace(spec, batch=self._planner.choose(spec, self._actors.gpu_type(spec)))
                 )
             case Withdraw(generation=generation, to=to):
                 self._planner.withdraw()
@@ -339,7 +340,7 @@ def _witness(told: Introduction) -> Witness:
     return Witness(
         worker=told.worker,
         node=told.node,
-        plan=told.plan,
+        spec=told.spec,
         switched=told.switched,
         ready=ready is not None,
         has_state=ready is not None and ready.has_state,

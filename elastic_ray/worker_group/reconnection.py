@@ -44,7 +44,7 @@ class Reconnection:
     def hear(self, told: Introduction) -> None:
         """A worker introduces itself."""
         self._told[told.worker] = told
-        for member in told.plan.members if told.plan is not None else ():
+        for member in told.spec.members if told.spec is not None else ():
             self._processes.setdefault(member.worker, "")
 
     @property

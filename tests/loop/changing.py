@@ -124,9 +124,9 @@ class _Job:
         """Start a worker, and wait until it has built its model."""
         self._ready[worker] = threading.Event()
 
-        def form(plan: GenerationSpec, rank: int) -> Communicator:
+        def form(spec: GenerationSpec, rank: int) -> Communicator:
             return member(
-                self._controller, rank, plan.world_size, generation=plan.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
+                self._controller, rank, spec.world_size, generation=spec.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
             )
 
         membership = Membership(f"w{worker}", form, lambda generation, cause: None)
@@ -160,13 +160,13 @@ class _Job:
         concerned = dict.fromkeys([*self.members, *workers])
         self.members = workers
         self.outcome.groups.append(workers)
-        plan = GenerationSpec(
+        spec = GenerationSpec(
             generation=self._generation,
             members=tuple(Member(worker=f"w{each}", node="here") for each in workers),
             void_below=self._generation if void else 0,
         )
         for each in concerned:
-            self._sessions[each].membership.post(plan)
+            self._sessions[each].membership.post(spec)
         return self._generation
 
     def moment(self, worker: int, moment: str, step: int) -> None:
@@ -190,7 +190,7 @@ class _Job:
                         self.start(each)
                 self._announced[step] = self.announce(self._changes[step])
         generation = self._announced[step]
-        _wait(lambda: membership.generation >= generation or membership.prepared_plan(generation) is not None)
+        _wait(lambda: membership.generation >= generation or membership.prepared_spec(generation) is not None)
 
 
 def _wait(until: Callable[[], bool]) -> None:

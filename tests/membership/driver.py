@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
@@ -45,7 +46,7 @@ class Ledger:
     def __init__(self) -> None:
         self.open: dict[str, str] = {}
         self.seen: set[str] = set()
-        self.plans: list[GenerationSpec] = []
+        self.specs: list[GenerationSpec] = []
         self.dead: set[str] = set()
 
     def book(self, instruction: Instruction) -> None:
@@ -58,27 +59,27 @@ class Ledger:
             case Release(worker=worker):
                 assert worker in self.open, f"{worker} was given back twice, or never asked for"
                 del self.open[worker]
-            case Announce(plan=plan, to=to):
-                self._book_plan(plan, to)
+            case Announce(spec=spec, to=to):
+                self._book_plan(spec, to)
 
-    def _book_plan(self, plan: GenerationSpec, to: tuple[str, ...]) -> None:
-        names = [m.worker for m in plan.members]
-        assert not self.plans or plan.generation > self.plans[-1].generation, "generations must grow"
+    def _book_plan(self, spec: GenerationSpec, to: tuple[str, ...]) -> None:
+        names = [m.worker for m in spec.members]
+        assert not self.specs or spec.generation > self.specs[-1].generation, "generations must grow"
         assert names, "a generation has members"
         assert len(set(names)) == len(names), "one rank a worker"
         assert set(names) <= set(to), "every member is told"
-        assert not self.dead & set(names), f"generation {plan.generation} has members known to be dead"
-        assert {m.worker: m.node for m in plan.members}.items() <= self.open.items(), "members hold their resources"
-        self.plans.append(plan)
+        assert not self.dead & set(names), f"generation {spec.generation} has members known to be dead"
+        assert {m.worker: m.node for m in spec.members}.items() <= self.open.items(), "members hold their resources"
+        self.specs.append(spec)
 
     def check(self, machine: JobMembership) -> None:
         """What must hold between two stimuli."""
         assert {w.worker: w.node for w in machine.workers.values()} == self.open
         flight, current = machine.in_flight, machine.current
         if flight is not None:
-            assert flight.plan.generation == self.plans[-1].generation, "only the newest generation is in flight"
+            assert flight.spec.generation == self.specs[-1].generation, "only the newest generation is in flight"
         if current is not None and flight is not None:
-            assert current.generation <= flight.plan.generation
+            assert current.generation <= flight.spec.generation
         assert all(w.has_state for w in machine.workers.values() if w.phase is Phase.MEMBER)
 
 
@@ -171,14 +172,14 @@ def only(kind: type[Kind], instructions: list[Instruction]) -> list[Kind]:
 
 
 def plan_in(instructions: list[Instruction]) -> GenerationSpec:
-    """The only plan announced."""
+    """The only generation announced."""
     (announced,) = only(Announce, instructions)
-    return announced.plan
+    return announced.spec
 
 
-def members_of(plan: GenerationSpec) -> list[str]:
+def members_of(spec: GenerationSpec) -> list[str]:
     """Workers by rank."""
-    return [m.worker for m in plan.members]
+    return [m.worker for m in spec.members]
 
 
 def kinds(instructions: list[Instruction]) -> list[EventKind]:

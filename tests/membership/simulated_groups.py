@@ -73,7 +73,7 @@ class Share:
 class Group:
     """One generation's group."""
 
-    plan: GenerationSpec
+    spec: GenerationSpec
     forming: set[str] = dataclasses.field(default_factory=set)
     given: dict[int, dict[str, tuple[State, int]]] = dataclasses.field(default_factory=dict)
     waiting: dict[str, tuple[int, Callable[[Edge], None]]] = dataclasses.field(default_factory=dict)
@@ -85,7 +85,7 @@ class Group:
     @property
     def names(self) -> list[str]:
         """Members by rank."""
-        return [m.worker for m in self.plan.members]
+        return [m.worker for m in self.spec.members]
 
 
 class Groups:
@@ -95,10 +95,10 @@ class Groups:
         self._job = job
         self._groups: dict[int, Group] = {}
 
-    def of(self, plan: GenerationSpec) -> Group:
-        """The group of a plan."""
-        group = self._groups.setdefault(plan.generation, Group(plan))
-        assert group.plan.members == plan.members, "a generation is announced once"
+    def of(self, spec: GenerationSpec) -> Group:
+        """The group of a generation."""
+        group = self._groups.setdefault(spec.generation, Group(spec))
+        assert group.spec.members == spec.members, "a generation is announced once"
         return group
 
     def died(self, worker: str) -> None:
@@ -119,16 +119,16 @@ class Groups:
 
     # -- forming -----------------------------------------------------------------------------------------------
 
-    def form(self, plan: GenerationSpec, worker: SimWorker) -> None:
-        """A worker's background thread forms the group of a plan."""
-        group = self.of(plan)
+    def form(self, spec: GenerationSpec, worker: SimWorker) -> None:
+        """A worker's background thread forms the group of a generation."""
+        group = self.of(spec)
         group.forming.add(worker.name)
         if group.absent:
             self._could_not_form(group, worker, self._job.random.choice([0.1, FORM_TIMEOUT_S]))
         elif len(group.forming) == len(group.names):
             for name in group.names:
                 peer, life = self._job.workers[name], self._job.workers[name].life
-                self._job.soon(0.1, functools.partial(peer.formed, plan, life))
+                self._job.soon(0.1, functools.partial(peer.formed, spec, life))
         else:
             self._could_not_form(group, worker, FORM_TIMEOUT_S)
 
@@ -137,17 +137,17 @@ class Groups:
 
         def give_up() -> None:
             if group.absent or len(group.forming) < len(group.names):
-                worker.not_formed(group.plan, life)
+                worker.not_formed(group.spec, life)
 
         self._job.after(delay_s, give_up)
 
     # -- collectives -------------------------------------------------------------------------------------------
 
     def collective(
-        self, worker: SimWorker, plan: GenerationSpec, number: int, lead: int, then: Callable[[Edge], None]
+        self, worker: SimWorker, spec: GenerationSpec, number: int, lead: int, then: Callable[[Edge], None]
     ) -> None:
         """Take part in a generation's collective ``number``; ``then`` follows when all did."""
-        group, job = self.of(plan), self._job
+        group, job = self.of(spec), self._job
         given = group.given.setdefault(number, {})
         given[worker.name] = (worker.state, lead)
         group.waiting[worker.name] = (worker.token, then)
@@ -173,7 +173,7 @@ class Groups:
             then(edge)
 
     def _step(self, group: Group, given: list[tuple[State, int]]) -> Edge:
-        job, world, lineage = self._job, len(group.names), group.plan.generation
+        job, world, lineage = self._job, len(group.names), group.spec.generation
         (state, *others), leads = [s for s, _ in given], [lead for _, lead in given]
         assert all(other is state for other in others), "all ranks of a step hold the same bits"
         if state.ticks < job.safe_ticks:  # whoever starts over in place may be all that is left, and behind
@@ -190,9 +190,9 @@ class Groups:
             after = State(state.ticks + 1, state.epoch + 1, 0, state, world, final, lineage)
         return Edge(after, lead)
 
-    def committed(self, plan: GenerationSpec, state: State) -> None:
+    def committed(self, spec: GenerationSpec, state: State) -> None:
         """A member has committed a step; once all have, it can never be lost again."""
-        group = self.of(plan)
+        group = self.of(spec)
         group.delivered[state] = group.delivered.get(state, 0) + 1
         self._job.trained = True
         if group.delivered[state] == len(group.names):
@@ -227,19 +227,19 @@ class Groups:
                 group.shares[worker.name] = Share(share.at_s, None, worker.state)
                 group.got.add(worker.name)
 
-    def receive(self, plan: GenerationSpec, worker: SimWorker) -> bool:
+    def receive(self, spec: GenerationSpec, worker: SimWorker) -> bool:
         """Whether a worker's share of the exchange arrives, now that it is due."""
-        group = self.of(plan)
+        group = self.of(spec)
         source = group.shares[worker.name].source
         if source is not None:
             sender = self._job.workers[source]
-            sends = sender.responsive and sender.generation == plan.generation and sender.doing != "regrouping"
+            sends = sender.responsive and sender.generation == spec.generation and sender.doing != "regrouping"
             if not sends or source not in group.got:
                 return False
             group.got.add(worker.name)
         worker.state = group.shares[worker.name].state
         return True
 
-    def due_s(self, plan: GenerationSpec, worker: SimWorker) -> float:
+    def due_s(self, spec: GenerationSpec, worker: SimWorker) -> float:
         """When a worker's share of the exchange is due [s after it began]."""
-        return self.of(plan).shares[worker.name].at_s
+        return self.of(spec).shares[worker.name].at_s

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import numpy as np
 
 from elastic_ray.data.sharding import rank_indices
-from elastic_ray.membership.generation import JobMembership, MembershipConfig
+from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import (
@@ -199,9 +200,9 @@ class SimJob:
             trained=before.trained,
             now_s=self.now_s,
         )
-        announced = [i.plan for i in instructions if isinstance(i, Announce)]
-        kept = self.machine.in_flight.plan if self.machine.in_flight is not None else None
-        self.ledger.plans = [kept] if kept is not None and kept not in announced else []
+        announced = [i.spec for i in instructions if isinstance(i, Announce)]
+        kept = self.machine.in_flight.spec if self.machine.in_flight is not None else None
+        self.ledger.specs = [kept] if kept is not None and kept not in announced else []
         for instruction in instructions:
             self._perform(instruction)
         for worker in (self._granted.keys() | set(self._asked)) - self.machine.workers.keys():
@@ -224,10 +225,10 @@ class SimJob:
                     self.kill(worker)
             case Release(worker=worker, kill=kill):
                 self._release(worker, kill)
-            case Announce(plan=plan, to=to):
-                self._check_plan(plan)
+            case Announce(spec=spec, to=to):
+                self._check_plan(spec)
                 for worker in to:
-                    self._post(worker, functools.partial(SimWorker.hear_plan, plan=plan))
+                    self._post(worker, functools.partial(SimWorker.hear_plan, spec=spec))
             case Withdraw(generation=generation, to=to):
                 for worker in to:
                     self._post(worker, functools.partial(SimWorker.hear_cancel, generation=generation))
@@ -262,16 +263,16 @@ class SimJob:
             assert kill or not actor.alive, "who is released alive has ended its run"
             actor.die()
 
-    def _check_plan(self, plan: GenerationSpec) -> None:
+    def _check_plan(self, spec: GenerationSpec) -> None:
         flight = self.machine.in_flight
         assert flight is not None
         if self.machine.current is None and not flight.from_state:
             assert flight.loaded >= self.loaded, "training begins anew although there is a checkpoint"
             fewest = min(self.min_workers, self.machine.target_workers, self.most or self.min_workers)
-            assert flight.forced or plan.world_size >= fewest, "it begins with fewer than it needs"
-        if flight.forced or self.machine.current is None or flight.plan is not plan:
+            assert flight.forced or spec.world_size >= fewest, "it begins with fewer than it needs"
+        if flight.forced or self.machine.current is None or flight.spec is not spec:
             return
-        assert any(self.workers[m.worker].complete for m in plan.members), "nobody brings the state along"
+        assert any(self.workers[m.worker].complete for m in spec.members), "nobody brings the state along"
 
     def _restart(self) -> None:
         holders = self.holding() & {w.worker for w in self.machine.workers.values() if w.phase is not Phase.LEAVING}

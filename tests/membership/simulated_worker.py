@@ -86,7 +86,7 @@ class SimWorker:
         return Witness(
             worker=self.name,
             node=self.node,
-            plan=self.current,
+            spec=self.current,
             switched=self.switched,
             ready=self.doing != "building",
             has_state=self.complete,
@@ -140,20 +140,20 @@ class SimWorker:
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def hear_plan(self, plan: GenerationSpec) -> None:
+    def hear_plan(self, spec: GenerationSpec) -> None:
         """As ``Membership.post``."""
         if self.doing == "gone":
             return
-        self._void_below = max(self._void_below, plan.void_below)
-        if self._is_void(plan.generation) or plan.generation <= self._latest:
+        self._void_below = max(self._void_below, spec.void_below)
+        if self._is_void(spec.generation) or spec.generation <= self._latest:
             return
-        self._latest = plan.generation
+        self._latest = spec.generation
         self._call_off()
-        if plan.rank_of(self.name) is None:
-            self._prepared = (plan, False)
+        if spec.rank_of(self.name) is None:
+            self._prepared = (spec, False)
             self._look()
         else:
-            self._job.groups.form(plan, self)
+            self._job.groups.form(spec, self)
 
     def hear_cancel(self, generation: int) -> None:
         """As ``Membership.post``."""
@@ -170,19 +170,19 @@ class SimWorker:
         if self.current is not None and self._is_void(self.generation) and self.doing in ("exchanging", "stepping"):
             self.fail("the generation was called off", self.token)
 
-    def formed(self, plan: GenerationSpec, life: int) -> None:
+    def formed(self, spec: GenerationSpec, life: int) -> None:
         """Its group is there."""
-        if self.responsive and life == self.life and plan.generation == self._latest:
-            if not self._is_void(plan.generation):
-                self._prepared = (plan, True)
+        if self.responsive and life == self.life and spec.generation == self._latest:
+            if not self._is_void(spec.generation):
+                self._prepared = (spec, True)
                 self._look()
 
-    def not_formed(self, plan: GenerationSpec, life: int) -> None:
+    def not_formed(self, spec: GenerationSpec, life: int) -> None:
         """Its group cannot be formed."""
-        prepared = self._prepared is not None and self._prepared[0].generation == plan.generation
-        if self.responsive and life == self.life and not prepared and self.generation < plan.generation:
-            if not self._is_void(plan.generation):
-                self._job.send(PrepareFailed(worker=self.name, generation=plan.generation, cause="timeout"))
+        prepared = self._prepared is not None and self._prepared[0].generation == spec.generation
+        if self.responsive and life == self.life and not prepared and self.generation < spec.generation:
+            if not self._is_void(spec.generation):
+                self._job.send(PrepareFailed(worker=self.name, generation=spec.generation, cause="timeout"))
 
     # -- from generation to generation -------------------------------------------------------------------------
 
@@ -196,36 +196,36 @@ class SimWorker:
 
     def _take(self) -> None:
         assert self._prepared is not None
-        (plan, member), self._prepared = self._prepared, None
-        self.current = plan
+        (spec, member), self._prepared = self._prepared, None
+        self.current = spec
         self.token += 1
         if not member:
             self.doing = "gone"
             self._job.soon(0.3, self._unwound)
             return
         self.doing, self._collectives = "exchanging", 0
-        self._job.groups.collective(self, plan, 0, 0, lambda _: self._exchange(plan))
+        self._job.groups.collective(self, spec, 0, 0, lambda _: self._exchange(spec))
 
     def _unwound(self) -> None:
         if self.responsive:
             self.alive = False  # it rests in the warm pool
             self._end(Left(worker=self.name))
 
-    def _exchange(self, plan: GenerationSpec) -> None:
+    def _exchange(self, spec: GenerationSpec) -> None:
         token = self.token
 
         def arrive() -> None:
             if not self.responsive or self.token != token:
                 return
-            if self._job.groups.receive(plan, self):
-                self.complete, self.loaded, self.lineage, self.starts_over = True, False, plan.generation, False
-                self.switched = plan.generation
-                self._job.send(Switched(worker=self.name, generation=plan.generation, pause_s=0.1))
+            if self._job.groups.receive(spec, self):
+                self.complete, self.loaded, self.lineage, self.starts_over = True, False, spec.generation, False
+                self.switched = spec.generation
+                self._job.send(Switched(worker=self.name, generation=spec.generation, pause_s=0.1))
                 self._step()
             else:
                 self._job.after(0.5, lambda: self.fail("its source is gone", token))
 
-        self._job.after(self._job.groups.due_s(plan, self), arrive)
+        self._job.after(self._job.groups.due_s(spec, self), arrive)
 
     def fail(self, cause: str, token: int) -> None:
         """What it waits for cannot be."""

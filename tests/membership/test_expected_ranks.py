@@ -7,10 +7,10 @@ from elastic_ray.worker_group.expected_ranks import ExpectedRanks
 
 
 def started(
-    ranks: ExpectedRanks, *workers: str, living: dict[str, str], plan: GenerationSpec | None = None
+    ranks: ExpectedRanks, *workers: str, living: dict[str, str], spec: GenerationSpec | None = None
 ) -> list[int]:
     """Ranks that they are told, one after the other."""
-    return [ranks.of(worker, living, plan, 3).rank for worker in workers]
+    return [ranks.of(worker, living, spec, 3).rank for worker in workers]
 
 
 def test_exactly_one_of_those_that_start_a_job_sees_rank_0() -> None:
@@ -32,11 +32,11 @@ def test_whoever_reranks_the_first_one_takes_its_rank() -> None:
 def test_a_joiner_never_sees_rank_0() -> None:
     ranks = ExpectedRanks()
     started(ranks, "w1", "w2", living={"w1": "a", "w2": "a"})
-    plan = GenerationSpec(generation=4, members=(Member(worker="w2", node="a"),))
+    spec = GenerationSpec(generation=4, members=(Member(worker="w2", node="a"),))
     living = {"w2": "a", "w5": "b", "w6": "b"}
-    assert started(ranks, "w5", "w6", living=living, plan=plan) == [2, 3]  # w2 was told 1
+    assert started(ranks, "w5", "w6", living=living, spec=spec) == [2, 3]  # w2 was told 1
     alone = ExpectedRanks()
-    joiner = alone.of("w5", {"w2": "a", "w5": "a"}, plan, 1)
+    joiner = alone.of("w5", {"w2": "a", "w5": "a"}, spec, 1)
     assert (joiner.rank, joiner.world_size, joiner.local_rank, joiner.local_world_size) == (1, 2, 1, 2)
 
 
@@ -46,6 +46,6 @@ def test_a_worker_that_starts_over_keeps_what_it_was_told() -> None:
 
 
 def test_a_member_knows_where_it_stands() -> None:
-    plan = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{i}", node="ab"[i // 2]) for i in range(4)))
-    place = plan.place_of("w3")
+    spec = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{i}", node="ab"[i // 2]) for i in range(4)))
+    place = spec.place_of("w3")
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size, place.node_rank) == (3, 4, 1, 2, 1)

@@ -29,9 +29,9 @@ def test_the_first_start_asks_for_resources_launches_and_begins() -> None:
     assert driver.reserved("w1") == [Launch(worker="w1", node="n1")]
     driver.reserved("w2")
     assert not only(Announce, driver.ready("w1"))  # w2 is starting: worth a moment
-    plan = plan_in(driver.ready("w2"))
-    assert members_of(plan) == ["w1", "w2"]
-    assert (plan.generation, plan.void_below, plan.reason) == (1, 1, "test")
+    spec = plan_in(driver.ready("w2"))
+    assert members_of(spec) == ["w1", "w2"]
+    assert (spec.generation, spec.void_below, spec.reason) == (1, 1, "test")
     assert driver.machine.world_size == 0
     assert not kinds(driver.switched(1, "w2"))
     (note,) = only(Note, driver.switched(1, "w1"))
@@ -56,7 +56,7 @@ def test_the_first_generation_has_no_more_workers_than_there_are_samples_left() 
     assert members_of(plan_in(driver.ready("w2"))) == ["w1", "w2"]
     driver.ready("w3", "w4")
     driver.switched(1, "w1", "w2")
-    assert members_of(driver.ledger.plans[-1]) == ["w1", "w2", "w3", "w4"]
+    assert members_of(driver.ledger.specs[-1]) == ["w1", "w2", "w3", "w4"]
 
 
 def test_a_job_that_goes_on_from_an_automatic_checkpoint_starts_as_a_new_one_does() -> None:
@@ -147,10 +147,10 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
     assert [r.worker for r in only(Reserve, driver.target(n1=2, n2=2))] == ["w3", "w4"]
     driver.reserved("w3", "w4")
     driver.ready("w4")
-    plan = plan_in(driver.ready("w3"))
-    assert members_of(plan) == ["w1", "w2", "w3", "w4"]
-    assert [plan.local_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 1, 0, 1]
-    assert [plan.node_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 0, 1, 1]
+    spec = plan_in(driver.ready("w3"))
+    assert members_of(spec) == ["w1", "w2", "w3", "w4"]
+    assert [spec.local_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 1, 0, 1]
+    assert [spec.node_rank_of(w) for w in ("w1", "w2", "w3", "w4")] == [0, 0, 1, 1]
     driver.switched(2, "w1", pause_s=0.2)
     assert driver.machine.world_size == 4  # in effect as soon as one is there: all ranks agreed
     driver.switched(2, "w2", "w3", pause_s=0.1)
@@ -161,8 +161,8 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
 def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_they_have_left() -> None:
     driver = running(3)
     out = driver.target(n1=1)
-    plan = plan_in(out)
-    assert members_of(plan) == ["w1"]
+    spec = plan_in(out)
+    assert members_of(spec) == ["w1"]
     assert only(Announce, out)[0].to == ("w1", "w2", "w3")
     driver.switched(2, "w1")
     assert driver.asked == {"w1", "w2", "w3"}
@@ -206,8 +206,8 @@ def test_growing_and_shrinking_at_once_is_one_change() -> None:
     driver.tick(after_s=1.0)
     driver.reserved("w3", "w4")
     driver.ready("w3")
-    plan = plan_in(driver.ready("w4"))
-    assert members_of(plan) == ["w1", "w3", "w4"]
+    spec = plan_in(driver.ready("w4"))
+    assert members_of(spec) == ["w1", "w3", "w4"]
     driver.switched(2, "w1", "w3", "w4")
     assert driver.left("w2")
     assert driver.machine.held() == {"n1": 1, "n2": 2}
@@ -227,8 +227,8 @@ def test_a_move_brings_the_state_along_and_then_leaves() -> None:
     assert not only(Announce, driver.tick(after_s=30.0))  # nobody to hand the state to
     assert members_of(plan_in(driver.join("w2"))) == ["w1", "w2"]
     driver.switched(2, "w1")
-    plan = plan_in(driver.switched(2, "w2"))
-    assert members_of(plan) == ["w2"]
+    spec = plan_in(driver.switched(2, "w2"))
+    assert members_of(spec) == ["w2"]
     driver.switched(3, "w2")
     driver.left("w1")
     assert driver.machine.held() == {"n2": 1}
@@ -239,10 +239,10 @@ def test_a_move_of_several_members_keeps_one_of_them() -> None:
     driver.target(n2=2)
     driver.reserved("w4", "w5")
     driver.ready("w4")
-    plan = plan_in(driver.ready("w5"))
-    assert members_of(plan) == ["w1", "w4", "w5"]
+    spec = plan_in(driver.ready("w5"))
+    assert members_of(spec) == ["w1", "w4", "w5"]
     driver.switched(2, "w1", "w4", "w5")
-    assert members_of(driver.ledger.plans[-1]) == ["w4", "w5"]
+    assert members_of(driver.ledger.specs[-1]) == ["w4", "w5"]
 
 
 def test_patience_is_counted_from_the_first_joiner_not_from_a_wish_that_came_to_nothing() -> None:

@@ -42,8 +42,8 @@ def growing(workers: int = 1) -> tuple[Driver, str]:
 def test_survivors_go_on_at_once_when_a_member_dies_in_a_step() -> None:
     driver = running(3)
     out = driver.lost("w1")
-    plan = plan_in(out)
-    assert (members_of(plan), plan.generation, plan.void_below) == (["w2", "w3"], 2, 2)
+    spec = plan_in(out)
+    assert (members_of(spec), spec.generation, spec.void_below) == (["w2", "w3"], 2, 2)
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w1", True)]
     assert [r.worker for r in only(Reserve, out)] == ["w4"]  # the target has not changed
     assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
@@ -65,9 +65,9 @@ def test_a_failed_step_waits_a_moment_for_the_news_of_who_died() -> None:
 def test_without_such_news_all_members_go_on() -> None:
     driver = running(3)
     driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
-    plan = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
-    assert (members_of(plan), plan.void_below) == (["w1", "w2", "w3"], 2)
-    assert "reset" in plan.reason
+    spec = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
+    assert (members_of(spec), spec.void_below) == (["w1", "w2", "w3"], 2)
+    assert "reset" in spec.reason
 
 
 def test_two_deaths_at_once_end_in_one_generation_of_the_others() -> None:
@@ -104,8 +104,8 @@ def test_a_reset_gives_everything_back_and_begins_anew_with_higher_numbers() -> 
     assert asked == ["w6", "w7", "w8", "w9"]
     driver.reserved(*asked)
     driver.ready(*asked)
-    assert driver.ledger.plans[-1].generation > 2
-    assert kinds(driver.switched(driver.ledger.plans[-1].generation, *asked)) == [EventKind.STARTED]
+    assert driver.ledger.specs[-1].generation > 2
+    assert kinds(driver.switched(driver.ledger.specs[-1].generation, *asked)) == [EventKind.STARTED]
 
 
 def test_a_hung_member_is_lost_like_a_dead_one() -> None:
@@ -124,9 +124,9 @@ def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -
     driver.switched(2, "w2")
     out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)
     assert {(r.worker, r.kill) for r in only(Release, out)} == {("w3", True), ("w4", True)}
-    plan = plan_in(out)
-    assert members_of(plan) == ["w2"]
-    assert "w3, w4" in plan.reason
+    spec = plan_in(out)
+    assert members_of(spec) == ["w2"]
+    assert "w3, w4" in spec.reason
 
 
 def test_a_forced_generation_that_nobody_could_form_is_tried_again_soon() -> None:
@@ -152,8 +152,8 @@ def test_a_failure_supersedes_a_planned_change_and_the_joiner_is_taken_up_again(
     driver, joiner = growing(2)
     out = driver.lost("w1")
     assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(2, (joiner,))]
-    plan = plan_in(out)
-    assert (members_of(plan), plan.void_below) == (["w2"], 3)
+    spec = plan_in(out)
+    assert (members_of(spec), spec.void_below) == (["w2"], 3)
     assert members_of(plan_in(driver.switched(3, "w2"))) == ["w2", joiner]
 
 
@@ -174,8 +174,8 @@ def test_a_joiner_that_dies_after_the_switch_is_a_lost_member() -> None:
 def test_a_joiner_that_dies_in_the_switch_is_replaced_by_force() -> None:
     driver, joiner = growing(2)
     driver.switched(2, "w1")
-    plan = plan_in(driver.lost(joiner))
-    assert (members_of(plan), plan.void_below) == (["w1", "w2"], 3)
+    spec = plan_in(driver.lost(joiner))
+    assert (members_of(spec), spec.void_below) == (["w1", "w2"], 3)
 
 
 def test_a_member_that_dies_in_the_switch_leaves_the_joiner_among_the_survivors() -> None:
@@ -199,8 +199,8 @@ def test_a_joiner_that_holds_the_last_state_saves_the_job(evidence: str) -> None
     speaks: Stimulus = StepFailed(worker=joiner, generation=2, cause="called off")
     if evidence == "switched":
         speaks = Switched(worker=joiner, generation=2, pause_s=0.0)
-    plan = plan_in(driver.tell(speaks, after_s=CONFIG.notice_s / 2))
-    assert (members_of(plan), plan.void_below) == ([joiner], 3)
+    spec = plan_in(driver.tell(speaks, after_s=CONFIG.notice_s / 2))
+    assert (members_of(spec), spec.void_below) == ([joiner], 3)
     assert kinds(driver.switched(3, joiner)) == [EventKind.FAILURE]
 
 
@@ -294,9 +294,9 @@ def test_a_run_that_starts_over_is_never_told_of_generations_that_were_announced
 def test_the_only_member_out_of_memory_goes_on_with_its_state() -> None:
     driver = running(1)
     assert driver.tell(Rerun(worker="w1")) == [Withdraw(generation=1, to=("w1",))]
-    plan = plan_in(driver.ready("w1", has_state=True))
-    assert members_of(plan) == ["w1"]
-    driver.switched(plan.generation, "w1")
+    spec = plan_in(driver.ready("w1", has_state=True))
+    assert members_of(spec) == ["w1"]
+    driver.switched(spec.generation, "w1")
     assert driver.names == ["w1"]
 
 
@@ -336,9 +336,9 @@ def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     driver.tell(Rerun(worker="w1"))
     driver.ready("w2")
     assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 3))
-    plan = plan_in(driver.ready("w1", has_state=True))
-    assert members_of(plan) == ["w1"]  # w2 comes at a step where the rest of the epoch is enough for both
-    assert members_of(plan_in(driver.switched(plan.generation, "w1"))) == ["w1", "w2"]
+    spec = plan_in(driver.ready("w1", has_state=True))
+    assert members_of(spec) == ["w1"]  # w2 comes at a step where the rest of the epoch is enough for both
+    assert members_of(plan_in(driver.switched(spec.generation, "w1"))) == ["w1", "w2"]
 
 
 def test_whoever_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
@@ -521,5 +521,5 @@ def test_a_withdrawn_change_that_some_had_agreed_on_already_ends_in_a_generation
     driver.lost(joiner)
     assert not driver.switched(2, "w1")  # the withdrawal crossed it
     driver.tell(StepFailed(worker="w1", generation=2, cause="called off"))
-    plan = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
-    assert (members_of(plan), plan.void_below) == (["w1", "w2"], 3)
+    spec = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
+    assert (members_of(spec), spec.void_below) == (["w1", "w2"], 3)

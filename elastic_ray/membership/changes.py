@@ -1,0 +1,341 @@
+"""From one generation to the next: announced, entered, broken, replaced, called off (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elastic_ray.events import EventKind
+from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.roster import InFlight, Phase, Roster, WorkerRecord, number
+from elastic_ray.membership.signals import (
+    AllLost,
+    Announce,
+    Complete,
+    Instruction,
+    Note,
+    PrepareFailed,
+    Release,
+    StepFailed,
+    Switched,
+    Withdraw,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipConfig:
+    """Times in seconds.
+
+    Attributes:
+        min_workers: fewest workers that the first generation begins with.
+        reserve_timeout_s: an unfulfilled reservation is given back after this.
+        join_timeout_s: a started worker that is not ready after this is given up; the next ones have twice as long
+            each time, up to eight times, until one is ready.
+        switch_timeout_s: members of an announced forced generation that are silent this long count as hung.
+        patience_s: how long a change waits for further joiners that are starting.
+        notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
+        backoff_s: pause before resources are asked for again after a reservation or a joiner failed.
+    """
+
+    min_workers: int = 1
+    reserve_timeout_s: float = 60.0
+    join_timeout_s: float = 120.0
+    switch_timeout_s: float = 20.0
+    patience_s: float = 5.0
+    notice_s: float = 1.0
+    backoff_s: float = 5.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Deadline:
+    """When to act on something, what it was, and the generation it happened in."""
+
+    at_s: float
+    cause: str
+    generation: int = 0
+
+
+class GenerationChanges(Roster):
+    """The base of :class:`elastic_ray.membership.machine.JobMembership`: all but who is wanted where.
+
+    Args:
+        config: times.
+        named: number of the last worker of a job that the same controller ran before.
+
+    Attributes:
+        issued: number of the latest generation that was announced.
+        named: number of the latest worker that was asked for.
+        announced: members of the latest generation that was announced since the last start.
+        trained: whether one has taken effect since then.
+    """
+
+    def __init__(self, config: MembershipConfig, *, named: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.issued = 0
+        self.named = named
+        self.announced: tuple[str, ...] = ()
+        self.trained = False
+        self._bereft = False  # a member was lost since the target was set: who joins now replaces it
+        self._not_before_s = 0.0
+        self._retry_s = 0.0
+        self._suspicion: _Deadline | None = None
+        self._hope: _Deadline | None = None
+        self._ended = False
+        self._out: list[Instruction] = []
+
+    def _lost(self, worker: str, cause: str, now_s: float) -> None:
+        """A worker is gone."""
+        record = self.workers.pop(worker, None)
+        if record is None:
+            return
+        self._out.append(Release(worker=worker, kill=True, reason=cause))
+        if record.phase is not Phase.LEAVING:  # its generation is over: nobody waits for it
+            self._bereave(record, cause, now_s)
+
+    def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
+        """Go on without a worker that was not expected to go."""
+        if record.phase is Phase.MEMBER:
+            self._bereft = True
+            self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
+        elif record.phase is Phase.FINISHED:
+            if not self.in_phase(Phase.MEMBER) and not self.entering():
+                self._end(Complete())
+        elif self.is_planned(record.worker):
+            self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
+        else:
+            self._not_before_s = now_s + self.config.backoff_s
+        self._check_state(record, cause)
+
+    def _check_state(self, gone: WorkerRecord, cause: str) -> None:
+        """After all members were lost, those that started over in place were the last to hold the state."""
+        idle = self.current is None and self.in_flight is None
+        if gone.has_state and idle and not self.holders() and not self._ended:
+            self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
+
+    def _end(self, last: AllLost | Complete) -> None:
+        self._ended = True
+        self._out.append(last)
+
+    def _issue(self, members: list[WorkerRecord], *, forced: bool, reason: str, now_s: float) -> None:
+        """Announce the next generation of these members, in rank order.
+
+        Those that hold a trained state come first: rank 0 reports, and newcomers never outrank holders.
+        """
+        self.issued, self.announced = self.issued + 1, tuple(w.worker for w in members)
+        spec = GenerationSpec(
+            generation=self.issued,
+            members=tuple(Member(worker=w.worker, node=w.node) for w in members),
+            void_below=self.issued if forced or self.current is None else 0,
+            reason=reason,
+        )
+        self.in_flight = InFlight(
+            spec=spec,
+            forced=forced,
+            since_s=now_s,
+            from_workers=self.world_size,
+            from_state=any(w.has_state for w in members),
+            loaded=max(w.loaded for w in members),
+        )
+        concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(Phase.MEMBER))}
+        self._out.append(Announce(spec=spec, to=tuple(sorted(concerned, key=number))))
+
+    def _force(self, cause: str, now_s: float) -> None:
+        """The generation is broken: go on with its survivors, who hold the state.
+
+        Where the change to it was under way, its joiners are among them: they may have trained in it already, and
+        a worker that has must not be left behind with a state that differs from the others'.
+        """
+        self._suspicion = None
+        flight, planned = self.in_flight, self.planned()
+        survivors = sorted([*self.members(), *self.entering()], key=lambda w: not w.has_state)
+        # Nothing has been trained yet (and some survivor has loaded what the others had), or its joiners hold it.
+        fresh = flight is not None and not flight.from_state and any(w.loaded >= flight.loaded for w in survivors)
+        if survivors and (fresh or any(w.has_state for w in survivors)) and not self._behind(survivors):
+            self._hope = None
+            self._call_off(planned[: 0 if flight and flight.begun else None])
+            self._issue(survivors, forced=True, reason=cause, now_s=now_s)
+        elif self.in_phase(Phase.FINISHED):
+            self._end(Complete())
+        elif self.holders():
+            self._call_off(planned)
+            self._idle()  # those that start over in place hold the state: the next generation is theirs
+        elif planned:
+            # A joiner may hold the state by now: with its group called off, it says so, or it has none.
+            if self._hope is None:
+                self._hope = _Deadline(now_s + self.config.notice_s, cause)
+                self._call_off(planned)
+        else:
+            self._end(AllLost(reason=cause))
+
+    def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
+        """Whether all of them only were about to take over a state that one which starts over in place holds now."""
+        if any(w.phase is Phase.MEMBER for w in survivors):
+            return False
+        held = max(w.held for w in survivors)
+        return any(w.held > held for w in self.holders() if w not in survivors)
+
+    def _call_off(self, joiners: list[WorkerRecord]) -> None:
+        if self.in_flight is not None and joiners:
+            to = tuple(w.worker for w in joiners)
+            self._out.append(Withdraw(generation=self.in_flight.spec.generation, to=to))
+
+    def _idle(self) -> None:
+        self.current = self.in_flight = self._hope = None
+
+    def _withdraw(self, reason: str, now_s: float) -> None:
+        """Cancel a planned change; where some rank has entered it already, replace it by force."""
+        flight = self.in_flight
+        if flight is None:
+            return
+        if flight.begun or self._hope is not None:
+            self._force(reason, now_s)
+            return
+        self.in_flight = None
+        self._not_before_s = now_s + self.config.backoff_s
+        concerned = {m.worker for m in flight.spec.members} | {w.worker for w in self.in_phase(Phase.MEMBER)}
+        living = sorted(concerned & self.workers.keys(), key=number)
+        self._out.append(Withdraw(generation=flight.spec.generation, to=tuple(living)))
+        self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
+
+    def _step_failed(self, told: StepFailed, now_s: float) -> None:
+        """A collective failed on a worker: the news of who died may follow, else a generation of all is tried."""
+        worker, generation, cause = told.worker, told.generation, told.cause
+        flight, record = self.in_flight, self.workers.get(worker)
+        if record is None:
+            return
+        record.fail_in(generation)
+        if record.phase is Phase.LEAVING:
+            self._lost(worker, f"it could not leave: {cause}", now_s)
+            return
+        if record.phase is Phase.READY:
+            self._entered(record, generation, now_s)
+            if self._hope is not None and flight is not None and flight.spec.generation == generation:
+                flight.take_effect(now_s)
+                self._force(self._hope.cause, now_s)
+                return
+        if flight is not None and flight.forced and generation < flight.spec.generation:
+            return  # on its way to the cure already
+        entering = flight is not None and flight.spec.generation == generation
+        present = self.current is not None and generation >= self.generation
+        if (entering or present) and self._suspicion is None:
+            self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
+
+    def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
+        """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
+        record.hold_state()
+        flight = self.in_flight
+        expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
+        if not expected and len(self.holders()) > 1 and self._hope is None:
+            planned = self.is_planned(record.worker)
+            self._give_up(record, f"it holds the state of generation {generation}, which was called off")
+            if planned:
+                self._withdraw(f"joiner {record.worker} was given up", now_s)
+
+    def _prepare_failed(self, told: PrepareFailed, now_s: float) -> None:
+        """A worker could not form the group of the generation in flight."""
+        generation, cause, flight = told.generation, told.cause, self.in_flight
+        if flight is None or flight.spec.generation != generation or self._hope is not None:
+            return
+        if flight.begun:
+            flight.could_not_form(told.worker)
+            if self._suspicion is None and not self.silent(flight):
+                self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
+            return
+        self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
+
+    def _try_again(self, cause: str, now_s: float) -> None:
+        """Cancel a planned change that nobody entered, for no fault that is known."""
+        joiners = self.planned()
+        self._withdraw(cause, now_s)
+        # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
+        self._retry_s = now_s + self.config.notice_s
+        for record in joiners:
+            record.could_not_form()
+            if record.failures > 1:
+                self._give_up(record, "its group could not be formed")
+
+    def _switched(self, told: Switched, now_s: float) -> None:
+        """A worker trains in a generation; with the first one it takes effect, with the last one it is complete."""
+        generation, flight, record = told.generation, self.in_flight, self.workers.get(told.worker)
+        if record is not None and record.phase is Phase.READY:
+            self._entered(record, generation, now_s)
+        if flight is None or flight.spec.generation != generation:
+            return
+        if flight.effective_s is None:
+            self._take_effect(flight, now_s)
+        if record is not None:
+            if record.phase is Phase.READY:
+                record.join(now_s)
+            flight.entered(told.worker, told.pause_s)
+        if self._hope is not None:
+            self._force(self._hope.cause, now_s)
+        elif not self.silent(flight) and not flight.failed & self.workers.keys():
+            self._complete_switch(flight)
+
+    def _take_effect(self, flight: InFlight, now_s: float) -> None:
+        """The first worker has entered the generation in flight: those that it leaves out are on their way out."""
+        before, self.current = self.generation, flight.spec
+        flight.take_effect(now_s)
+        self.trained = True
+        if self._suspicion is not None and self._suspicion.generation < flight.spec.generation:
+            self._suspicion = None  # whoever failed in the generation before is cured by this one
+        for member in self.in_phase(Phase.MEMBER):
+            if flight.spec.rank_of(member.worker) is not None:
+                continue
+            member.enter(Phase.LEAVING, now_s)
+            if member.failed_in >= before:
+                self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
+
+    def _complete_switch(self, flight: InFlight) -> None:
+        """All have entered the generation in flight."""
+        self.in_flight = None
+        started = flight.from_workers == 0
+        kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE
+        self._out.append(
+            Note(
+                kind=kind,
+                from_workers=flight.from_workers,
+                to_workers=flight.spec.world_size,
+                reason=flight.spec.reason,
+                pause_s=0.0 if started else max(flight.pauses.values(), default=0.0),
+                generation=flight.spec.generation,
+            )
+        )
+
+    def _flight_deadline(self, flight: InFlight, now_s: float) -> None:
+        """Give a generation up that was not entered in time, or those of its members that were not heard of."""
+        # A planned change waits for the step at which all ranks agree; the first one has none to wait for.
+        begun_s = flight.since_s if flight.forced or not flight.from_workers else flight.effective_s
+        if begun_s is None or now_s - begun_s <= self.config.switch_timeout_s:
+            return
+        if not flight.begun:
+            self._try_again(f"generation {flight.spec.generation} was not entered in time", now_s)
+            return
+        silent = self.silent(flight)
+        cause = f"it did not enter generation {flight.spec.generation} in time"
+        for record in silent:
+            del self.workers[record.worker]
+            self._out.append(Release(worker=record.worker, kill=True, reason=cause))
+        names = ", ".join(w.worker for w in silent)
+        self._force(
+            f"lost {names}: {cause}" if silent else f"generation {flight.spec.generation} could not be formed", now_s
+        )
+
+    def _give_up(self, record: WorkerRecord, reason: str) -> None:
+        del self.workers[record.worker]
+        self._out.append(Release(worker=record.worker, kill=True, reason=reason))
+        self._note(EventKind.CANCELLED, self.world_size + 1, f"worker {record.worker} was given up: {reason}")
+        self._check_state(record, reason)
+
+    def _note(self, kind: EventKind, to_workers: int, reason: str, *, generation: int = 0) -> None:
+        """Have an event of the job recorded, of the generation in effect if none is given."""
+        self._out.append(
+            Note(
+                kind=kind,
+                from_workers=self.world_size,
+                to_workers=to_workers,
+                reason=reason,
+                generation=generation or (self.current.generation if self.current is not None else 0),
+            )
+        )

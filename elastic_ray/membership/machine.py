@@ -1,0 +1,308 @@
+"""The job's membership as a state machine: stimuli in, instructions out; no clock, no Ray, no torch (pure).
+
+Only this machine issues generations, and every one it issues supersedes the ones before (design, pitfall 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
+from elastic_ray.membership.recovery import Witness, recover
+from elastic_ray.membership.roster import Phase, WorkerRecord, number
+from elastic_ray.membership.selection import first_group, next_group, surplus
+from elastic_ray.membership.signals import (
+    AllLost,
+    Allocated,
+    Complete,
+    Finished,
+    Instruction,
+    Launch,
+    Left,
+    Lost,
+    PrepareFailed,
+    Ready,
+    Release,
+    Rerun,
+    Reserve,
+    Reserved,
+    StepFailed,
+    Stimulus,
+    Switched,
+    TimePassed,
+    Withdraw,
+)
+
+_MOST_PATIENCE = 8.0  # times join_timeout_s
+_UNKNOWN = 4  # generations that a controller may have announced in its last moments
+
+
+class JobMembership(GenerationChanges):
+    """See the module's text; its attributes are those of its bases."""
+
+    def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
+        """Begin without workers.
+
+        Args:
+            config: times.
+            first_most: most workers that the first generation can have where its loader stands; 0 for no limit.
+            named: number of the last worker of a job that the same controller ran before: names are not used twice.
+        """
+        super().__init__(config, named=named)
+        self._first_most = first_most
+        self._target: dict[str, int] = {}
+        self._reason = ""
+        self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
+        self._patience = 1.0  # times join_timeout_s: on a busy machine, starting anew is what keeps it busy
+        self._first_wish_s: float | None = None
+
+    def handle(self, stimulus: Stimulus, now_s: float) -> list[Instruction]:
+        """Take a stimulus; answer with what is to be done, in order. Nothing follows the end before a reset."""
+        self._out = []
+        if self._ended:
+            return self._out
+        match stimulus:
+            case Allocated():
+                self._aim(stimulus)
+            case Reserved(worker=worker):
+                self._reserved(worker, now_s)
+            case Ready():
+                self._ready(stimulus, now_s)
+            case Lost(worker=worker, cause=cause):
+                self._lost(worker, cause, now_s)
+            case Left(worker=worker):
+                self._left(worker, now_s)
+            case Finished(worker=worker):
+                self._finished(worker)
+            case Rerun(worker=worker, has_state=has_state):
+                self._rerun(worker, has_state, now_s)
+            case StepFailed():
+                self._step_failed(stimulus, now_s)
+            case PrepareFailed():
+                self._prepare_failed(stimulus, now_s)
+            case Switched():
+                self._switched(stimulus, now_s)
+            case TimePassed():
+                pass
+        if not self._ended:
+            self._deadlines(now_s)
+        if not self._ended:
+            self._reconcile(now_s)
+        return self._out
+
+    def take_over(
+        self,
+        witnesses: Sequence[Witness],
+        target: Allocated,
+        *,
+        issued: int,
+        world_size: int,
+        announced: Collection[str],
+        trained: bool,
+        now_s: float,
+        named: int = 0,
+    ) -> list[Instruction]:
+        """Go on after the controller's process was restarted, with the workers that live.
+
+        Args:
+            witnesses: the workers that live.
+            target: where the job was heading.
+            issued: the latest generation that was noted down; later ones are known from the workers.
+            world_size: workers of the generation in effect, as noted down.
+            announced: members of the latest generation that was announced since the last start, as noted down; without
+                one of them now, all were lost, for they may have trained.
+            trained: whether one had taken effect; without a worker that holds the state, all of them were lost.
+            now_s: the time [s].
+            named: number of the latest worker that may have been asked for; later ones are known from the workers.
+        """
+        self._aim(target)
+        found = recover(witnesses, world_size=world_size, now_s=now_s)
+        self.workers, self.current, self.in_flight = found.workers, found.current, found.in_flight
+        # A generation may have been announced and neither noted down nor entered: its number is not used again.
+        self.issued = max(issued, found.issued) + _UNKNOWN
+        self.named = max([self.named, named, *map(number, self.workers)])
+        self.trained = trained or found.current is not None or found.in_flight is not None
+        self.announced = tuple(announced)
+        self._loaded = max((record.loaded for record in self.workers.values()), default=0)
+        trains = self.trained or (announced and not any(w.worker in announced for w in witnesses))
+        if trains and not self._may_go_on():
+            self.current = self.in_flight = None
+            self._out = []
+            self._end(AllLost(reason="all workers were lost while the controller was away"))
+            return self._out
+        kept = found.in_flight.spec.generation if found.in_flight is not None else 0
+        in_effect = found.current.generation if found.current is not None else 0
+        living = tuple(w.worker for w in witnesses)
+        unentered = range(max(in_effect, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1)
+        out: list[Instruction] = [Withdraw(generation=each, to=living) for each in unentered if each != kept]
+        for stimulus in found.since:
+            out += self.handle(stimulus, now_s)
+        if found.gone:
+            self._out, self._bereft = [], True
+            self._force(f"lost {', '.join(found.gone)} while the controller was away", now_s)
+            out += self._out
+        return out + self.handle(TimePassed(), now_s)
+
+    @property
+    def target_workers(self) -> int:
+        """Workers the job is heading for."""
+        return sum(self._target.values())
+
+    def _may_go_on(self) -> bool:
+        return any(record.has_state for record in self.workers.values() if record.phase is not Phase.LEAVING)
+
+    def _aim(self, goal: Allocated) -> None:
+        target = {node: count for node, count in goal.nodes.items() if count > 0}
+        if target != self._target:
+            self._bereft = False
+        self._target, self._reason = target, goal.reason
+
+    def _reserved(self, worker: str, now_s: float) -> None:
+        record = self.workers.get(worker)
+        if record is None or record.phase is not Phase.RESERVING:
+            return
+        record.enter(Phase.STARTING, now_s)
+        self._out.append(Launch(worker=worker, node=record.node))
+
+    def _ready(self, told: Ready, now_s: float) -> None:
+        """A worker waits for a generation."""
+        record = self.workers.get(told.worker)
+        if record is None:
+            return
+        if record.phase is Phase.STARTING:
+            record.built(now_s, loaded=told.loaded, has_state=told.has_state)
+            self._patience = 1.0
+            self._loaded = max(self._loaded, told.loaded)
+        elif record.phase is Phase.MEMBER:
+            record.built_early()  # it starts over, and its Rerun was overtaken
+
+    def _left(self, worker: str, now_s: float) -> None:
+        """A worker's train function has unwound."""
+        record = self.workers.pop(worker, None)
+        if record is None:
+            return
+        self._out.append(Release(worker=worker, kill=False, reason="it left its generation"))
+        flight = self.in_flight
+        # It may be the first to speak of the planned generation that it is no part of.
+        expected = flight is not None and not flight.forced and flight.spec.rank_of(worker) is None
+        if record.phase is not Phase.LEAVING and not expected:
+            self._bereave(record, "it left", now_s)
+
+    def _finished(self, worker: str) -> None:
+        record = self.workers.get(worker)
+        if record is None:
+            return
+        record.finish()
+        if not self.in_phase(Phase.MEMBER) and not self.entering():
+            self._end(Complete())
+
+    def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
+        """A worker builds its model anew in its process, and no generation that it knows of is one for it."""
+        record = self.workers.get(worker)
+        if record is None or record.phase not in (Phase.MEMBER, Phase.READY, Phase.STARTING):
+            return
+        before = record.phase
+        record.start_over(now_s, held=self.generation if has_state else 0, has_state=has_state)
+        # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
+        for generation in range(max(1, self.generation), self.issued + 1):
+            self._out.append(Withdraw(generation=generation, to=(worker,)))
+        cause = f"worker {worker} ran out of memory and starts over"
+        if before is Phase.MEMBER:
+            self._force(cause, now_s)
+        elif self.is_planned(worker):
+            self._withdraw(cause, now_s)
+
+    def _deadlines(self, now_s: float) -> None:
+        """Act on what did not come in time."""
+        config = self.config
+        if self._hope is not None and now_s >= self._hope.at_s:
+            if not self.holders():
+                self._end(AllLost(reason=self._hope.cause))
+                return
+            self._idle()
+        if self._suspicion is not None and now_s >= self._suspicion.at_s:
+            self._force(f"a collective failed: {self._suspicion.cause}", now_s)
+        for record in self.in_phase(Phase.RESERVING):
+            if now_s - record.since_s > config.reserve_timeout_s:
+                self._not_before_s = now_s + config.backoff_s
+                self._give_up(record, f"node {record.node[:8]} did not free its resources in time")
+        for record in self.in_phase(Phase.LEAVING):
+            if now_s - record.since_s > config.switch_timeout_s:
+                self._lost(record.worker, "its train function did not unwind in time", now_s)
+        limit_s = config.join_timeout_s * self._patience
+        late = [record for record in self.in_phase(Phase.STARTING) if now_s - record.since_s > limit_s]
+        for record in late:
+            self._not_before_s = now_s + config.backoff_s
+            times = f" x {self._patience:g}" if self._patience > 1 else ""
+            self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}{times}")
+        if late:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        if self.in_flight is not None and self._hope is None and not self._ended:
+            self._flight_deadline(self.in_flight, now_s)
+
+    def _reconcile(self, now_s: float) -> None:
+        """Ask for workers, give them back and announce a generation, towards the target."""
+        if self.in_phase(Phase.FINISHED):
+            return  # the job is ending
+        leavers, unwanted = surplus(self, self._target)
+        for record in unwanted:
+            del self.workers[record.worker]
+            self._out.append(Release(worker=record.worker, kill=True, reason="it is not wanted any more"))
+        self._ask_for_missing(now_s)
+        if self.in_flight is None and self._suspicion is None and now_s >= self._retry_s:
+            self._change(leavers, now_s)
+
+    def _ask_for_missing(self, now_s: float) -> None:
+        """Reserve resources for the workers that the target has and the roster lacks."""
+        if now_s < self._not_before_s:
+            return
+        held = self.present()
+        for node, wanted in sorted(self._target.items()):
+            for _ in range(wanted - held.get(node, 0)):
+                self.named += 1
+                worker = f"w{self.named}"
+                self.workers[worker] = WorkerRecord(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)
+                self._out.append(Reserve(worker=worker, node=node))
+
+    def _change(self, leavers: list[WorkerRecord], now_s: float) -> None:
+        """Announce the next planned generation once it is worth it."""
+        joiners = self.in_phase(Phase.READY)
+        if not joiners and not leavers:
+            self._first_wish_s = None
+            return
+        if self._first_wish_s is None:
+            self._first_wish_s = now_s
+        # Who leaves while others come saves the job a pause, and a time at a smaller size, by waiting for them.
+        coming = self.in_phase(Phase.STARTING, Phase.RESERVING) if leavers else self.in_phase(Phase.STARTING)
+        patient = bool(coming) and now_s - self._first_wish_s < self.config.patience_s
+        reason = self._reason
+        if self.current is None:
+            wanted = min(self.config.min_workers, max(1, self.target_workers))
+            group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
+            if group is not None and not self.holders() and group[0].loaded < self._loaded:
+                self._loaded = 0  # they would begin anew; others in their place may load what is there
+                for record in group:
+                    self._give_up(record, "it could not load the automatic checkpoint that another had loaded")
+                return
+        else:
+            group = next_group(self, leavers, min_workers=self.config.min_workers)
+            if group == self.members():
+                self._first_wish_s = None
+                return
+            group = None if patient else group
+            reason = f"in place of lost workers; {reason}" if self._bereft and joiners else reason
+        if group is not None:
+            self._first_wish_s, self._bereft = None, False
+            self._issue(group, forced=False, reason=reason, now_s=now_s)
+
+    def reset(self, *, first_most: int = 0) -> list[Instruction]:
+        """Give back every worker, before a restart from a checkpoint; the target stays. Arguments as at first."""
+        self._first_most, self._loaded = first_most, 0
+        self.announced, self.trained = (), False
+        released = [Release(worker=w, kill=True, reason="the job restarts") for w in self.workers]
+        self.workers.clear()
+        self._idle()
+        self._suspicion = self._first_wish_s = None
+        self._not_before_s = self._retry_s = 0.0
+        self._ended = False
+        return list(released)
