@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from elastic_ray.batch.tuner import BatchDoesNotFitError
@@ -112,12 +113,4 @@ __all__ = [
     "report",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'elastic_ray' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("elastic_ray", _HOMES)

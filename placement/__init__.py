@@ -6,8 +6,9 @@ talk to Ray.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
@@ -54,12 +55,4 @@ __all__ = [
     "get_or_create_allocator",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'placement' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("placement", _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from tuning.ray_tune import elastic
@@ -13,12 +14,4 @@ _HOMES = {"Promise": "tuning.trials", "elastic": "tuning.ray_tune"}
 
 __all__ = ["Promise", "elastic"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tuning' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names("tuning", _HOMES)

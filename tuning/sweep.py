@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from elastic_ray.job.spec import JobSpec
-from placement.allocator.actor import head_actor
+from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
 from tuning.process_pool import ProcessPool
@@ -35,8 +35,7 @@ _OPEN_S = 120.0
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
     """The sweep's actor, made on first use."""
-    actor: Any = ray.remote(Sweep)
-    return actor.options(**head_actor(f"sweep:{name}", get_if_exists=True)).remote(name, promise)
+    return create_on_head(Sweep, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:

@@ -34,7 +34,8 @@ from elastic_ray.events import JobStatus, Report
 from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.membership.authentication import new_secret
 from elastic_ray.worker.train_loop import with_config
-from placement.allocator.actor import NAMESPACE, get_or_create_allocator
+from placement.allocator.actor import get_or_create_allocator
+from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import open_output
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
@@ -330,8 +331,8 @@ class TrialJob:
     def _tell(self, method: str, *arguments: Any) -> None:
         """Tell the sweep's actor something, if it is there."""
         with contextlib.suppress(RayError, ValueError):
-            sweep: Any = ray.get_actor(f"sweep:{self._sweep}", namespace=NAMESPACE)
-            getattr(sweep, method).remote(*arguments)
+            if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:
+                getattr(sweep, method).remote(*arguments)
 
     def _new_run(self) -> str:
         """A directory of its own for every start of the trial, so that no run replaces another's checkpoints."""

@@ -18,17 +18,16 @@ from typing import Any
 import click
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.cli.rows import JobAnswers
 from elastic_ray.driver.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.actor import NAMESPACE
 from placement.allocator.events import CoreSnapshot
 from placement.allocator.explaining import Explanation
 from placement.autoscaling.autoscaler import ScalingDecision
+from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
 HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
 _CALL_TIMEOUT_S = 10.0
@@ -94,13 +93,8 @@ def _probe(address: str) -> None:
 
 def known_jobs() -> tuple[JobAnswers, ...]:
     """All jobs whose controllers live: plain ones and a sweep's trials."""
-    named = [each["name"] for each in list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE]
-    found: dict[str, Any] = {}
-    for name in sorted(filter(None, named)):
-        with contextlib.suppress(ValueError):  # it has just ended
-            if name.startswith(_PREFIX):
-                found[name] = ray.get_actor(name, namespace=NAMESPACE)
-    calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found.items()}
+    found = actors_named(_PREFIX)
+    calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
@@ -190,11 +184,8 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
     known = known_jobs()
     chosen = [each for each in known if each.job == name]
     chosen = chosen or [each for each in known if each.comes_from(name)]
-    jobs = []
-    for each in chosen:
-        with contextlib.suppress(ValueError):
-            jobs.append(JobClient(each, ray.get_actor(each.actor, namespace=NAMESPACE)))
-    return tuple(jobs)
+    found = ((each, find_actor(each.actor)) for each in chosen)
+    return tuple(JobClient(each, controller) for each, controller in found if controller is not None)
 
 
 def find_job(name: str) -> JobClient:
@@ -241,7 +232,9 @@ def scaling() -> ScalingDecision | None:
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:
     try:
-        allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
+        allocator = find_actor(ALLOCATOR)
+        if allocator is None:
+            return None
         return ray.get(getattr(allocator, method).remote(*arguments), timeout=_CALL_TIMEOUT_S)
     except GetTimeoutError:
         raise click.ClickException(
@@ -251,7 +244,7 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
         if isinstance(error.cause, KeyError):
             return None
         raise click.ClickException(f"the allocator failed: {error.cause or error}") from None
-    except (RayActorError, ValueError):  # none, or one that is being made again
+    except (RayActorError, ValueError):  # it is being made again
         return None
 
 

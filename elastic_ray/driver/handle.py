@@ -20,8 +20,8 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.spec import JobSpec
 from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.actor import NAMESPACE
 from placement.allocator.explaining import Explanation
+from placement.ray_cluster.named_actors import find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
 
@@ -31,10 +31,7 @@ _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 def find_controller(job: str) -> Any | None:
     """The handle of a job's controller; None if there is no such job."""
-    try:
-        return ray.get_actor(f"job:{job}", namespace=NAMESPACE)
-    except ValueError:
-        return None
+    return find_actor(f"job:{job}")
 
 
 class JobHandle:
@@ -141,7 +138,7 @@ class JobHandle:
         """Where the job is now."""
         answer = self._ask("status")
         if answer is not None and self._lease.ending is None:
-            self._lease.last = answer
+            self._lease.answer(answer)
         return self._lease.last
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -188,7 +185,9 @@ class JobHandle:
         if self._lease.ending is not None:
             return None
         try:
-            allocator: Any = ray.get_actor(ALLOCATOR, namespace=NAMESPACE)
+            allocator = find_actor(ALLOCATOR)
+            if allocator is None:  # it is being made
+                return None
             answer: Explanation = ray.get(allocator.explain.remote(self.job), timeout=START_TIMEOUT_S)
             return answer
         except GetTimeoutError as error:
@@ -200,7 +199,7 @@ class JobHandle:
             if isinstance(error.cause, KeyError):
                 return None
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
-        except (RayActorError, ValueError):  # it is being made, or made again
+        except (RayActorError, ValueError):  # it is being made again
             return None
 
     # --- telling

@@ -92,6 +92,10 @@ class LeaseKeeper:
             self._ended.wait(timeout_s)
         return self._ending
 
+    def answer(self, status: JobStatus) -> None:
+        """The controller has told how the job stands, beside a renewal."""
+        self.last = status
+
     def look(self) -> None:
         """Renew now: something has happened, or may have."""
         self._wake.set()
@@ -126,6 +130,7 @@ class LeaseKeeper:
                 self._watchers -= 1
 
     def _run(self) -> None:
+        """Renew until the job has ended, or nobody of this process cares for it."""
         while not self._leaving.is_set() and self._ending is None:
             # Ray would start a cluster of its own at the next call if the driver has shut it down.
             if not ray.is_initialized():
@@ -137,6 +142,7 @@ class LeaseKeeper:
             self._wake.clear()
 
     def _renew(self) -> None:
+        """Renew once; what comes back is the job's status, or why it is lost."""
         try:
             self.last = ray.get(self._controller.renew_lease.remote(), timeout=self._lease_s)
             self.answered = True
@@ -167,6 +173,7 @@ class LeaseKeeper:
             self.lost(error)
 
     def _collect(self) -> None:
+        """Fetch all that is left of a job that has ended, and let its controller go."""
         controller = self._controller
         wanted = [controller.outcome.remote(), controller.events.remote(), controller.status.remote()]
         outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
@@ -177,6 +184,7 @@ class LeaseKeeper:
         self._end(self._collected)
 
     def _end(self, ending: Ending) -> None:
+        """The job has ended; only the first word of it counts."""
         with self._lock:
             if self._ending is not None:
                 return

@@ -36,8 +36,8 @@ from elastic_ray.warm_pool.processes import end_strays
 from elastic_ray.worker.messages import Greeting, Introduction, StateSaved, WorkerMessage
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
-from placement.allocator.actor import head_actor
 from placement.ray_cluster import groups
+from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
 
 logger = logging.getLogger("elastic_ray.job")
@@ -65,10 +65,9 @@ def start(spec: JobSpec) -> Any:
 
 
 def _create(spec: JobSpec) -> Any:
-    actor: Any = ray.remote(JobController)
     # A worker node that goes away must not take the job's memory of itself along.
     name = f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
-    return actor.options(**head_actor(name, max_restarts=-1)).remote(spec)
+    return create_on_head(JobController, name, spec, max_restarts=-1)
 
 
 class JobController:

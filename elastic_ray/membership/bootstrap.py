@@ -72,6 +72,11 @@ class _Table:
         if values:
             self.wake()
 
+    def drop(self) -> None:
+        """The generation was given up."""
+        self.dropped = True
+        self.wake()
+
     def wake(self) -> None:
         """Let everybody look who waits."""
         self.news.set()
@@ -115,12 +120,11 @@ class Bootstrap:
         return dict(table.values)
 
     def _table(self, generation: int) -> _Table:
+        """The generation's table; a new one makes the oldest go, and may itself be too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:
-                dropped = self._tables.pop(old)
-                dropped.dropped = True
-                dropped.wake()
+                self._tables.pop(old).drop()
         if generation not in self._tables:
             raise BootstrapRefusedError(f"generation {generation} is over")
         return self._tables[generation]

@@ -38,7 +38,6 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
     Attributes:
         told: what this member has set.
-        waits: whether whoever sets something waits for something next, as gloo does: then one call does both.
     """
 
     def __init__(self, caller: Caller, timeout_s: float, *, rank: int, world_size: int) -> None:
@@ -49,14 +48,18 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._until_s = time.monotonic() + timeout_s
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}
-        self.waits = True
+        self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
         self._untold: dict[str, bytes] = {}
+
+    def tell_at_once(self) -> None:
+        """From now on, who sets something need not wait for anything next."""
+        self._waits = False
 
     def set(self, key: str, value: Any) -> None:
         """Tell the others."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         self._known[key] = self.told[key] = content
-        if self.waits:
+        if self._waits:
             self._untold[key] = content
         else:
             self._caller.tell({key: content})

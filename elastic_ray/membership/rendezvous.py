@@ -98,7 +98,7 @@ class Communicator:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
                 refuse_connections(store.told.values())
-                store.waits = False  # NCCL's first rank tells, and asks for nothing
+                store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if cuda:
@@ -149,6 +149,10 @@ class Communicator:
         """Whether the generation was called off."""
         return self._voided.is_set()
 
+    def mark_broken(self) -> None:
+        """Operations may be pending in the group: it is let go of only when they have surely ended."""
+        self.broken = True
+
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
         """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
 
@@ -187,12 +191,6 @@ class Communicator:
         _drop_ended()
         with _KEEPING:
             _KEPT.append((work, self._gloo))
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the group is kept for an operation that has not ended."""
-        with _KEEPING:
-            return any(gloo is self._gloo and not work.is_completed() for work, gloo in _KEPT)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy ``tensor`` of rank ``root`` to all ranks, in place."""

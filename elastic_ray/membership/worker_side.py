@@ -214,7 +214,8 @@ class Membership:
         with self._news:
             for communicator in (self.communicator, self._prepared[1] if self._prepared else None):
                 if communicator is not None:
-                    communicator.broken = communicator.broken or broken
+                    if broken:
+                        communicator.mark_broken()
                     self._retired.retire(communicator)
             self.communicator, self._prepared = None, None
         if self._forming is not None:

@@ -49,7 +49,12 @@ class _BacklogWriter:
     def due(self, now_s: float) -> bool:
         return bool(self.backlog) and self.idle and now_s >= self._not_before_s
 
-    async def write(self, calls: StorageCalls, *, pause_s: float = 0.0) -> None:
+    def start(self, background: Background, calls: StorageCalls, *, pause_s: float = 0.0) -> None:
+        """Write what waits, and nothing more before ``pause_s`` has passed then [s]."""
+        self.task = background.start(self._write(calls, pause_s))
+
+    async def _write(self, calls: StorageCalls, pause_s: float) -> None:
+        """Write what waits; a failure makes it wait longer each time."""
         lines = self.backlog.take()
         try:
             await asyncio.wrap_future(calls.start(self.what, lambda: self._append(lines)).answer)
@@ -95,9 +100,8 @@ class RecordWriter:
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
-                writer.task = self._background.start(writer.write(self._calls, pause_s=pause_s))
-            if writer.idle and not writer.problem and writer.backlog.dropped:
-                dropped, writer.backlog.dropped = writer.backlog.dropped, 0
+                writer.start(self._background, self._calls, pause_s=pause_s)
+            if writer.idle and not writer.problem and (dropped := writer.backlog.tell_dropped()):
                 self._tell(f"{dropped} lines were too many to keep while storage was away: {writer.what} left them out")
         waiting = self._calls.waiting() or self._deleting.waiting()
         self._record.waits("controller", waiting or self._events.problem or self._reports.problem)
@@ -110,7 +114,7 @@ class RecordWriter:
         while any(writer.backlog for writer in writers) and time.monotonic() < until_s:
             for writer in writers:
                 if writer.backlog and writer.idle:
-                    writer.task = self._background.start(writer.write(self._calls))
+                    writer.start(self._background, self._calls)
             pending = [writer.task for writer in writers if writer.task is not None and not writer.task.done()]
             if pending:
                 await asyncio.wait(pending, timeout=max(0.0, until_s - time.monotonic()))

@@ -33,7 +33,7 @@ from elastic_ray.warm_pool.sizing import (
     read_config,
     remember,
 )
-from placement.allocator.actor import NAMESPACE, head_actor
+from placement.ray_cluster.named_actors import actors_named, create_on_head, find_actor
 from placement.ray_cluster.snapshot import read_nodes
 from placement.text import log_plainly
 
@@ -54,16 +54,12 @@ _CLOSING_S = 5.0
 
 def find_pool() -> Any | None:
     """The cluster's pool; None if there is none. Blocks for a moment."""
-    try:
-        return ray.get_actor(NAME, namespace=NAMESPACE)
-    except ValueError:
-        return None
+    return find_actor(NAME)
 
 
 def get_or_create_pool() -> Any:
     """The cluster's pool, made on first use on the head node. Blocks for a moment."""
-    actor: Any = ray.remote(WarmPool)
-    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote()
+    return create_on_head(WarmPool, NAME, get_if_exists=True, max_restarts=-1)
 
 
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
@@ -93,6 +89,18 @@ class _Held:
     facts: PooledProcess
     actor: Any = None
     until_s: float = 0.0
+
+    def start(self, actor: Any) -> None:
+        """Its controller has started it."""
+        self.actor = actor
+
+    def is_ready(self) -> None:
+        """It has imported everything."""
+        self.facts = dataclasses.replace(self.facts, ready=True)
+
+    def measure(self, memory_bytes: int) -> None:
+        """It has told its resident memory."""
+        self.facts = dataclasses.replace(self.facts, memory_bytes=memory_bytes)
 
 
 class WarmPool:
@@ -172,7 +180,7 @@ class WarmPool:
         if held is None:  # too late
             ray.kill(actor)
             return
-        held.actor = actor
+        held.start(actor)
         self._background.start(self._await_ready(held))
 
     async def close(self) -> None:
@@ -229,6 +237,7 @@ class WarmPool:
     # -- looking -----------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
+        """Look and decide round by round, until no job is left."""
         await self._found
         rounds = 0
         while True:
@@ -262,7 +271,7 @@ class WarmPool:
 
     async def _await_ready(self, held: _Held) -> None:
         if await self._ask(held, _START_S):
-            held.facts = dataclasses.replace(held.facts, ready=True)
+            held.is_ready()
 
     async def _ask(self, held: _Held, timeout_s: float) -> bool:
         """Whether a process is well; one that is not, or that a job has claimed, is held no more."""
@@ -277,13 +286,13 @@ class WarmPool:
         if memory is None:
             self._held.pop(name, None)
             return False
-        held.facts = dataclasses.replace(held.facts, memory_bytes=memory)
+        held.measure(memory)
         return True
 
     async def _find_again(self) -> None:
         """Processes of a pool that was here before."""
         try:
-            earlier = await asyncio.to_thread(_pooled)
+            earlier = await asyncio.to_thread(lambda: list(actors_named(f"{NAME}/")))
         except Exception as error:  # those that are not found end themselves before long
             logger.warning("processes of an earlier pool were not looked for: %r", error)
             return
@@ -292,15 +301,3 @@ class WarmPool:
             facts = PooledProcess(name=name, node=node, environment=environment, ready=True)
             self._held[name] = _Held(facts=facts, actor=actor)
         await asyncio.gather(*(self._ask(held, _ANSWER_S) for held in list(self._held.values())))
-
-
-def _pooled() -> list[tuple[str, Any]]:
-    found = []
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        name = str(named["name"])
-        if named["namespace"] == NAMESPACE and name.startswith(f"{NAME}/"):
-            try:
-                found.append((name, ray.get_actor(name, namespace=NAMESPACE)))
-            except ValueError:  # it has just ended
-                continue
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import functools
 import logging
@@ -22,7 +21,7 @@ from elastic_ray.warm_pool.client import PoolClient
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
 from elastic_ray.worker.setup import ProcessFacts, ProcessOwner, WorkerSetup
-from placement.allocator.actor import NAMESPACE
+from placement.ray_cluster.named_actors import NAMESPACE, actors_named
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +38,9 @@ def end_strays(job: str, keep: Collection[str]) -> None:
 
     Some may only be starting: a controller that has died was waiting for them.
     """
-    for named in ray.util.list_named_actors(all_namespaces=True):
-        name = str(named["name"])
-        if named["namespace"] == NAMESPACE and name.startswith(_prefix(job)) and name not in keep:
-            with contextlib.suppress(ValueError):  # it has just ended
-                ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    for name, actor in actors_named(_prefix(job)):
+        if name not in keep:
+            ray.kill(actor)
 
 
 def _prefix(job: str) -> str:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic_ray.job.journal import ControllerState
 from elastic_ray.worker.messages import Introduction
 from elastic_ray.worker.process import is_running
-from placement.allocator.actor import NAMESPACE
+from placement.ray_cluster.named_actors import find_actor
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -104,9 +104,7 @@ class Reconnection:
 
 def _lives(process: str) -> bool:
     try:
-        ray.get_actor(process, namespace=NAMESPACE)
-    except ValueError:
-        return False
+        return find_actor(process) is not None
     except Exception as error:  # the control store does not answer: nobody knows
         logger.info("process %s could not be looked up: %s", process, error)
-    return True
+        return True

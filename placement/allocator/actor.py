@@ -42,13 +42,13 @@ from placement.knowledge.knowledge import Knowledge, Prior
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import Keeper
 from placement.ray_cluster.cluster_scaler import ClusterScaler
+from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
-from placement.ray_cluster.snapshot import RawNode, on_head, read_nodes, usable
+from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
 from placement.text import log_plainly
 
 NAME = "allocator"
-NAMESPACE = "elastic_ray"
 
 _POLL_S = 0.5
 _CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
@@ -128,27 +128,7 @@ def find_allocator(parcel: PolicyParcel | None) -> Any:
 
 
 def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
-    actor: Any = ray.remote(Allocator)
-    return actor.options(**head_actor(NAME, get_if_exists=True, max_restarts=-1)).remote(parcel, config)
-
-
-def head_actor(name: str, **others: Any) -> dict[str, Any]:
-    """Options of an actor of ours that outlives whoever makes it, on the head node: without that nothing runs.
-
-    Args:
-        name: unique in our namespace.
-        **others: further options.
-    """
-    return {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": 0,
-        "max_concurrency": 1000,
-        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
-        **on_head(),
-        **others,
-    }
+    return create_on_head(Allocator, NAME, parcel, config, get_if_exists=True, max_restarts=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from ray.experimental import internal_kv
 
+from placement.ray_cluster import named_actors
 from placement.ray_cluster.snapshot import is_dead
 
-NAMESPACE = b"elastic_ray"
+NAMESPACE = named_actors.NAMESPACE.encode()
 _CONTROLLERS = "controller/"
 TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""

@@ -60,7 +60,8 @@ def allocator_pid() -> int:
     """Process of the allocator."""
     import ray
 
-    from placement.allocator.actor import NAME, NAMESPACE
+    from placement.allocator.actor import NAME
+    from placement.ray_cluster.named_actors import NAMESPACE
 
     actor: Any = ray.get_actor(NAME, namespace=NAMESPACE)
     state = ray._private.state.state.actor_table(actor._actor_id.hex(), None, None)

@@ -145,7 +145,8 @@ def _joiners(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_twice_in_a_row_and_together_with_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
-    from placement.allocator.actor import NAME, NAMESPACE
+    from placement.allocator.actor import NAME
+    from placement.ray_cluster.named_actors import NAMESPACE
 
     handle = start(tmp_path, workers=2, epochs=60)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)

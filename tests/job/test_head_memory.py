@@ -11,7 +11,8 @@ import ray
 import ray.train
 
 import elastic_ray as er
-from placement.allocator.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME
+from placement.ray_cluster.named_actors import NAMESPACE
 from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 

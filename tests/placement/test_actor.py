@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from placement.allocator.actor import NAMESPACE, PolicyConflictError, get_or_create_allocator
+from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import CoreSnapshot
 from placement.autoscaling.autoscaler import AutoscalerConfig
@@ -22,6 +22,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.ray_cluster.groups import ready, release, reserve
+from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import group_name, on_head
 from tests.local_cluster import disconnect
 

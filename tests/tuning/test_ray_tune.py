@@ -17,7 +17,8 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 
 from elastic_ray.driver.handle import find_controller
-from placement.allocator.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME
+from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 

@@ -13,7 +13,8 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
-from placement.allocator.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME
+from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 

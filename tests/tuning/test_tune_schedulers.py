@@ -25,7 +25,8 @@ from ray.tune.search.optuna import OptunaSearch
 
 import elastic_ray as er
 import tuning
-from placement.allocator.actor import NAME, NAMESPACE
+from placement.allocator.actor import NAME
+from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, in_tune_words, train, trainable
 

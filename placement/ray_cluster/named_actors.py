@@ -1,0 +1,55 @@
+"""SHELL: actors of ours that others find by name: how they are made, found and listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from placement.ray_cluster.snapshot import on_head
+
+NAMESPACE = "elastic_ray"
+"""Ray's namespace of all named actors of ours."""
+
+
+def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
+    """Make an actor that outlives whoever makes it, on the head node: without that nothing runs.
+
+    Args:
+        kind: its class.
+        name: unique in our namespace.
+        *arguments: of the class.
+        **options: further options of Ray's, such as ``get_if_exists``.
+
+    Raises:
+        ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
+    """
+    actor: Any = ray.remote(kind)
+    fixed = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
+        **on_head(),
+    }
+    return actor.options(**{**fixed, **options}).remote(*arguments)
+
+
+def find_actor(name: str) -> Any | None:
+    """The actor of this name; None if there is none. Blocks for a moment."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
+    """Living actors whose names begin so, by name. Blocks for a moment."""
+    for named in sorted(
+        str(each["name"]) for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
+    ):
+        if named.startswith(prefix) and (actor := find_actor(named)) is not None:  # else it has just ended
+            yield named, actor
