@@ -61,34 +61,39 @@ def copy_directory(
     Raises:
         InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, or may not be read.
     """
-    make_directory(target_filesystem, target, private=private)
-    files = []
-    source = source.rstrip("/") or "/"
-    with reading_source():
-        entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
-    for entry in entries:
-        copy = posixpath.join(target, entry.path[len(source) :].lstrip("/"))
-        if entry.type == pyarrow.fs.FileType.Directory:
-            make_directory(target_filesystem, copy, private=private)
-        else:
-            files.append((entry.path, copy))
 
-    def copy_file(pair: tuple[str, str]) -> None:
+    def copy_file(path: str, copy: str) -> None:
         with reading_source():
-            opened = origin.open_input_stream(pair[0])
-        with opened as read, open_output(target_filesystem, pair[1], private=private) as written:
+            opened = origin.open_input_stream(path)
+        with opened as read, open_output(target_filesystem, copy, private=private) as written:
             while piece := read.read(_PIECE_BYTES):
                 if not go_on():
                     raise InterruptedError("the copy was given up")
                 written.write(piece)
 
+    files = []
+    make_directory(target_filesystem, target, private=private)
+    for entry, copy in _below(origin, source, target):
+        if entry.type == pyarrow.fs.FileType.Directory:
+            make_directory(target_filesystem, copy, private=private)
+        else:
+            files.append((entry.path, copy))
     # An upload to S3 goes on in several threads of its own; several at once may deadlock (apache/arrow#32372).
     threads = 1 if isinstance(target_filesystem, pyarrow.fs.S3FileSystem) else _THREADS
     pool = StorageCalls(target, threads=threads)
-    copies = [pool.start(f"copying {path}", functools.partial(copy_file, (path, copy))) for path, copy in files]
+    copies = [pool.start(f"copying {path}", functools.partial(copy_file, path, copy)) for path, copy in files]
     try:
         for each in copies:
             each.answer.result()
     finally:
         for each in copies:
             pool.give_up(each)
+
+
+def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
+    """What lies below ``source``, and the path of each copy below ``target``."""
+    source = source.rstrip("/") or "/"
+    with reading_source():
+        entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
+    for entry in entries:
+        yield entry, posixpath.join(target, entry.path[len(source) :].lstrip("/"))

@@ -53,6 +53,7 @@ def read_state(storage: RunStorage, state: StateFile) -> dict[str, Any]:
 
 
 def _check_plain(key: str, tree: Any) -> None:
+    """Refuse a state that holds more than tensors and plain values, by its name."""
     skeleton, tensors = pack(tree)
     stream = io.BytesIO()
     try:

@@ -63,9 +63,8 @@ class LineFile:
             for part in self._parts():
                 yield from self._read(part)
 
-    # -- files -------------------------------------------------------------------------------------------------
-
     def _append_locally(self, data: bytes) -> None:
+        """Add whole lines to a file of this node, all or none."""
         descriptor = open_append(self._path, private=self._private)
         try:
             size = os.fstat(descriptor).st_size
@@ -90,6 +89,7 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
+        """Lines of one file, the last one however far it was written; none where there is no file."""
         with contextlib.suppress(FileNotFoundError), self._filesystem.open_input_stream(path) as stream:
             rest = b""
             while piece := stream.read(1 << 20):

@@ -149,8 +149,6 @@ class RunStorage:
                 "that all nodes share, such as s3://bucket/dir or an NFS mount"
             )
 
-    # --- events and reports ---------------------------------------------------------------------------------
-
     def append_events(self, lines: Sequence[str]) -> None:
         """Add lines to ``events.jsonl``, all or none."""
         self._events.append(lines)
@@ -193,8 +191,6 @@ class RunStorage:
                 if first <= report.index and (last is None or report.index <= last):
                     yield report
 
-    # --- checkpoints ----------------------------------------------------------------------------------------
-
     def persist_checkpoint(
         self,
         source: str | os.PathLike[str] | Checkpoint,
@@ -206,9 +202,8 @@ class RunStorage:
     ) -> Checkpoint:
         """Copy a checkpoint into the run, so that it is there wholly or not at all.
 
-        On a local file system the copy gets its name by a rename; elsewhere (where directories cannot be
-        renamed) by ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks
-        for.
+        On a local file system the copy gets its name by a rename; elsewhere (where directories cannot be renamed) by
+        ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks for.
 
         Args:
             source: a local directory, or a checkpoint anywhere.
@@ -226,17 +221,7 @@ class RunStorage:
         """
         from ray.train import Checkpoint
 
-        if isinstance(source, Checkpoint):
-            origin, origin_path = resolve(source.path, source.filesystem)
-        else:
-            origin, origin_path = pyarrow.fs.LocalFileSystem(), os.path.abspath(source)
-        with reading_source():
-            found = origin.get_file_info(origin_path)
-        if found.type != pyarrow.fs.FileType.Directory:
-            raise MissingSourceError(
-                f"a checkpoint must be a directory, but there is none at {origin_path!r} "
-                f"({origin.type_name}); keep the directory until report() has returned"
-            )
+        origin, origin_path = _source_directory(source)
         self.check_reachable()
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
@@ -322,14 +307,34 @@ class RunStorage:
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(path)
 
-    # --- files ----------------------------------------------------------------------------------------------
-
     def _exists(self, path: str) -> bool:
         return bool(self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
 
     def _write(self, path: str, text: str) -> None:
         with open_output(self.filesystem, path, private=self.private) as stream:
             stream.write(text.encode())
+
+
+def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
+    """File system and path of a checkpoint that is to be copied.
+
+    Raises:
+        SourceError: it is no directory, or may not be read.
+    """
+    from ray.train import Checkpoint
+
+    if isinstance(source, Checkpoint):
+        origin, path = resolve(source.path, source.filesystem)
+    else:
+        origin, path = pyarrow.fs.LocalFileSystem(), os.path.abspath(source)
+    with reading_source():
+        found = origin.get_file_info(path)
+    if found.type != pyarrow.fs.FileType.Directory:
+        raise MissingSourceError(
+            f"a checkpoint must be a directory, but there is none at {path!r} "
+            f"({origin.type_name}); keep the directory until report() has returned"
+        )
+    return origin, path
 
 
 def _index(report: Report) -> int:

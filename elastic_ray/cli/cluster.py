@@ -88,9 +88,6 @@ def _probe(address: str) -> None:
         raise click.ClickException(f"no Ray cluster answers at {address} ({error}); {HOW_TO_START}") from error
 
 
-# --- jobs -------------------------------------------------------------------------------------------------------------
-
-
 def known_jobs() -> tuple[JobAnswers, ...]:
     """All jobs whose controllers live: plain ones and a sweep's trials."""
     found = actors_named(_PREFIX)
@@ -209,9 +206,6 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
     return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten")
 
 
-# --- the allocator and the nodes --------------------------------------------------------------------------------------
-
-
 def snapshot() -> CoreSnapshot | None:
     """What the allocator knows and has decided; None while there is none (it starts with the first job)."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
@@ -231,6 +225,7 @@ def scaling() -> ScalingDecision | None:
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:
+    """The allocator's answer; None where there is no allocator, or it does not know the job."""
     try:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:

@@ -34,6 +34,7 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
 
 def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
+    """What is checked on the cluster, by node."""
     from elastic_ray.cli import cluster
 
     try:

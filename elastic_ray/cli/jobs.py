@@ -105,9 +105,6 @@ def _show_events(job: str, events: Sequence[JobEvent]) -> None:
         say(f"{when} {event_line(job, event)}")
 
 
-# --- logs -------------------------------------------------------------------------------------------------------------
-
-
 @click.command(short_help="Print what a job prints.")
 @job_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
@@ -161,6 +158,7 @@ def follow_script(submission: str) -> None:
 
 
 def _follow_events(found: JobClient, *, follow: bool) -> None:
+    """Show a job's events: those so far, or as they come until it ends; exit code 1 where it has failed."""
     from elastic_ray.cli.cluster import JobGoneError
 
     name, shown = found.known.job, 0
@@ -176,9 +174,6 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
         if status.phase.value == "failed":
             say(status_line(status), err=True)
             raise click.exceptions.Exit(1)
-
-
-# --- stop and resize --------------------------------------------------------------------------------------------------
 
 
 @click.command(short_help="Stop a job.")

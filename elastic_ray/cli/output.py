@@ -72,6 +72,7 @@ def to_json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
+    """A value as plain JSON, at any depth; what JSON cannot hold is its text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -146,6 +146,7 @@ def job_rows(
 
 
 def _job_row(known: JobAnswers, state: JobState | None) -> JobRow:
+    """One job, from its controller's answers and the allocator's view."""
     status, spec = known.status, known.spec
     view = state.view if state is not None else None
     row = JobRow(
@@ -215,9 +216,6 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
 def _status(row: JobRow) -> JobStatus:
     names = {field.name for field in dataclasses.fields(JobStatus)} - {"phase", "generation"}
     return JobStatus(phase=JobPhase(row.phase), **{name: getattr(row, name) for name in names})
-
-
-# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,9 +305,6 @@ def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
         for name, amount in sorted(amounts.items())
         if "_group_" not in name and not name.startswith(("node:", "bundle"))
     }
-
-
-# --- decisions --------------------------------------------------------------------------------------------------------
 
 
 def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:

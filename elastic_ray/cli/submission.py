@@ -138,6 +138,7 @@ def wait(submission: str) -> Submission:
 
 
 def _read(details: Any) -> Submission:
+    """A submission as we list it, from Ray's details."""
     return Submission(
         submission=str(details.submission_id or details.job_id),
         name=str((details.metadata or {}).get(_NAME, "")),

@@ -140,6 +140,7 @@ def _channel(address: str) -> Any:
 
 
 def _refused(address: str, token: str) -> str:
+    """Why the cluster refuses this process, and the way out."""
     if token:
         return (
             f"the Ray cluster at {address} refuses the token of this process, which is another cluster's or has "

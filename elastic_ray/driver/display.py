@@ -169,6 +169,7 @@ class JobDisplay:
             self._live = None
 
     def _write(self, line: str) -> None:
+        """Show a line; a stream that is closed ends the display and nothing else."""
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
             return

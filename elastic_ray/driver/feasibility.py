@@ -54,6 +54,7 @@ def workers_on(node: Node, bundle: Resources) -> int:
 
 
 def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
+    """Why no node meets the conditions on labels, and which values there are, as a sentence."""
     if not nodes:
         return "the cluster has no living node; start one with `ray start`"
     have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})

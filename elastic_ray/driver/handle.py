@@ -89,9 +89,6 @@ class JobHandle:
         """Name of the job."""
         return self._spec.job
 
-    # --- waiting
-    # ---------------------------------------------------------------------------------------------
-
     def done(self) -> bool:
         """Whether the job has ended, however it did."""
         return self._lease.ending is not None
@@ -130,9 +127,6 @@ class JobHandle:
         if error is not None:
             raise error
         return result
-
-    # --- asking
-    # ----------------------------------------------------------------------------------------------
 
     def status(self) -> JobStatus:
         """Where the job is now."""
@@ -201,9 +195,6 @@ class JobHandle:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ValueError):  # it is being made again
             return None
-
-    # --- telling
-    # ---------------------------------------------------------------------------------------------
 
     def resize(self, workers: int) -> None:
         """Hold the job at this many workers until :meth:`release`; nothing happens if it has ended.
@@ -283,9 +274,6 @@ class JobHandle:
         """
         self._ask("stop", now=now)
         self._lease.look()
-
-    # --- inside
-    # ----------------------------------------------------------------------------------------------
 
     def _storage(self) -> RunStorage:
         return RunStorage(self._spec.storage_path, self._spec.storage_filesystem)

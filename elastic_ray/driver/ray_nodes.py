@@ -53,6 +53,7 @@ def may_autoscale() -> bool:
 
 
 def _v1_has_provider() -> bool:
+    """Whether Ray's first autoscaler runs with a provider of nodes."""
     from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
     from ray.experimental.internal_kv import _internal_kv_get
 

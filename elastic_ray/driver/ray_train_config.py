@@ -48,9 +48,6 @@ class Run:
     log_level: str
 
 
-# --- ScalingConfig ------------------------------------------------------------------------------------------
-
-
 def read_scaling(config: ScalingConfig | None) -> Scaling:
     """Check a ``ScalingConfig`` (None: one worker with one CPU).
 
@@ -71,6 +68,7 @@ def read_scaling(config: ScalingConfig | None) -> Scaling:
 
 
 def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
+    """Raise for what an elastic job cannot honour, with the reason."""
     default = ScalingConfig()
     refused = {
         "use_tpu": "workers train on CPUs and CUDA GPUs; leave it out, or use Ray Train's JaxTrainer",
@@ -91,6 +89,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
 
 
 def _worker_limits(num_workers: Any) -> tuple[int, int]:
+    """Fewest and most workers."""
     limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
         raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
@@ -134,6 +133,7 @@ def _bundle(config: ScalingConfig) -> dict[str, float]:
 
 
 def _check_amount(name: Any, amount: Any) -> None:
+    """Raise unless it is an amount of a resource that Ray can reserve."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"resources_per_worker must be keyed by resource names, but got {name!r}")
     if isinstance(amount, bool) or not isinstance(amount, int | float):
@@ -161,9 +161,6 @@ def _label_selector(selector: Any) -> dict[str, str]:
         raise TypeError(f"ScalingConfig(label_selector) must be a dict of labels, but got {selector!r}")
     check_selector(selector, "ScalingConfig(label_selector)")
     return dict(selector)
-
-
-# --- RunConfig ----------------------------------------------------------------------------------------------
 
 
 def read_run(config: RunConfig | None) -> Run:
@@ -205,6 +202,7 @@ def read_run(config: RunConfig | None) -> Run:
 
 
 def _check_failures(config: FailureConfig) -> None:
+    """Raise for what an elastic job cannot honour, with the reason."""
     if not _is_int(config.max_failures) or config.max_failures < -1:
         raise ValueError(
             f"FailureConfig(max_failures) must be a whole number from -1 (no limit), but got {config.max_failures!r}"
@@ -260,8 +258,6 @@ def _log_level(config: Any) -> str:
     return level
 
 
-# --- TorchTrainer's other arguments -------------------------------------------------------------------------
-
 _ELSEWHERE = {
     "datasets": (
         "an elastic job shards samples itself, as its size changes: in the train function, wrap a map-style dataset in "
@@ -309,9 +305,6 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
         like = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {like[0]}?" if like else f"; it has {', '.join(known)}"
         raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{hint}")
-
-
-# --- both ---------------------------------------------------------------------------------------------------
 
 
 def _is_int(value: Any) -> bool:

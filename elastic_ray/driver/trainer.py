@@ -95,10 +95,8 @@ class ElasticTrainer:
             ValueError: if a value is wrong, or not supported by elastic jobs.
         """
         refuse_arguments(unsupported, _ARGUMENTS)
-        if elastic_config is not None and not isinstance(elastic_config, ElasticConfig):
-            raise TypeError(f"elastic_config must be an ElasticConfig, but got {elastic_config!r}")
-        if scheduling_config is not None and not isinstance(scheduling_config, SchedulingConfig):
-            raise TypeError(f"scheduling_config must be a SchedulingConfig, but got {scheduling_config!r}")
+        _check_config("elastic_config", elastic_config, ElasticConfig)
+        _check_config("scheduling_config", scheduling_config, SchedulingConfig)
         self._train_loop = pack(train_loop_per_worker, train_loop_config)
         told = read_overrides(os.environ)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
@@ -125,6 +123,7 @@ class ElasticTrainer:
         return self._submit(self.spec())
 
     def _submit(self, spec: JobSpec) -> JobHandle:
+        """Start a job: the handle of it."""
         from elastic_ray.job.controller import start
 
         join()
@@ -204,6 +203,13 @@ def check_resources(spec: JobSpec) -> None:
     raise ImpossibleResourcesError(f"{reason}. (There is no autoscaler that could bring it.)")
 
 
+def _check_config(name: str, config: object, kind: type) -> None:
+    """Raise unless it is such a configuration, or None."""
+    if config is not None and not isinstance(config, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, but got {config!r}")
+
+
 def _check_fingerprint(name: Any) -> str | None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"model_fingerprint must be a name for the model, or None, but got {name!r}")
@@ -218,6 +224,7 @@ def _fresh_name() -> str:
 
 
 def _picklable(filesystem: Any) -> Any:
+    """The file system, if it can be sent to workers; raises otherwise."""
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(filesystem))  # type: ignore[no-untyped-call]
     except Exception as error:

@@ -82,6 +82,7 @@ class AllocatorLink:
         return dataclasses.replace(view, attained_s=self._attained_s)
 
     async def _beat(self) -> None:
+        """Send one heartbeat, and pass the allocator's answer on."""
         try:
             if self._allocator is None:
                 self._allocator = await asyncio.to_thread(self._find)

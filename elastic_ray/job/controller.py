@@ -121,6 +121,7 @@ class JobController:
             delete_train_loop(self._stored_train_loop)
 
     def _begin(self, spec: JobSpec, named: int = 0) -> None:
+        """Take up a job, after ``named`` workers of the trial before it."""
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         self._spec = spec
         self._job = JobSupervisor(spec, self._handle, self._background, self._journal, named=named)
@@ -131,8 +132,6 @@ class JobController:
         self._dismissed = asyncio.Event()
         self._next: asyncio.Future[JobSpec] = asyncio.get_event_loop().create_future()
         self._begun = asyncio.Event()
-
-    # -- for drivers -------------------------------------------------------------------------------------------
 
     async def renew_lease(self) -> JobStatus:
         """The driver lives."""
@@ -217,8 +216,6 @@ class JobController:
         """The driver has all it wants of an ended job."""
         self._closed.set()
 
-    # -- for sweeps --------------------------------------------------------------------------------------------
-
     async def dismiss(self) -> None:
         """There will be no other trial: a controller that waits for one need not wait any longer."""
         if self._job.vacated is not None and self._closed.is_set():
@@ -238,8 +235,6 @@ class JobController:
         self._next.set_result(spec)
         await begun.wait()
         return self._name
-
-    # -- for the allocator -------------------------------------------------------------------------------------
 
     async def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
         """The allocator's decision for this job."""
@@ -261,8 +256,6 @@ class JobController:
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
-
-    # -- for workers -------------------------------------------------------------------------------------------
 
     async def push(self, message: WorkerMessage) -> bool:
         """A worker's message; whether the job goes on."""
@@ -299,8 +292,6 @@ class JobController:
         """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
-
-    # -- the clock ---------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """The controller's life: one job, or one trial after the other while they come in time."""

@@ -264,6 +264,7 @@ class Journal:
             self._lock.notify_all()
 
     def _write(self) -> None:
+        """Write what is pending, one after the other, until the journal is closed."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: self._pending or self._closed)

@@ -130,11 +130,7 @@ class JobMembership(GenerationChanges):
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
             return self._out
-        kept = found.in_flight.spec.generation if found.in_flight is not None else 0
-        in_effect = found.current.generation if found.current is not None else 0
-        living = tuple(w.worker for w in witnesses)
-        unentered = range(max(in_effect, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1)
-        out: list[Instruction] = [Withdraw(generation=each, to=living) for each in unentered if each != kept]
+        out = self._unentered(tuple(w.worker for w in witnesses))
         for stimulus in found.since:
             out += self.handle(stimulus, now_s)
         if found.gone:
@@ -142,6 +138,12 @@ class JobMembership(GenerationChanges):
             self._force(f"lost {', '.join(found.gone)} while the controller was away", now_s)
             out += self._out
         return out + self.handle(TimePassed(), now_s)
+
+    def _unentered(self, living: tuple[str, ...]) -> list[Instruction]:
+        """Call off the generations that may have been announced, and that none of the living has entered."""
+        kept = self.in_flight.spec.generation if self.in_flight is not None else 0
+        unentered = range(max(self.generation, self.issued - 2 * _UNKNOWN) + 1, self.issued + 1)
+        return [Withdraw(generation=each, to=living) for each in unentered if each != kept]
 
     @property
     def target_workers(self) -> int:

@@ -119,6 +119,7 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
 
 
 def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
+    """What the machine knows of a living worker."""
     # Whoever trained in a generation before, and is no member of the newest, leaves, or the others have gone on.
     passed_over = witness.veteran and newest is not None and newest.rank_of(witness.worker) is None
     if witness.leaving or passed_over:

@@ -286,6 +286,7 @@ class Communicator:
         return True
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
+        """Wait for an operation until it has ended; False where ``until_s`` has come first."""
         # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that
         # the abort can set too, instead of the blocking work.wait().
         self._wake.clear()
@@ -312,6 +313,7 @@ class Communicator:
         return True
 
     def _guard(self, operation: Callable[[], Any]) -> Any:
+        """Carry an operation out, unless the generation was called off; Torch's errors become ours."""
         if self._voided.is_set():
             raise CommunicationFailedError("the generation was called off")
         try:

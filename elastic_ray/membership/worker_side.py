@@ -64,8 +64,6 @@ class Membership:
         self.stop_requested = False
         self.preempting = False
 
-    # -- control thread ------------------------------------------------------------------------------------
-
     def post(self, message: ControllerMessage) -> None:
         """Take a message of the controller; returns at once."""
         with self._news:
@@ -90,6 +88,7 @@ class Membership:
             self._news.notify_all()
 
     def _take_spec(self, spec: GenerationSpec) -> None:
+        """A generation was announced: begin to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
         if self._is_void(spec.generation):
             return  # its cancellation was faster
@@ -110,6 +109,7 @@ class Membership:
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
+        """Call off the groups of generations that are void."""
         if self.current is not None and self.communicator is not None and self._is_void(self.current.generation):
             self.communicator.void()
         if self._prepared is not None and self._is_void(self._prepared[0].generation):
@@ -120,6 +120,7 @@ class Membership:
                 self._retired.retire(communicator)
 
     def _prepare(self, spec: GenerationSpec, rank: int) -> None:
+        """Form the group of a generation, in a thread of its own; it is told if that fails."""
         try:
             communicator = self._form(spec, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker
@@ -137,8 +138,6 @@ class Membership:
             else:
                 self._prepared = (spec, communicator)
             self._news.notify_all()
-
-    # -- training thread -----------------------------------------------------------------------------------
 
     @property
     def generation(self) -> int:

@@ -56,8 +56,6 @@ class JobRecord:
         self._waits: dict[str, str] = {}
         self.looked = False
 
-    # -- where the job stands ----------------------------------------------------------------------------------
-
     def found(self, stored: StoredRun) -> tuple[str, ...]:
         """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
 
@@ -117,8 +115,6 @@ class JobRecord:
         """
         left = int((self.resume_point or {}).get("left", 0))
         return max(1, left // 2) if left else 0
-
-    # -- what happens ------------------------------------------------------------------------------------------
 
     def starting(self) -> None:
         """Workers are being started."""
@@ -238,8 +234,6 @@ class JobRecord:
     def waiting(self) -> str:
         """What the job waits for storage for, as a sentence; empty where storage answers."""
         return "; ".join(dict.fromkeys(self._waits.values()))
-
-    # -- the end -----------------------------------------------------------------------------------------------
 
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str

@@ -55,12 +55,8 @@ def allocator_view(
     may_be_stopped: bool,
     weight: float,
 ) -> JobView:
-    """The job as the allocator is told of it with every heartbeat.
-
-    ``resume_point`` tells how far a job is that goes on from a checkpoint, before its workers can.
-    """
+    """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
-    bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return JobView(
         job=spec.job,
         bundle=spec.bundle,
@@ -70,12 +66,11 @@ def allocator_view(
         held_at=held_at,
         allocation=allocation,
         most_workers=history.most_workers,
-        # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
-        growth_limit=spec.min_workers if spec.trial is not None and not history.most_workers else None,
+        growth_limit=_growth_limit(spec, history),
         goodput=planner.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
-        atomic_bsz_range=(bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None,
+        atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),
         stop_cost_s=history.start_s if may_be_stopped else None,
@@ -96,6 +91,18 @@ def allocator_view(
         observations=planner.observations,
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
     )
+
+
+def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
+    """Most workers for now, None for no limit but the job's own."""
+    # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
+    return spec.min_workers if spec.trial is not None and not history.most_workers else None
+
+
+def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
+    """Bounds of a worker's batch on the present GPU type; None where there are none."""
+    bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
+    return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
 
 def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: Mapping[str, Any] | None) -> Progress | None:

@@ -93,8 +93,6 @@ class RecordWriter:
         self._told: set[str] = set()
         self._block: dict[int, Report] = {}
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
     def tick(self, now_s: float) -> None:
         """Some ten times a second [s, monotonic]: write what is due, and note what storage does not answer."""
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
@@ -147,8 +145,6 @@ class RecordWriter:
             await self._deleting.run(what, function, timeout_s=self._spec.elastic.storage_timeout_s)
         except Exception as error:  # what is left costs room and nothing else
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
-
-    # -- reading -----------------------------------------------------------------------------------------------
 
     async def look(self, timeout_s: float) -> StoredRun:
         """What storage has of the run. Failures are tried again.

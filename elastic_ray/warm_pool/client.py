@@ -69,6 +69,7 @@ class PoolClient:
         return None
 
     async def _claim(self, actor: Any, *, ready: bool) -> bool:
+        """Whether a process belongs to the owner from now on."""
         claim = actor.claim.remote(self._owner)
         try:
             return bool(await (asyncio.wait_for(claim, _CLAIM_S) if ready else claim))

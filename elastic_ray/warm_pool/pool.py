@@ -121,8 +121,6 @@ class WarmPool:
         self._found = asyncio.get_event_loop().create_task(self._find_again())
         self._main = asyncio.get_event_loop().create_task(self._watch())
 
-    # -- for controllers ---------------------------------------------------------------------------------------
-
     async def hand_out(self, job: str, environment: str, node: str, *, starting: bool) -> tuple[Any, bool, str] | None:
         """A process for good, whether it is ready, and its name; None if there is none. It is to be claimed first.
 
@@ -199,8 +197,6 @@ class WarmPool:
         await self._found
         return tuple(each.facts for each in self._held.values())
 
-    # -- deciding ----------------------------------------------------------------------------------------------
-
     def _decide(self, environment: str = "", *, one_by_one: bool = True) -> list[tuple[str, str]]:
         """Carry out what is to end; note and return what the asking controller is to start."""
         now_s = time.monotonic()
@@ -233,8 +229,6 @@ class WarmPool:
             logger.info("process pool: one less on node %s: %s", held.facts.node[:8], reason)
             if held.actor is not None:
                 ray.kill(held.actor)
-
-    # -- looking -----------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
         """Look and decide round by round, until no job is left."""

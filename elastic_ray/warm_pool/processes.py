@@ -175,6 +175,7 @@ class Processes:
         return await self._start(node)
 
     async def _start(self, node: str) -> tuple[Any, ProcessFacts]:
+        """A new process of the job's own, once it is ready."""
         name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
         actor = start_process(self._spec, node, self._owner, name)
         self._names[actor] = name
@@ -185,6 +186,7 @@ class Processes:
             raise
 
     async def _answer(self, actor: Any) -> ProcessFacts | None:
+        """What a process says when it is prepared; None of one that does not answer."""
         try:
             setup = self._setup_of_lent if actor in self._lent else self._setup
             facts: ProcessFacts = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
@@ -201,6 +203,7 @@ class Processes:
         return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
+        """A process of the sweep, and whether it is ready; None if it lends none."""
         if self._sweep is None:
             return None
         try:
@@ -262,8 +265,6 @@ class Processes:
         """A warm process of the node, which can look at others."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
-    # -- the warm pool -----------------------------------------------------------------------------------------
-
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
         """Have warm processes at hand on these nodes, and none of the job's own elsewhere.
 
@@ -300,6 +301,7 @@ class Processes:
                 return
 
     async def _warm_up(self, node: str) -> None:
+        """Start a process for later; where that fails the node is left alone for a while."""
         try:
             actor, _ = await asyncio.wait_for(self._start(node), self._spec.elastic.join_timeout_s)
             self.rest(node, actor)
@@ -308,8 +310,6 @@ class Processes:
             logger.info("job %s: no warm worker on node %s: %s", self._spec.job, node[:8], error)
         finally:
             self._warming.discard(node)
-
-    # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, *, fit: bool) -> None:
         """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""

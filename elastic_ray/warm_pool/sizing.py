@@ -82,9 +82,6 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
     return PoolConfig(**values)  # type: ignore[arg-type]
 
 
-# -- what there is -------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolNode:
     """A node of the cluster, and its memory [bytes]; None where Ray does not tell it."""
@@ -153,9 +150,6 @@ class End:
 
     name: str
     reason: str
-
-
-# -- what is to be -------------------------------------------------------------------------------------------
 
 
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
@@ -277,6 +271,7 @@ def _ends(
     processes: Sequence[PooledProcess],
     wanted: Mapping[tuple[str, str], int],
 ) -> Iterable[End]:
+    """Processes that are to end: their node goes, or they are too many there."""
     kept: collections.Counter[tuple[str, str]] = collections.Counter()
     # What is ready stays before what is only starting.
     for each in sorted(processes, key=lambda process: (not process.ready, process.name)):

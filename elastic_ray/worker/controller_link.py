@@ -246,6 +246,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
+        """Beat until the run is over."""
         count = 0
         while not self._stop.wait(self._interval_s):
             count += 1
@@ -262,6 +263,7 @@ class HeartbeatThread:
                 logger.exception("a beat failed")
 
     def _report(self) -> StepReport | None:
+        """Rank 0's measurements; None of other ranks, and where measuring fails."""
         session = self._session
         if session.rank != 0 or not session.synced:
             return None

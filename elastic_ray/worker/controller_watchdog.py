@@ -68,6 +68,7 @@ class ControllerWatchdog:
         self._registration = watch
 
     def _run(self) -> None:
+        """Ask again and again; end the process once it is nobody's."""
         while True:
             time.sleep(_EVERY_S)
             watch = self._registration

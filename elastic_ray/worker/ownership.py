@@ -68,6 +68,7 @@ class Ownership:
             os._exit(0)
 
     def _watch(self) -> None:
+        """End the process once nobody wants it, or its owner is gone."""
         while True:
             time.sleep(_LOOK_S)
             if self._owner is None:
@@ -90,9 +91,6 @@ def _is_gone(owner: Any) -> bool:
     except Exception as error:  # it may be on its way back
         logger.debug("the owner of this process does not answer: %s", error)
     return False
-
-
-# -- who starts and who takes a process -----------------------------------------------------------------------
 
 
 def calling_owner(holder: str) -> ProcessOwner:

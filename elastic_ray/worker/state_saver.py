@@ -140,8 +140,6 @@ class StateSaver:
         writing = self._writing is not None and not self._writing.answer.done()
         return writing or (self._thread is not None and self._thread.is_alive())
 
-    # -- the copy ----------------------------------------------------------------------------------------------
-
     def _fit(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """A buffer for each tensor; others stay free, such as those for gradients that are added up at times only."""
         free = collections.defaultdict(list)
@@ -151,6 +149,7 @@ class StateSaver:
         return found if len(found) == len(tensors) else None
 
     def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
+        """Make memory for copies of tensors of these kinds; without it there are no checkpoints."""
         self._buffers = []  # those of another shape: not both at once
         for pin in (True, False):  # pinned memory is scarcer; without it a copy from a GPU only takes longer
             try:
@@ -162,8 +161,6 @@ class StateSaver:
                 why = str(error)
         self._give_up(f"there is no memory for a copy of the state: {why}")
 
-    # -- the thread --------------------------------------------------------------------------------------------
-
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
@@ -171,6 +168,7 @@ class StateSaver:
     def _write(
         self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float, go_on: Callable[[], bool]
     ) -> None:
+        """Write a copy, tell of it, and find out when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
             state = write_state(self._storage, trees, point, go_on=lambda: go_on() and not self._closed.is_set())

@@ -135,6 +135,7 @@ class Worker:
         return found
 
     def _introduce(self) -> Introduction | None:
+        """Who this worker is, for a controller that has lost its memory; None while no run is under way."""
         assignment, link, facts, membership = self._assignment, self._link, self._facts, self._membership
         if assignment is None or link is None or facts is None:
             return None
@@ -166,6 +167,7 @@ class Worker:
             groups.release(groups.find(assignment.group))
 
     def _run(self, assignment: Assignment) -> RunResult:
+        """Run the train function, again where it ran out of memory: how that has ended."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         if assignment.gpu_ids:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
@@ -245,6 +247,7 @@ class Worker:
             heartbeats.stop()
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
+        """Who saves automatic checkpoints of a run; None where the job has none."""
         if not self._setup.states_kept:
             return None
         elastic = self._setup.elastic

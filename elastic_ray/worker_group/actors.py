@@ -70,8 +70,6 @@ class WorkerActors:
         self._background = Background()
         self.facts: dict[str, ProcessFacts] = {}
 
-    # -- resources ---------------------------------------------------------------------------------------------
-
     def reserve(self, worker: str, node: str) -> None:
         """Ask for the worker's resources; ``Reserved`` follows when they are there."""
         self._nodes[worker] = node
@@ -85,6 +83,7 @@ class WorkerActors:
         self._groups[worker] = groups.reserve(self._spec.bundle, self._nodes[worker], name)
 
     async def _await_reservation(self, worker: str) -> None:
+        """Wait for a worker's resources, and tell the membership machine of them."""
         # The membership machine gives reservations up in its own time; this only bounds the wait.
         begun_s = time.monotonic()
         until_s = begun_s + self._spec.elastic.reserve_timeout_s * 2
@@ -118,13 +117,12 @@ class WorkerActors:
         types = {self.facts[m.worker].gpu_type for m in spec.members if m.worker in self.facts}
         return next(iter(types), "") if len(types) <= 1 else None
 
-    # -- processes ---------------------------------------------------------------------------------------------
-
     def launch(self, assignment: Assignment) -> None:
         """Run the train function in a warm process of the node, or in a new one."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))
 
     async def _run(self, assignment: Assignment) -> None:
+        """Find a process, run the train function in it, and wait for its end."""
         worker = assignment.worker
         try:
             actor, facts = await self._processes.take(assignment.node)
@@ -226,8 +224,6 @@ class WorkerActors:
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
         """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""
         self._processes.keep_warm(nodes)
-
-    # -- the end -----------------------------------------------------------------------------------------------
 
     def disband(self) -> None:
         """Give everything back."""

@@ -128,8 +128,6 @@ class WorkerGroup:
         self._before = named
         self._given_up: set[str] = set()
 
-    # -- asking ------------------------------------------------------------------------------------------------
-
     @property
     def facts(self) -> Mapping[str, ProcessFacts]:
         """What is known of the workers' processes."""
@@ -162,8 +160,6 @@ class WorkerGroup:
         """Members, and those that are about to be, whose train function runs."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
-
-    # -- telling -----------------------------------------------------------------------------------------------
 
     def take(self, stimulus: Stimulus) -> None:
         """Let the membership machine decide, and do what it says."""
@@ -228,8 +224,6 @@ class WorkerGroup:
         """The job is over, and its processes are for others."""
         await self._actors.vacate()
 
-    # -- who is there ------------------------------------------------------------------------------------------
-
     def heard(self, worker: str) -> bool:
         """A worker has said something; whether it matters.
 
@@ -275,9 +269,8 @@ class WorkerGroup:
             self._detector.forget(worker)
             self._observer.came_back(worker, result)
 
-    # -- doing -------------------------------------------------------------------------------------------------
-
     def _perform(self, instruction: Instruction) -> None:
+        """Carry out one instruction of the membership machine."""
         logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
@@ -336,6 +329,7 @@ class WorkerGroup:
 
 
 def _witness(told: Introduction) -> Witness:
+    """A living worker as the membership machine needs it."""
     ready, failed = told.ready, told.failed
     return Witness(
         worker=told.worker,
