@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from elastic_ray.access import AccessRefusedError
     from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
-    from elastic_ray.driver.access import AccessRefusedError
     from elastic_ray.driver.handle import JobHandle
     from elastic_ray.driver.trainer import ElasticTrainer
     from elastic_ray.errors import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that the simulator and the allocator load neither Ray nor torch through this package.
 _HOMES = {
-    "AccessRefusedError": "elastic_ray.driver.access",
+    "AccessRefusedError": "elastic_ray.access",
     "Accumulator": "elastic_ray.session.accumulator",
     "AdaptiveDataLoader": "elastic_ray.data.loader",
     "AdaptiveDataParallel": "elastic_ray.parallel.wrapper",

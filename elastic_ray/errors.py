@@ -13,7 +13,7 @@ from typing import Any
 import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError
 
-from elastic_ray.driver.access import AccessRefusedError as AccessRefusedError
+from elastic_ray.access import AccessRefusedError as AccessRefusedError
 from elastic_ray.sealed import Raised, pickled_error, seal_error
 from placement.text import printable, printable_lines
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.warm_pool.processes import pool_client, start_process
 from elastic_ray.worker.ownership import calling_owner
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints

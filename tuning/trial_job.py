@@ -25,14 +25,14 @@ import ray
 from ray.exceptions import RayActorError, RayError
 from ray.train.v2.api.config import ScalingConfig
 
+from elastic_ray.authentication import new_secret
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import START_TIMEOUT_S
 from elastic_ray.driver.trainer import ElasticTrainer, check_resources
 from elastic_ray.events import JobStatus, Report
-from elastic_ray.job.spec import JobSpec, TrialSpec
-from elastic_ray.membership.authentication import new_secret
+from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.worker.train_loop import with_config
 from placement.allocator.actor import get_or_create_allocator
 from placement.ray_cluster.named_actors import find_actor

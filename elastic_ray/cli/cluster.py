@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from elastic_ray.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.cli.rows import JobAnswers
-from elastic_ray.driver.access import AccessRefusedError, check_access, find_address, split
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.events import CoreSnapshot

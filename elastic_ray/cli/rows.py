@@ -13,7 +13,7 @@ from elastic_ray.events import JobPhase, JobStatus
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
-    from elastic_ray.job.spec import JobSpec
+    from elastic_ray.job_spec import JobSpec
     from placement.allocator.events import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8

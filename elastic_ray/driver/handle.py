@@ -12,13 +12,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.train.v2.api.exceptions import TrainingFailedError
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.driver.access import join
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.driver.results import all_reports, make_result
 from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.explaining import Explanation
 from placement.ray_cluster.named_actors import find_actor

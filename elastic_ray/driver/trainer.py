@@ -17,18 +17,18 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
+from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from elastic_ray.driver.access import join
 from elastic_ray.driver.display import JobDisplay
 from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import read_overrides, take_name
-from elastic_ray.driver.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.driver.ray_train_config import job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.policy_parcel import pack_policy
@@ -84,7 +84,7 @@ class ElasticTrainer:
             scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
             model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
                 whose workers have the same resources, share how long their steps take, also beyond their end. By
-                default it is derived from the model, see ``elastic_ray.job.fingerprint``.
+                default it is derived from the model, see ``elastic_ray.record.fingerprint``.
             policy: how the cluster is shared out among all its jobs: a registered name (``"goodput"``, the default,
                 ``"fair_share"``...), ``module:name`` or ``file.py:name``, or a function ``(jobs, cluster, now_s) ->
                 {job: workers or Target}``, class or object of your own. None takes the one that there is.

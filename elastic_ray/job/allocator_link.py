@@ -13,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from elastic_ray.checkpoints.run_directory import resolve
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import Answer, find_allocator
 from placement.cluster.jobs import JobView
 from placement.knowledge.store import StorageRoot

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_ray.job.background import Background
+from elastic_ray.background import Background
 from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.reports import ReportIntake
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter

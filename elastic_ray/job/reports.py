@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import Report
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.record import JobRecord, report_of
 from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.record.writer import RecordWriter

@@ -9,23 +9,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ray.background import Background
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_link import AllocatorLink
-from elastic_ray.job.background import Background
 from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.ending import JobEnding
-from elastic_ray.job.journal import ControllerState, Journal, as_text, from_text, run_of
+from elastic_ray.job.journal import Journal
 from elastic_ray.job.parts import JobParts
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.reports import ReportIntake
-from elastic_ray.job.spec import JobSpec
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.worker_messages import WorkerMessages
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.roster import Phase
 from elastic_ray.membership.signals import Allocated, Note
 from elastic_ray.record import views
+from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord

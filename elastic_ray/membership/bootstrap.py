@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from elastic_ray.membership.authentication import sign, verify
+from elastic_ray.authentication import sign, verify
 
 _GENERATIONS_KEPT = 4  # the present one, the one that is being formed, and those that are being given up
 _LONGEST_KEY = 256

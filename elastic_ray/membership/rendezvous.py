@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ray.membership.authentication import MAC_BYTES, sign, verify
+from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.socket_filter import refuse_connections
 

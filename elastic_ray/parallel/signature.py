@@ -1,4 +1,4 @@
-"""What decides how long a step of a model takes, as text (torch); see ``elastic_ray.job.fingerprint``."""
+"""What decides how long a step of a model takes, as text (torch); see ``elastic_ray.record.fingerprint``."""
 
 from __future__ import annotations
 

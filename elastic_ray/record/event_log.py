@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.record import JobRecord
 

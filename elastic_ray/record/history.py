@@ -9,7 +9,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import Note
 
 if TYPE_CHECKING:
-    from elastic_ray.job.journal import ControllerState
+    from elastic_ray.record.controller_state import ControllerState
 
 _RESIZE_COST_S = 0.2  # before the first one was measured
 _STUCK_FAILURES = 10

@@ -10,7 +10,7 @@ from elastic_ray.checkpoints.resumable import StoredRun
 from elastic_ray.checkpoints.retention import CheckpointBook
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.tail import Tail
 from elastic_ray.sealed import Raised, Sealed

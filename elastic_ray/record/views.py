@@ -8,9 +8,9 @@ from typing import Any
 
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job.batch_planner import BatchPlanner
-from elastic_ray.job.fingerprint import fingerprint
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
+from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised

@@ -8,12 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from elastic_ray.background import Background
 from elastic_ray.checkpoints.automatic import delete_states
 from elastic_ray.checkpoints.resumable import StoredRun, find_stored
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
-from elastic_ray.job.background import Background
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.tail import MOST

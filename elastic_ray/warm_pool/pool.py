@@ -21,7 +21,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from elastic_ray.job.background import Background
+from elastic_ray.background import Background
 from elastic_ray.warm_pool.sizing import (
     End,
     PoolConfig,

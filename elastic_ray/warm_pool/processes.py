@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.job.background import Background
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.background import Background
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.warm_pool.client import PoolClient
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess

@@ -14,8 +14,8 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic_ray.job.background import Background
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.background import Background
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from elastic_ray.warm_pool.processes import Processes

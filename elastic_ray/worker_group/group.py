@@ -9,10 +9,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from elastic_ray.job.background import Background
+from elastic_ray.background import Background
 from elastic_ray.job.batch_planner import BatchPlanner
-from elastic_ray.job.journal import ControllerState
-from elastic_ray.job.spec import JobSpec
+from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.changes import MembershipConfig
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
@@ -33,6 +32,7 @@ from elastic_ray.membership.signals import (
     TimePassed,
     Withdraw,
 )
+from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.worker.messages import Introduction, RunResult, WorkerHeartbeat

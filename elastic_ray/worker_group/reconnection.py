@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.job.journal import ControllerState
+from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.worker.messages import Introduction
 from elastic_ray.worker.process import is_running
 from placement.ray_cluster.named_actors import find_actor

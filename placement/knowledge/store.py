@@ -17,7 +17,7 @@ Columns, one row per measurement (kind ``step``) or per gradient noise (kind ``n
 
 ======================  ==========  ===================================================================================
 ``kind``                string      ``step`` or ``noise``
-``fingerprint``         string      which model, see ``elastic_ray.job.fingerprint``
+``fingerprint``         string      which model, see ``elastic_ray.record.fingerprint``
 ``gpu_type``            string      of the nodes, Ray's label ``ray.io/accelerator-type``; empty without
 ``seen_s``              float64     when it was measured [s since the epoch]
 ``machines``            list        kinds of nodes of that type in the cluster, such as ``8 CPU 4 GPU``; where none of

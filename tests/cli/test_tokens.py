@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.driver.access import split
+from elastic_ray.access import split
 from tests.local_cluster import _free_port
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +94,12 @@ def test_a_wrong_or_missing_token_is_one_line(head: Head, tmp_path: Path) -> Non
 def test_a_script_with_a_wrong_token_fails_at_once(head: Head, tmp_path: Path) -> None:
     (other := tmp_path / "other").write_text("fedcba9876543210")
     wrong = head.environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(other))
-    asked = "import time, sys, ray; from elastic_ray.driver import access\nt = time.monotonic()\ntry: access.join()\n"
+    asked = "import time, sys, ray; from elastic_ray import access\nt = time.monotonic()\ntry: access.join()\n"
     asked += "except ConnectionError: print(time.monotonic() - t)"
     (code, _, err), (_, took, said) = both(
         ([sys.executable, "-c", SCRIPT], wrong), ([sys.executable, "-c", asked], wrong)
     )
-    assert code == 1 and err.splitlines()[-1].startswith(
-        "elastic_ray.driver.access.AccessRefusedError: the Ray cluster at"
-    )
+    assert code == 1 and err.splitlines()[-1].startswith("elastic_ray.access.AccessRefusedError: the Ray cluster at")
     assert said == "" and float(took) < 5.0
 
 

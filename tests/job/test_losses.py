@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ray.background import Background
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S
-from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.losses import Losses

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from elastic_ray.background import Background
 from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files, write_file
 from elastic_ray.checkpoints.resumable import StoredRun, find_stored
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.job.background import Background
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.record import JobRecord

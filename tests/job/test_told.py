@@ -15,9 +15,9 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
 from elastic_ray.job.batch_planner import BatchPlanner
-from elastic_ray.job.fingerprint import fingerprint
-from elastic_ray.job.spec import JobSpec, TrialSpec
+from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
 from elastic_ray.session.link import LoaderInfo, ModelInfo, StepReport

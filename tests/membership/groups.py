@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from elastic_ray.membership.authentication import new_secret
+from elastic_ray.authentication import new_secret
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, call_mac
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.rendezvous import Communicator

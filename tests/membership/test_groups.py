@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ray.membership.authentication import new_secret, sign, verify
+from elastic_ray.authentication import new_secret, sign, verify
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from elastic_ray.job.spec import TrialSpec
+from elastic_ray.job_spec import TrialSpec
 from elastic_ray.warm_pool.processes import setup_of
 from tests.job.test_told import spec
 from tests.local_cluster import LocalCluster

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import ray
 from ray.train.v2.api.config import ScalingConfig
 
+from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from elastic_ray.driver.access import join
 from elastic_ray.driver.trainer import check_resources
 from tuning.nni.algorithms import check_together, read_assessor, read_tuner
 from tuning.nni.manager import HOSTS, Look, Manager, Plan

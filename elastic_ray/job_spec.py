@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ray.authentication import new_secret
 from elastic_ray.config import ElasticConfig, SchedulingConfig
-from elastic_ray.membership.authentication import new_secret
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
