@@ -42,8 +42,34 @@ class TrialSpec:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobSpec:
-    """A job as its driver submitted it (validated by ``ElasticTrainer``).
+class RunSettings:
+    """What ``RunConfig`` says of a job.
+
+    Attributes:
+        storage_path: directory of the run (of the runs, before the job has a name), on ``storage_filesystem``.
+        storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
+        max_failures: restarts from the last checkpoint after machine failures that cost all members;
+            -1 = no limit.
+        num_to_keep: checkpoints kept; None = all.
+        checkpoint_score_attribute: metric that ranks checkpoints, None = the latest are kept.
+        checkpoint_score_order: "max" or "min".
+        runtime_env: Ray runtime environment of the workers.
+        log_level: level of the ``elastic_ray`` loggers of controller and workers.
+    """
+
+    storage_path: str
+    storage_filesystem: Any
+    max_failures: int
+    num_to_keep: int | None
+    checkpoint_score_attribute: str | None
+    checkpoint_score_order: str
+    runtime_env: Mapping[str, Any]
+    log_level: str = "INFO"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec(RunSettings):
+    """A job as its driver submitted it (validated by ``ElasticTrainer``); ``storage_path`` ends with its name.
 
     Attributes:
         job: unique name; also the controller's actor name after ``job:``.
@@ -55,17 +81,8 @@ class JobSpec:
         bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
         use_gpu: train on CUDA where a node has it.
         label_selector: conditions on the Ray labels of a worker's node (``placement.cluster.labels``).
-        storage_path: directory of the run (its name included), on ``storage_filesystem``.
-        storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
-        max_failures: restarts from the last checkpoint after machine failures that cost all members;
-            -1 = no limit.
-        num_to_keep: checkpoints kept; None = all.
-        checkpoint_score_attribute: metric that ranks checkpoints, None = the latest are kept.
-        checkpoint_score_order: "max" or "min".
-        runtime_env: Ray runtime environment of the workers.
         elastic: how the job changes size.
         scheduling: how the allocator treats the job beside others.
-        log_level: level of the ``elastic_ray`` loggers of controller and workers.
         model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
         policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
         trial: of a trial of a sweep; None for any other job.
@@ -82,16 +99,8 @@ class JobSpec:
     bundle: Mapping[str, float]
     use_gpu: bool
     label_selector: Mapping[str, str]
-    storage_path: str
-    storage_filesystem: Any
-    max_failures: int
-    num_to_keep: int | None
-    checkpoint_score_attribute: str | None
-    checkpoint_score_order: str
-    runtime_env: Mapping[str, Any]
     elastic: ElasticConfig
     scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)
-    log_level: str = "INFO"
     model_fingerprint: str | None = None
     policy: Any = None
     trial: TrialSpec | None = None

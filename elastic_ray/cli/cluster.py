@@ -95,13 +95,13 @@ def known_jobs() -> tuple[JobAnswers, ...]:
     refs = [ref for pair in calls.values() for ref in pair]
     if refs:
         ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
-    known = []
+    answers = []
     for name, (status, spec) in calls.items():
         try:
-            known.append(JobAnswers(actor=name, status=_ready(status), spec=_ready(spec)))
+            answers.append(JobAnswers(actor=name, status=_ready(status), spec=_ready(spec)))
         except RayActorError:  # it has just ended
             continue
-    return tuple(known)
+    return tuple(answers)
 
 
 def _ready(ref: Any) -> Any | None:
@@ -119,11 +119,11 @@ class JobClient:
     """One job's controller.
 
     Attributes:
-        known: its answers when it was looked for.
+        answers: what it had answered when it was looked for.
         controller: handle of its actor.
     """
 
-    known: JobAnswers
+    answers: JobAnswers
     controller: Any
 
     def ask(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -137,13 +137,13 @@ class JobClient:
             return ray.get(getattr(self.controller, method).remote(*arguments, **options), timeout=_CALL_TIMEOUT_S)
         except GetTimeoutError:
             raise click.ClickException(
-                f"the controller of job {self.known.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
+                f"the controller of job {self.answers.job!r} has not answered within {_CALL_TIMEOUT_S:g} s; "
                 "its node may be overloaded or gone"
             ) from None
         except RayTaskError as error:
             raise click.ClickException(str(error.cause or error)) from None
         except RayActorError:
-            raise JobGoneError(self.known.job) from None
+            raise JobGoneError(self.answers.job) from None
 
     def status(self) -> JobStatus:
         """Where it is now."""
@@ -160,7 +160,7 @@ class JobClient:
 
     def wait_for_end(self, timeout_s: float) -> JobStatus | None:
         """Its last status, once it has ended; None if it has not in time. A job that is gone has ended."""
-        deadline, last = time.monotonic() + timeout_s, self.known.status
+        deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
             while not (last := self.status()).phase.ended:
                 if time.monotonic() > deadline:
@@ -178,9 +178,9 @@ class JobGoneError(click.ClickException):
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
     """The job of this name, or else the jobs of the submission of this name; none if there is neither."""
-    known = known_jobs()
-    chosen = [each for each in known if each.job == name]
-    chosen = chosen or [each for each in known if each.comes_from(name)]
+    answers = known_jobs()
+    chosen = [each for each in answers if each.job == name]
+    chosen = chosen or [each for each in answers if each.comes_from(name)]
     found = ((each, find_actor(each.actor)) for each in chosen)
     return tuple(JobClient(each, controller) for each, controller in found if controller is not None)
 
@@ -195,7 +195,7 @@ def find_job(name: str) -> JobClient:
     if len(jobs) == 1:
         return jobs[0]
     if jobs:
-        names = ", ".join(job.known.job for job in jobs)
+        names = ", ".join(job.answers.job for job in jobs)
         raise click.ClickException(f"submission {name!r} has several jobs: name one of {names}")
     raise not_found(name, [each.job for each in known_jobs()])
 

@@ -62,15 +62,15 @@ def status(job: str, last: int, as_json: bool) -> None:
         _show_script(script, as_json)
         return
     found = cluster.find_job(job)
-    name = found.known.job
-    (row,) = job_rows([found.known], _only(cluster.snapshot(), name))
+    name = found.answers.job
+    (row,) = job_rows([found.answers], _only(cluster.snapshot(), name))
     members, events, why = found.workers(), found.events(), cluster.explain(name)
     if as_json:
         latest = events[len(events) - min(last, len(events)) :]
         show_json({"job": row, "workers": members, "events": latest, "explanation": why})
     else:
-        if found.known.status is not None:
-            say(status_line(found.known.status))
+        if found.answers.status is not None:
+            say(status_line(found.answers.status))
         for worker in members:
             say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
         say(str(why) if why is not None else "the allocator has not heard of it")
@@ -161,7 +161,7 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
     """Show a job's events: those so far, or as they come until it ends; exit code 1 where it has failed."""
     from elastic_ray.cli.cluster import JobGoneError
 
-    name, shown = found.known.job, 0
+    name, shown = found.answers.job, 0
     with contextlib.suppress(JobGoneError):
         while True:
             status = found.status()
@@ -200,7 +200,7 @@ def stop(job: str, now: bool) -> None:
         with contextlib.suppress(cluster.JobGoneError):
             each.ask("stop", now=now)
     for each in found:
-        name, ended = each.known.job, each.wait_for_end(_STOP_S)
+        name, ended = each.answers.job, each.wait_for_end(_STOP_S)
         if ended is None:
             raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
         say(status_line(ended) if ended.phase.ended else f"job {name}: ended")
@@ -217,7 +217,7 @@ def resize(job: str, workers: int | None) -> None:
     found = cluster.find_job(job)
     if workers is None:
         found.ask("release")
-        say(f"job {found.known.job}: its size is the allocator's again")
+        say(f"job {found.answers.job}: its size is the allocator's again")
     else:
         found.ask("resize", workers)
-        say(f"job {found.known.job}: held at {count(workers, 'worker')} until `elastic-ray resize {job} auto`")
+        say(f"job {found.answers.job}: held at {count(workers, 'worker')} until `elastic-ray resize {job} auto`")

@@ -130,11 +130,11 @@ class JobRow:
 
 
 def job_rows(
-    known: Sequence[JobAnswers], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
+    answers: Sequence[JobAnswers], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
 ) -> tuple[JobRow, ...]:
     """Every job that its controller or the allocator knows, and scripts that have none; in the order of arrival."""
     states = dict(snapshot.jobs) if snapshot is not None else {}
-    rows = [_job_row(each, states.pop(each.job, None)) for each in known]
+    rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
     rows += [_job_row(JobAnswers(actor=f"job:{job}"), state) for job, state in states.items()]
     begun = {row.submission for row in rows}
@@ -145,14 +145,14 @@ def job_rows(
     return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
 
 
-def _job_row(known: JobAnswers, state: JobState | None) -> JobRow:
+def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
     """One job, from its controller's answers and the allocator's view."""
-    status, spec = known.status, known.spec
+    status, spec = answers.status, answers.spec
     view = state.view if state is not None else None
     row = JobRow(
-        job=known.job,
+        job=answers.job,
         phase="silent",
-        message="" if known.status is not None else "its controller is starting, or does not answer",
+        message="" if answers.status is not None else "its controller is starting, or does not answer",
         min_workers=spec.min_workers if spec is not None else None,
         max_workers=spec.max_workers if spec is not None else None,
         submission=spec.submission if spec is not None else "",

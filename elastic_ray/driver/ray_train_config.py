@@ -13,6 +13,7 @@ from typing import Any
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
+from elastic_ray.job_spec import RunSettings
 from placement.cluster.labels import check_selector
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
@@ -34,18 +35,10 @@ class Scaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What ``RunConfig`` asks for, as in ``JobSpec``; ``name`` is None unless the user chose one."""
+class Run(RunSettings):
+    """What ``RunConfig`` asks for; ``name`` is None unless the user chose one."""
 
     name: str | None
-    storage_path: str
-    storage_filesystem: Any
-    max_failures: int
-    num_to_keep: int | None
-    checkpoint_score_attribute: str | None
-    checkpoint_score_order: str
-    runtime_env: Mapping[str, Any]
-    log_level: str
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:

@@ -79,7 +79,7 @@ def snapshot(*views: JobView) -> CoreSnapshot:
 def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> None:
     view = JobView(job="a", bundle={"CPU": 1}, max_workers=8, submitted_s=100.0, held_at=3, tenant="team")
     silent = JobView(job="b", bundle={"CPU": 1}, max_workers=2, submitted_s=50.0)
-    known = [
+    answers = [
         JobAnswers(actor="job:a", status=status("a", metrics={"loss": 0.5}), spec=spec("a", "sub")),
         JobAnswers(actor="job:sweep-1f", status=status("sweep-t3")),  # a trial: its controller has another name
         JobAnswers(actor="job:hangs"),
@@ -88,7 +88,7 @@ def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> No
         Submission(submission="sub", status="RUNNING", started_s=90.0),
         Submission(submission="new.2", name="new", status="PENDING"),
     ]
-    rows = {row.job: row for row in job_rows(known, snapshot(view, silent), scripts)}
+    rows = {row.job: row for row in job_rows(answers, snapshot(view, silent), scripts)}
     assert {job: row.phase for job, row in rows.items()} == {
         "a": "running",
         "b": "silent",
