@@ -109,7 +109,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Whether a cluster refuses whoever sends this token; None where it does not answer."""
+    """Whether a cluster refuses a process that sends this token; None where it does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc

@@ -41,7 +41,7 @@ class ElasticConfig:
             are lost (Young 1974, Daly 2006), and keeps their cost under half a percent.
         private_files: on file systems of the nodes (NFS mounts are such) only the job's user may read its files: modes
             0600, and 0700 for directories; a run's directory that belongs to another user is refused. False leaves it
-            to the umask, and to whoever owns the directory. The storage's own rules hold elsewhere.
+            to the umask, and to the directory's owner. The storage's own rules hold elsewhere.
         storage_timeout_s: longest silence of the run's storage that is waited for. A reported checkpoint that is not
             stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
             event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew

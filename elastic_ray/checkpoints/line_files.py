@@ -15,7 +15,7 @@ _PART_LINES = 1000
 
 
 class LineFile:
-    """Lines are added wholly or not at all, so that whoever failed to add some may try again: none comes twice.
+    """Lines are added wholly or not at all, so that a caller that failed to add some may try again: none comes twice.
 
     Where a file can only be written anew, as on object stores, that is done with the whole file, or, ``in_parts``, with
     files of some thousand lines in a directory beside it, so that neither time nor memory grows with their number.

@@ -76,7 +76,7 @@ class Overrides:
         """
         config = default() if given is None else given
         if not isinstance(config, default):
-            return given  # refused by whoever reads it
+            return given  # its reader refuses it
         wanted: dict[str, Any] = {"num_workers": self.workers, "use_gpu": self.use_gpu}
         changes = {name: value for name, value in wanted.items() if value is not None}
         for name, variable in (("num_workers", WORKERS), ("use_gpu", USE_GPU)):

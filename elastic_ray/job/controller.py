@@ -142,7 +142,7 @@ class JobController:
         """What was submitted, without the train function."""
         trial = self._spec.trial
         if trial is not None:
-            trial = dataclasses.replace(trial, held=None)  # whoever asks is not to keep it alive
+            trial = dataclasses.replace(trial, held=None)  # an answer is not to keep it alive
         return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
@@ -278,7 +278,7 @@ class JobController:
         """Members of a generation that is being formed tell each other where they listen.
 
         Raises:
-            BootstrapRefusedError: whoever calls is no member.
+            BootstrapRefusedError: the caller is no member.
         """
         return await self._bootstrap.meet(call)
 
@@ -293,7 +293,7 @@ class JobController:
             await self._run_job()
             while await self._is_renewed():
                 await self._run_job()
-        except Exception:  # whoever waits for it learns of its end
+        except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
         await asyncio.to_thread(self._forget)
@@ -309,7 +309,7 @@ class JobController:
             finally:
                 self._reconnection = None
                 self._recovered.set()
-            opening = self._background.start(job.open())  # storage may take its time: whoever asks is answered
+            opening = self._background.start(job.open())  # storage may take its time: questions are answered meanwhile
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
@@ -329,7 +329,7 @@ class JobController:
         await job.written()
 
     async def _recover(self) -> None:
-        """After a restart: hear who lives, release what nobody holds, and go on."""
+        """After a restart: hear which workers live, release what none of them holds, and go on."""
         if self._reconnection is None or self._state_before is None:
             return
         job, state = self._job, self._state_before
@@ -365,7 +365,7 @@ class JobController:
         waits: set[asyncio.Future[Any]] = {self._next, asyncio.ensure_future(self._dismissed.wait())}
         _, pending = await asyncio.wait(waits, timeout=self._spec.trial.keep_s, return_when=asyncio.FIRST_COMPLETED)
         for each in pending:
-            each.cancel()  # whoever comes now is late
+            each.cancel()  # a trial that comes now is late
         await self._job.vacated
         if self._next.cancelled():
             return False

@@ -61,7 +61,7 @@ def delete_train_loop(key: str) -> None:
 
 
 class Journal:
-    """Written by a thread of its own, so that a control store that is away holds nobody up.
+    """Written by a thread of its own, so that a control store that is away holds nothing up.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.

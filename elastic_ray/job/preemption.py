@@ -10,7 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Begun by an allocation without nodes; over when rank 0 has saved the job, or nobody can any more.
+    """Begun by an allocation without nodes; over when rank 0 has saved the job, or no rank can any more.
 
     Args:
         timeout_s: longest time for all ranks to reach the end of a step, and to save (``join_timeout_s``).
@@ -44,7 +44,7 @@ class Preemption:
         return due
 
     def failed(self, now_s: float, training: Collection[str]) -> str:
-        """Why nobody will save the job any more; empty while somebody may.
+        """Why no rank will save the job any more; empty while one may.
 
         Args:
             now_s: the time.

@@ -1,4 +1,4 @@
-"""SHELL: rank 0's reports on their way to the record, to storage and to whoever takes them one by one."""
+"""SHELL: rank 0's reports on their way to the record, to storage and to the reader that takes them one by one."""
 
 from __future__ import annotations
 

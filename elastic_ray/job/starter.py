@@ -102,7 +102,7 @@ class JobStarter:
             self._background.start(self._start_again(reason))
 
     async def _start_again(self, reason: str) -> None:
-        """From what was saved last, whoever has heard of it, without what has been trained since."""
+        """From what was saved last, heard of here or not, without what has been trained since."""
         timeout_s = self._spec.elastic.storage_timeout_s
         knows = self._record.looked or self._record.resume_point is not None
         try:

@@ -198,7 +198,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def all_lost(self, reason: str) -> None:
-        """Nobody is left."""
+        """No worker is left that holds the state."""
         if self._starter.looking:
             return
         if self._messages.torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
@@ -221,7 +221,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
-        """Whether it trains, nobody has come to the end of the train function, and it can be saved, as far as known."""
+        """Whether it trains, no rank is at the end of its train function, and it can be saved, as far as known."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -231,7 +231,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
+        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
         if not self._preemption.active or self._starter.looking or self.record.phase.ended:
             return
         reason = self._preemption.reason

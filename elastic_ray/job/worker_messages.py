@@ -36,7 +36,7 @@ class HearingJob(Protocol):
         """A worker's train function has returned this."""
 
     def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or nobody could."""
+        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
         """The job is over."""

@@ -96,7 +96,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether these keys are known here; asks nobody, for watchdogs ask it again and again."""
+        """Whether these keys are known here; asks no peer, for watchdogs ask it again and again."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:

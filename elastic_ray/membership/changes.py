@@ -90,7 +90,7 @@ class GenerationChanges(Roster):
         if record is None:
             return
         self._out.append(Release(worker=worker, kill=True, reason=cause))
-        if record.phase is not Phase.LEAVING:  # its generation is over: nobody waits for it
+        if record.phase is not Phase.LEAVING:  # its generation is over: no member waits for it
             self._bereave(record, cause, now_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
@@ -245,10 +245,10 @@ class GenerationChanges(Roster):
         self._try_again(f"generation {generation} could not be formed: {cause}", now_s)
 
     def _try_again(self, cause: str, now_s: float) -> None:
-        """Cancel a planned change that nobody entered, for no fault that is known."""
+        """Cancel a planned change that no worker entered, for no fault that is known."""
         joiners = self.planned()
         self._withdraw(cause, now_s)
-        # Whoever is to blame may be dead already: wait for the news before the others are tried again, once.
+        # The worker to blame may be dead already: wait for the news before the others are tried again, once.
         self._retry_s = now_s + self.config.notice_s
         for record in joiners:
             record.could_not_form()
@@ -279,7 +279,7 @@ class GenerationChanges(Roster):
         flight.take_effect(now_s)
         self.trained = True
         if self._suspicion is not None and self._suspicion.generation < flight.spec.generation:
-            self._suspicion = None  # whoever failed in the generation before is cured by this one
+            self._suspicion = None  # a failure in the generation before is cured by this one
         for member in self.in_phase(Phase.MEMBER):
             if flight.spec.rank_of(member.worker) is not None:
                 continue

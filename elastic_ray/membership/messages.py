@@ -41,7 +41,7 @@ class GenerationSpec:
     Attributes:
         generation: number of the generation, from 1.
         members: its workers in rank order: those that stay first, so that rank 0 always holds state.
-        void_below: generations under this number are broken; whoever waits in one gives up at once. 0 announces a
+        void_below: generations under this number are broken; a worker that waits in one gives up at once. 0 announces a
             planned change, which takes effect when all ranks agree on the step.
         batch: batch shape from the first step on; None keeps the loader's own choice.
         reason: why, as a sentence.

@@ -110,7 +110,7 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
     since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in witnesses if w.failed >= 0]
     return Recovered(
         workers=records,
-        current=newest if flight is None else before,  # none where nobody remembers it: it is over in a moment
+        current=newest if flight is None else before,  # none where no worker remembers it: it is over in a moment
         in_flight=flight,
         issued=_latest(witnesses),
         gone=tuple(m.worker for m in newest.members if m.worker not in by_name),
@@ -120,7 +120,7 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
 
 def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
     """What the machine knows of a living worker."""
-    # Whoever trained in a generation before, and is no member of the newest, leaves, or the others have gone on.
+    # A worker that trained before, and is no member of the newest, leaves, or the others have gone on.
     passed_over = witness.veteran and newest is not None and newest.rank_of(witness.worker) is None
     if witness.leaving or passed_over:
         phase = Phase.LEAVING

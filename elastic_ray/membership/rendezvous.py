@@ -183,9 +183,9 @@ class Communicator:
         return bool(work.is_completed())
 
     def keep_for(self, work: Any) -> None:
-        """Keep the group's connections until a started operation has ended, whoever else lets go of the group.
+        """Keep the group's connections until a started operation has ended, whatever else lets go of the group.
 
-        Dropping a gloo group waits for its operations, and this one may be waited for by nobody any more. A peer that
+        Dropping a gloo group waits for its operations, and this one may be of no use any more. A peer that
         drops its side ends it.
         """
         _drop_ended()

@@ -99,7 +99,7 @@ class InFlight:
 
     Attributes:
         spec: the generation.
-        forced: it replaces a broken one: whoever hears of it goes there at once.
+        forced: it replaces a broken one: a worker that hears of it goes there at once.
         since_s: when it was announced.
         from_workers: workers of the generation before.
         from_state: whether some member was known to hold a trained state; without one, training begins.

@@ -37,7 +37,7 @@ def next_group(roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: 
     leaving = {w.worker for w in leavers}
     stayers = [w for w in members if w.worker not in leaving]
     if not stayers:
-        stayers = members[:1]  # somebody must bring the state along
+        stayers = members[:1]  # one must bring the state along
     group = stayers + roster.in_phase(Phase.READY)
     too_small = len(group) < min(min_workers, len(members))
     if too_small and roster.in_phase(Phase.STARTING, Phase.RESERVING):
@@ -49,7 +49,7 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
     """Members of the first generation, or of the first after all members were lost; None where it has to wait.
 
     The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
-    Whoever has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.
+    One that has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.
 
     Args:
         roster: the workers.

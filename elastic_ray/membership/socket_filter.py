@@ -1,4 +1,4 @@
-"""Closes the door behind a formed group: nobody else may connect to where it listened (Linux; no torch, no Ray)."""
+"""A formed group takes no more connections where it listened (Linux; no torch, no Ray)."""
 
 from __future__ import annotations
 

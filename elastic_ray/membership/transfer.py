@@ -13,7 +13,7 @@ def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, in
     The ranks with the furthest progress hold state; all others need it. In each round every holder sends to one
     that needs, so that with h holders n needers are served in ceil(log2((n + h) / h)) rounds. Survivors of a torn
     step that lag behind are needers like newcomers. Holders that are still leaving a loader pass which others have
-    left already do not send: a newcomer would stay behind in it for good. When nobody holds a trained state (the
+    left already do not send: a newcomer would stay behind in it for good. When no rank holds a trained state (the
     first generation, or a restart from a checkpoint), rank 0 is the source.
 
     Args:

@@ -82,7 +82,7 @@ class Membership:
             self._news.notify_all()
 
     def give_up(self, why: str) -> None:
-        """No generation will ever be announced again: whoever waits for one learns why at once."""
+        """No generation will ever be announced again: who waits for one learns why at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()

@@ -71,5 +71,5 @@ class SizeHistory:
         return f"{_STUCK_FAILURES} groups in a row failed without a single step; the last: {reason}"
 
     def saves_soon(self, now_s: float) -> bool:
-        """Whether it has trained for so short a time that nobody could expect it to have saved itself."""
+        """Whether it has trained for so short a time that it need not have saved itself."""
         return now_s - (self._first_s or 0.0) < 2.0 * FIRST_INTERVAL_S

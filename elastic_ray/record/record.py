@@ -59,8 +59,8 @@ class JobRecord:
     def found(self, stored: StoredRun) -> tuple[str, ...]:
         """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
 
-        It counts more than what is known here: a message that a checkpoint is there may have been lost, and somebody
-        may have deleted one.
+        It counts more than what is known here: a message that a checkpoint is there may have been lost, and a
+        user may have deleted one.
         """
         self.looked = True
         if self._is_trial:

@@ -1,4 +1,4 @@
-"""A job's reports for somebody who takes them one by one, and how far training may run ahead of that (pure)."""
+"""A job's reports for a reader that takes them one by one, and how far training may run ahead of that (pure)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ReportQueue:
     """Reports in the order of their numbers, each once, whatever order they come in and however often.
 
     A restart from a checkpoint repeats the reports after it; those that were taken already are not given again. Only
-    the last ones are kept: whoever asks for an earlier one has to look for it in the run's file, see :meth:`gone`.
+    the last ones are kept: an earlier one is to be looked for in the run's file, see :meth:`gone`.
 
     Args:
         taken: number of the last report before the first one here; a run that goes on from a checkpoint counts on.
-        ahead: how many reports nobody has taken may have been made before the next one waits; None for any number.
+        ahead: how many reports that are not taken may have been made before the next one waits; None for any number.
         keep: how many are kept.
     """
 
@@ -97,7 +97,7 @@ class ReportQueue:
         return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
-        """There will be no more reports; nobody waits any longer."""
+        """There will be no more reports; no caller waits any longer."""
         self._open = False
         self._wake()
 

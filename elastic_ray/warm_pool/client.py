@@ -23,7 +23,7 @@ from elastic_ray.worker.setup import ProcessOwner
 
 logger = logging.getLogger(__name__)
 
-_ORDER_S = 15.0  # nobody waits for it, and the pool itself may only be starting
+_ORDER_S = 15.0  # no job waits for it, and the pool itself may only be starting
 _CLAIM_S = 3.0
 _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool that does not answer
 
@@ -34,7 +34,7 @@ class PoolClient:
     Args:
         owner: in whose name processes are taken.
         environment: Ray's runtime environment of the processes, beside what all actors of this Ray job have.
-        start: starts a process that belongs to nobody, on a node and under a name.
+        start: starts a process without an owner, on a node and under a name.
     """
 
     def __init__(self, owner: ProcessOwner, environment: Mapping[str, Any], start: Callable[[str, str], Any]) -> None:

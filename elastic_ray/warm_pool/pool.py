@@ -2,8 +2,8 @@
 
 Importing torch takes a new process seconds; a process of the pool has done so, has never run anything, and goes to one
 job (or one sweep), which ends it. The pool only decides and keeps: processes are started by jobs' controllers, since
-an actor has the Ray job and the runtime environment of whoever starts it. They are detached actors whose names tell
-what they are, so that a pool that Ray has made anew finds those that nobody has claimed.
+an actor has the Ray job and the runtime environment of its starter. They are detached actors whose names tell
+what they are, so that a pool that Ray has made anew finds those without an owner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from placement.ray_cluster.named_actors import actors_named, create_on_head, fin
 from placement.ray_cluster.snapshot import read_nodes
 from placement.text import log_plainly
 
-NAME = "process-pool"
+NAME = "warm-pool"
 
 logger = logging.getLogger("elastic_ray.pool")
 
@@ -167,7 +167,7 @@ class WarmPool:
         if not self._nodes:
             await self._look()
         starts = self._decide(environment)
-        while over and (more := self._decide(environment, one_by_one=False)):  # nobody asks for this one any more
+        while over and (more := self._decide(environment, one_by_one=False)):  # no job asks for this one any more
             starts += more
         witnesses = {each.facts.node: each.actor for each in self._held.values() if each.facts.ready}
         return tuple(starts), witnesses
@@ -219,14 +219,14 @@ class WarmPool:
                     name = process_name(environment, node)
                     facts = PooledProcess(name=name, node=node, environment=environment, ready=False)
                     self._held[name] = _Held(facts=facts, until_s=now_s + _ORDER_S)
-                    logger.info("process pool: one more on node %s: %s", node[:8], reason)
+                    logger.info("warm pool: one more on node %s: %s", node[:8], reason)
                     starts.append((name, node))
         return starts
 
     def _end(self, name: str, reason: str) -> None:
         held = self._held.pop(name, None)
         if held is not None:
-            logger.info("process pool: one less on node %s: %s", held.facts.node[:8], reason)
+            logger.info("warm pool: one less on node %s: %s", held.facts.node[:8], reason)
             if held.actor is not None:
                 ray.kill(held.actor)
 
@@ -241,7 +241,7 @@ class WarmPool:
                 await self._look()
                 self._decide()
             except Exception:
-                logger.exception("a round of the process pool failed; the next one follows in %g s", _LOOK_S)
+                logger.exception("a round of the warm pool failed; the next one follows in %g s", _LOOK_S)
             if rounds % _ROUNDS_PER_CALL == 0:
                 for held in [each for each in self._held.values() if each.facts.ready]:
                     self._background.start(self._ask(held, _ANSWER_S))
@@ -249,7 +249,7 @@ class WarmPool:
             self._requests = {each.job: each for each in remember(self._config, self._requests.values(), now_s)}
             self._busy = {key: until_s for key, until_s in self._busy.items() if until_s > now_s}
             if not self._requests and not self._held and now_s > self._since_s + _FIRST_S:
-                logger.info("process pool: no job for %g s, so it ends", self._config.idle_s)
+                logger.info("warm pool: no job for %g s, so it ends", self._config.idle_s)
                 ray.kill(self._handle)
 
     async def _look(self) -> None:

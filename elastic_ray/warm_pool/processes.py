@@ -73,7 +73,7 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
 
 
 def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
-    """A new worker process on the node; whoever calls ends it, and it ends itself when its owner is gone.
+    """A new worker process on the node; the caller ends it, and it ends itself when its owner is gone.
 
     It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
     worker's, but it can run where the group has reserved the room.
@@ -81,7 +81,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
     Args:
         spec: what environment it is to have.
         node: where it is to run.
-        owner: for whom it works; None for one of the cluster's pool, which nobody has claimed yet.
+        owner: for whom it works; None for one of the cluster's pool, which has no owner yet.
         name: its actor's name.
     """
     actor: Any = ray.remote(WorkerProcess)
@@ -181,7 +181,7 @@ class Processes:
         self._names[actor] = name
         try:
             return actor, await actor.prepare.remote(self._setup)
-        except BaseException:  # nobody knows of it yet
+        except BaseException:  # no other knows of it yet
             self._kill(actor)
             raise
 
@@ -254,7 +254,7 @@ class Processes:
 
     def _give_back(self, actor: Any, *, fit: bool) -> None:
         if self._closed:
-            return  # it was given back with all others, and may be somebody else's by now
+            return  # it was given back with all others, and may be another trial's by now
         if not fit:
             ray.kill(actor)  # at once, also if the sweep is busy
         del self._lent[actor]

@@ -17,7 +17,7 @@ _ESTIMATE_BYTES = 512 << 20  # of a process that has not told its size yet: Ray,
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """Bounds of the cluster's pool of warm processes, whoever uses it.
+    """Bounds of the cluster's pool of warm processes, for all jobs together.
 
     Attributes:
         per_node: most warm processes on one node; 0 turns the pool off.

@@ -63,12 +63,12 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Belong to this controller from now on; None to nobody whose end would end this process."""
+        """Belong to this controller from now on; None to none whose end would end this process."""
         self._heard_s = time.monotonic()
         self._registration = watch
 
     def _run(self) -> None:
-        """Ask again and again; end the process once it is nobody's."""
+        """Ask again and again; end the process once it belongs to no controller."""
         while True:
             time.sleep(_EVERY_S)
             watch = self._registration
@@ -83,7 +83,7 @@ class ControllerWatchdog:
                 self._end(why)
 
     def _ask(self, watch: Registration) -> str:
-        """Why this process is nobody's any more; empty while it is the controller's, or may be."""
+        """Why this process belongs to no controller any more; empty while it does, or may."""
         try:
             greeting: Greeting = ray.get(watch.controller.greet.remote(watch.worker, watch.token), timeout=_ANSWER_S)
             if greeting is Greeting.INTRODUCE and (told := self._introduce()) is not None:

@@ -1,7 +1,7 @@
 """What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
 
 What a user's train function makes is told as plain data of bounded size (``elastic_ray.session.metrics``), or closed
-(``elastic_ray.sealed``): Ray unpickles a message in the controller before anybody can look at it.
+(``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SHELL: whom a worker process belongs to: nobody at first, then one job, or one sweep, until it ends.
+"""SHELL: whom a worker process belongs to: the pool at first, then one job, or one sweep, until it ends.
 
 A process of the cluster's pool was started in the name of an earlier job. What Ray has set in it for that one is
 replaced: where modules are found, whose driver shows its output, and where names of actors are looked up.
@@ -32,10 +32,10 @@ _UNWANTED_S = 60.0  # its pool asks every few seconds
 
 
 class Ownership:
-    """Whom this process belongs to; it ends the process when nobody is left that could.
+    """Whom this process belongs to; it ends the process when no owner is left that could.
 
     Args:
-        owner: in whose name the process was started; None if it is for anybody.
+        owner: in whose name the process was started; None if it is for any job.
     """
 
     def __init__(self, owner: ProcessOwner | None) -> None:
@@ -47,7 +47,7 @@ class Ownership:
         self._thread.start()
 
     def wanted(self) -> bool:
-        """Somebody keeps it for later; whether it belongs to nobody yet."""
+        """A pool keeps it for later; whether it has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
 
@@ -68,7 +68,7 @@ class Ownership:
             os._exit(0)
 
     def _watch(self) -> None:
-        """End the process once nobody wants it, or its owner is gone."""
+        """End the process once it is not wanted, or its owner is gone."""
         while True:
             time.sleep(_LOOK_S)
             if self._owner is None:
@@ -77,7 +77,7 @@ class Ownership:
                 continue
             self._begun_s = self._begun_s or time.monotonic()
             if not self._prepared and time.monotonic() - self._begun_s > _UNUSED_S:
-                os._exit(0)  # whoever has claimed it has forgotten it
+                os._exit(0)  # its owner has forgotten it
             if self._owner.actor is not None and _is_gone(self._owner.actor):
                 time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``ControllerWatchdog``)
                 os._exit(0)

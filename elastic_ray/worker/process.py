@@ -82,7 +82,7 @@ class WorkerProcess:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this machine is there and neither stopped nor a zombie; True where nobody can tell."""
+    """Whether a process of this machine is there and neither stopped nor a zombie; True where that cannot be told."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

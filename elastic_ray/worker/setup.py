@@ -36,7 +36,7 @@ class ProcessOwner:
     """For whom a worker process works; one that was started before is made like a process of that one's own.
 
     Attributes:
-        holder: the job, or the sweep whose trials share the process; nobody else is ever given it.
+        holder: the job, or the sweep whose trials share the process; no other is ever given it.
         actor: handle of the actor that ends the process; when that actor is gone for good, the process ends itself.
             None for a driver.
         ray_job: id of Ray's job, whose driver shows what the process prints.

@@ -30,7 +30,7 @@ _CLOSE_TIMEOUT_S = 1.0
 class StateSaver:
     """Looks between any two steps whether a checkpoint is due; :meth:`close` when the run is over.
 
-    All ranks hold the same state, so that nobody needs to be asked: whoever is rank 0 saves.
+    All ranks hold the same state, so that no other rank needs to be asked: rank 0 saves.
 
     Args:
         session: the run.
@@ -97,7 +97,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def save(self) -> str:
-        """Save what this rank holds before it returns: the job is preempted, and nobody trains meanwhile.
+        """Save what this rank holds before it returns: the job is preempted, and no rank trains meanwhile.
 
         Returns:
             Why it could not be saved; empty if it was.
@@ -117,7 +117,7 @@ class StateSaver:
         return ""
 
     def _write_now(self, trees: Mapping[str, Any], point: Mapping[str, Any]) -> StateFile:
-        """Write while nobody trains, for as long as storage is not silent."""
+        """Write while no rank trains, for as long as storage is not silent."""
 
         def write(go_on: Callable[[], bool]) -> StateFile:
             return write_state(self._storage, trees, point, go_on=go_on)
@@ -189,7 +189,9 @@ class StateSaver:
         try:
             mean_s = self._told(saved)
         except Exception as error:
-            logger.warning("job %s: nobody has heard of the automatic checkpoint: %s", self._session.job, error)
+            logger.warning(
+                "job %s: the controller has not heard of the automatic checkpoint: %s", self._session.job, error
+            )
             return
         self._delete_others(state)  # not before: its controller may have to go on from one of them
         self._interval_s = self._fixed_s if self._fixed_s is not None else checkpoint_interval_s(cost_s, mean_s)

@@ -43,7 +43,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> by
 
 
 class PickledTrainLoop:
-    """A train function that is unpickled where it is called, together with its config: nobody on the way imports it."""
+    """A train function that is unpickled where it is called, with its config: no process on the way imports it."""
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed

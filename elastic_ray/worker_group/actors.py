@@ -145,7 +145,7 @@ class WorkerActors:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
                     await running  # it could not even begin
-        except RayTaskError as error:  # it has ended, and nobody can be told how: it would be so again
+        except RayTaskError as error:  # it has ended, and how cannot be told, now or later
             result = RunFailed(error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}"))
         except (RayError, asyncio.TimeoutError) as error:
             self._tell(Lost(worker=worker, cause=_first_line(error)))

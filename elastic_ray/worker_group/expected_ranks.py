@@ -11,7 +11,7 @@ class ExpectedRanks:
     """Tells workers their expected rank when they start, each another one.
 
     Before the first generation exactly one living worker is told rank 0, so that ``if rank == 0: download()`` runs
-    once; whoever joins a group that trains is never told 0. The ranks that they get in the end may be others.
+    once; a worker that joins a group that trains is never told 0. The ranks that they get in the end may be others.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class ExpectedRanks:
         self._told[worker] = rank
         node = nodes[worker]
         here = [each for each, where in nodes.items() if where == node]
-        # Of those on one node: members first, then whoever was told before.
+        # Of those on one node: members first, then those that were told before.
         before = [each for each in here if each != worker and (each in self._told or _is_member(each, spec))]
         return RankInfo(
             rank=rank,

@@ -13,7 +13,7 @@ class FailureDetector:
 
     Args:
         timeout_s: silence after which a member of a group counts as hung.
-        alone_s: the same for one that nobody waits for, or that was seen to be alive; ``timeout_s`` if not given.
+        alone_s: the same for one that no other waits for, or that was seen to be alive; ``timeout_s`` if not given.
     """
 
     def __init__(self, timeout_s: float, *, alone_s: float | None = None) -> None:

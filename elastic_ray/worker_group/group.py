@@ -43,7 +43,7 @@ from elastic_ray.worker_group.failure_detector import FailureDetector
 
 logger = logging.getLogger("elastic_ray.job")
 
-# Nobody waits for the only member of a group, so that a busy machine is no reason to give it up.
+# No other waits for the only member of a group, so that a busy machine is no reason to give it up.
 _ALONE_TIMES_LONGER = 15
 _WARM_UP_AFTER_S = 2.0
 _UNNOTED = 16  # workers that a controller may have named in its last moments
@@ -59,7 +59,7 @@ class GroupObserver(Protocol):
         """A group trains, or has failed."""
 
     def all_lost(self, reason: str) -> None:
-        """Nobody is left."""
+        """No worker is left that holds the state."""
 
     def complete(self) -> None:
         """All have come to the end of the train function."""

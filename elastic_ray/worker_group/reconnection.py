@@ -21,7 +21,7 @@ _POLL_S = 0.05
 _LOOK_S = 0.5  # between two looks at the silent; a worker asks its controller as often
 _QUIET_S = 2.0  # a worker that is well has asked several times by then: those that have not are worth a look
 _SEE_S = 5.0  # a node has so long to tell whether a process of its own runs
-_SILENT_S = 3.0  # one of which nobody can tell counts as lost after this
+_SILENT_S = 3.0  # a worker that cannot be looked at counts as lost after this
 # One that runs and is silent may be starved, with its state whole. To wait for it costs nothing: no step is committed
 # without it, and a controller that had been there all along would wait longer (``WorkerGroup``'s failure detector).
 _STARVED_S = 20.0
@@ -105,6 +105,6 @@ class Reconnection:
 def _lives(process: str) -> bool:
     try:
         return find_actor(process) is not None
-    except Exception as error:  # the control store does not answer: nobody knows
+    except Exception as error:  # the control store does not answer: it may live
         logger.info("process %s could not be looked up: %s", process, error)
         return True
