@@ -100,7 +100,7 @@ def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **f
     )
 
 
-def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
+def planner_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
     planner = BatchPlanner(fixed=False)
     planner.open(LOADER)
     choice = planner.choose(plan(2, generation), gpu)
@@ -153,7 +153,7 @@ def test_a_step_whose_update_is_in_the_model_counts_in_the_checkpoint() -> None:
 
 
 def test_progress_is_told_from_the_checkpoint_until_workers_can() -> None:
-    planner, choice = desk_on()
+    planner, choice = planner_on()
     point = RunProgress(epoch=2, epochs=4, done=16.0, epoch_ends=[8.0, 16.0]).resume_point()
     assert seen(planner).progress is None
     assert seen(planner, point).progress == Progress(done=16.0, epoch_ends=(8.0, 16.0), epochs=4)
@@ -162,7 +162,7 @@ def test_progress_is_told_from_the_checkpoint_until_workers_can() -> None:
 
 
 def test_a_report_that_comes_late_takes_no_progress_back() -> None:
-    planner, choice = desk_on()
+    planner, choice = planner_on()
     planner.observe(report(2, choice, total_steps=30, progress=Progress(done=30.0)))
     planner.observe(report(2, choice, total_steps=20, progress=Progress(done=20.0)))
     assert seen(planner).progress == Progress(done=30.0)
@@ -171,7 +171,7 @@ def test_a_report_that_comes_late_takes_no_progress_back() -> None:
 
 
 def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
-    planner, choice = desk_on()
+    planner, choice = planner_on()
     before = seen(planner)
     planner.observe(report(2, choice))
     assert is_news(before, seen(planner), 0.1) is None
@@ -206,7 +206,7 @@ def test_a_name_of_the_users_holds_before_the_model_is_built() -> None:
 
 
 def test_observations_are_told_by_type_and_change_rarely() -> None:
-    planner, choice = desk_on("T4")
+    planner, choice = planner_on("T4")
     planner.observe(report(2, choice))
     fit_now(planner, 10.0)
     first = seen(planner)
@@ -224,7 +224,7 @@ def test_observations_are_told_by_type_and_change_rarely() -> None:
 
 
 def test_types_are_measured_apart_and_a_mixed_group_tells_nothing() -> None:
-    planner, choice = desk_on("T4")
+    planner, choice = planner_on("T4")
     planner.observe(report(2, choice))
     fit_now(planner, 10.0)
     there = planner.choose(plan(4, 2), "A100")
@@ -245,7 +245,7 @@ def test_types_are_measured_apart_and_a_mixed_group_tells_nothing() -> None:
 
 def test_a_heartbeat_is_small() -> None:
     """Also of a job that has run in 64 configurations for 100 000 epochs."""
-    planner, _ = desk_on()
+    planner, _ = planner_on()
     ends = Progress(done=1e6, epoch_ends=tuple(float(i) for i in range(128)), epochs=1000)
     for workers in range(1, 9):
         for atomic in range(16, 528, 64):
@@ -286,13 +286,13 @@ def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
     assert tuner.decide(1, 4, None).batch_size == 256
 
 
-def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
+def test_a_planner_is_advised_before_and_after_its_first_group() -> None:
     early = BatchPlanner(fixed=False)
     assert early.advise({"T4": PRIOR}) is None
     early.open(LOADER)
     choice = early.choose(plan(2, 1), "T4")
     assert choice is not None and choice.batch_size(2) > 128
-    late, choice = desk_on("T4")
+    late, choice = planner_on("T4")
     late.observe(report(2, choice, steps=0))
     change = late.advise({"T4": PRIOR, "A100": PRIOR})
     assert change is not None and change[0].batch_size(2) > 128

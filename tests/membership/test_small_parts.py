@@ -214,15 +214,15 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
     )
 
 
-def open_desk(*, fixed: bool = False) -> BatchPlanner:
+def open_planner(*, fixed: bool = False) -> BatchPlanner:
     planner = BatchPlanner(fixed=fixed)
     limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
     planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
     return planner
 
 
-def test_a_fixed_desk_keeps_the_global_batch_whatever_the_number_of_workers() -> None:
-    planner = open_desk(fixed=True)
+def test_a_fixed_planner_keeps_the_global_batch_whatever_the_number_of_workers() -> None:
+    planner = open_planner(fixed=True)
     for workers in (1, 2, 4):
         choice = planner.choose(plan_of(workers))
         assert choice is not None
@@ -230,7 +230,7 @@ def test_a_fixed_desk_keeps_the_global_batch_whatever_the_number_of_workers() ->
 
 
 def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_between() -> None:
-    planner = open_desk()
+    planner = open_planner()
     assert planner.observe(report_of(2, BatchChoice(atomic_bsz=32))) is None
     changed = report_of(2, BatchChoice(atomic_bsz=64))
     assert planner.observe(dataclasses.replace(changed, steps=0, batch_size=0)) is None
@@ -239,13 +239,13 @@ def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_betw
     assert planner.observe(report_of(4, BatchChoice(atomic_bsz=64))) is None  # the resize tells of it
 
 
-def test_a_desk_that_knows_no_loader_leaves_the_choice_to_it() -> None:
+def test_a_planner_that_knows_no_loader_leaves_the_choice_to_it() -> None:
     assert BatchPlanner(fixed=False).choose(plan_of(2)) is None
 
 
 def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:
     """The job trains on with two workers; the planner must not believe that it has four."""
-    planner = open_desk()
+    planner = open_planner()
     shape = planner.choose(plan_of(2))
     assert shape is not None
     assert planner.choose(plan_of(4, generation=2)) is not None
@@ -263,7 +263,7 @@ def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> 
 
 def test_a_withdrawal_from_one_worker_leaves_the_batch_in_use_alone() -> None:
     """A worker that starts over is not to hear of the generation in effect any more; for the others it stands."""
-    planner = open_desk()
+    planner = open_planner()
     planner.choose(plan_of(2))
     planner.choose(plan_of(4, generation=2))
     planner.observe(report_of(4, BatchChoice(atomic_bsz=16), generation=2))
