@@ -24,7 +24,7 @@ from typing import Any
 import pyarrow.fs
 
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.progress import check_resume_point
+from elastic_ray.state.progress import check_resume_point
 from placement.storage.private_files import make_directory, open_output
 
 DIRECTORY = "automatic"

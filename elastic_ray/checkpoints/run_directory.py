@@ -18,7 +18,7 @@ import pyarrow.fs
 from elastic_ray.checkpoints.copying import MissingSourceError, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.events import JobEvent, Report, plain
-from elastic_ray.session.progress import check_resume_point
+from elastic_ray.state.progress import check_resume_point
 from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, open_output
 from placement.storage.storage_calls import call_storage
 

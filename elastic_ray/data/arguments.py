@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from elastic_ray.data.epochs import EpochHook
 
@@ -186,3 +187,12 @@ def _order_of(sampler: Any) -> dict[str, Any]:
             )
         return {"shuffle": True}
     return {"sampler": sampler}
+
+
+def describe_sample(dataset: Any) -> str:
+    """A dataset's samples, as far as they can be told without loading one (it may be slow, or draw random numbers)."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    tensors = getattr(dataset, "tensors", ())
+    shapes = [f"{tuple(t.shape[1:])} {t.dtype}" for t in tensors if isinstance(t, torch.Tensor)]
+    return " ".join([type(dataset).__qualname__, *shapes])

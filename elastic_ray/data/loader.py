@@ -10,18 +10,18 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
-from elastic_ray.data.arguments import LoaderArguments, taken_over
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
 from elastic_ray.data.batches import Feed, Fetching, MapFeed, StepCut, StreamFeed
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.whole import batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeFeed
-from elastic_ray.parallel.signature import describe_sample
-from elastic_ray.session.api import check_present, current_session, session_of_thread
-from elastic_ray.session.link import LoaderInfo
-from elastic_ray.session.progress import LoopProgress
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import check_present, session_of_thread
 from elastic_ray.session.session import Session
 from elastic_ray.session.step import Step
+from elastic_ray.state.progress import LoopProgress
 
 
 class AdaptiveDataLoader:

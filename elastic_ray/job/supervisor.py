@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError, fit_snapshot
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.background import Background
-from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.job.journal import Journal, Noted, as_text, from_text, run_of
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.spec import JobSpec
@@ -38,7 +39,6 @@ from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import ReportFeed
 from elastic_ray.record.writer import Scribe, unreadable
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.session.link import StepReport
 from elastic_ray.worker.messages import (
     Beat,
     Introduction,
@@ -89,7 +89,7 @@ class RunningJob:
         self._spec, self._background, self._journal = spec, background, journal
         self.record = JobRecord(spec)
         self._scribe = Scribe(spec, self.record, background, self._of_storage)
-        self._desk = BatchDesk(fixed=spec.elastic.fixed_batch)
+        self._desk = BatchPlanner(fixed=spec.elastic.fixed_batch)
         self.group = WorkerGroup(spec, controller, self.record, self._desk, background, self, named=named)
         self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
         self.feed = ReportFeed(ahead=spec.trial.reports_ahead if spec.trial is not None else None)

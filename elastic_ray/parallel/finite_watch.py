@@ -7,26 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic_ray.parallel.buckets import Bucket
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.session.session import Session
-
-
-def whole_is_finite(buckets: Sequence[Bucket]) -> bool:
-    """Whether all gradients in the buckets are finite, by one sum over each."""
-    if len(buckets) == 1:
-        total = float(buckets[0].body.sum())
-    else:
-        total = float(torch.stack([bucket.body.sum().to(torch.float32) for bucket in buckets]).sum())
-    # A sum may overflow where no gradient has.
-    return math.isfinite(total) or all(bool(bucket.body.isfinite().all()) for bucket in buckets)
-
-
-def own_is_finite(buckets: Sequence[Bucket]) -> bool:
-    """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
-    tensors = [grad for bucket in buckets for grad in bucket.grads if grad is not None]
-    tensors += [bucket.carried for bucket in buckets if bucket.carried is not None]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 class FiniteWatch:

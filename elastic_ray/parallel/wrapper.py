@@ -11,24 +11,24 @@ import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
+from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.parallel.buffers import BufferSync, KeptBuffers
-from elastic_ray.parallel.carried_gradients import CarriedGradients
 from elastic_ray.parallel.finite_watch import FiniteWatch
-from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.refusals import (
-    STEP_AFTER_BACKWARD,
     refuse_options,
     refuse_several,
     refuse_sparse,
     refuse_steps_in_backward,
 )
 from elastic_ray.parallel.signature import describe_model
-from elastic_ray.parallel.trainable import Trainable, TrainedState
-from elastic_ray.session.api import session_of_new_model
 from elastic_ray.session.session import Session
 from elastic_ray.state.tree import DictState, ModuleState
+from elastic_ray.sync.carried_gradients import CarriedGradients
+from elastic_ray.sync.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.noise import NoiseTracker
+from elastic_ray.sync.reducer import GradientReducer
+from elastic_ray.sync.trainable import Trainable, TrainedState
 from placement.goodput.model import NoiseScale
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
@@ -100,7 +100,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._tracker = NoiseTracker(optimizer, len(trainable.groups))
         told = describe_model(module, optimizer, amp=grad_scaler is not None)
-        self._index = session.new_model(told, self._tracker_noise)
+        self._index = session.new_model(told, lambda: self.noise_scale)
         session.replicas.add(module)
         self._trainable = trainable
         self._finite = FiniteWatch(session, module, self._index, nonfinite)
@@ -160,10 +160,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._tracker.progress
 
     # -- within the package ------------------------------------------------------------------------------------
-
-    def _tracker_noise(self) -> tuple[float, float] | None:
-        noise = self.noise_scale
-        return None if noise is None else (noise.sqr, noise.var)
 
     def _grad_scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0

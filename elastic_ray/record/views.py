@@ -6,27 +6,27 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
-from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
-from elastic_ray.session.progress import RunProgress
+from elastic_ray.state.progress import RunProgress
 from elastic_ray.worker.messages import ProcessFacts
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 
 
-def max_workers(spec: JobSpec, desk: BatchDesk) -> int:
+def max_workers(spec: JobSpec, desk: BatchPlanner) -> int:
     """Most workers that the job has a use for, never fewer than its minimum."""
     most = spec.max_workers if desk.loader is None else min(spec.max_workers, desk.loader.max_workers)
     return max(spec.min_workers, most)
 
 
-def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
+def check_size(workers: int, spec: JobSpec, desk: BatchPlanner) -> None:
     """Refuse a size that the job cannot be held at.
 
     Raises:
@@ -45,7 +45,7 @@ def check_size(workers: int, spec: JobSpec, desk: BatchDesk) -> None:
 
 def allocator_view(
     spec: JobSpec,
-    desk: BatchDesk,
+    desk: BatchPlanner,
     history: SizeHistory,
     *,
     resume_point: Mapping[str, Any] | None,
@@ -98,7 +98,7 @@ def allocator_view(
     )
 
 
-def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | None) -> Progress | None:
+def _progress(spec: JobSpec, desk: BatchPlanner, resume_point: Mapping[str, Any] | None) -> Progress | None:
     if desk.latest is not None:
         progress = desk.latest.progress
     else:
@@ -108,7 +108,7 @@ def _progress(spec: JobSpec, desk: BatchDesk, resume_point: Mapping[str, Any] | 
     return progress
 
 
-def job_status(spec: JobSpec, desk: BatchDesk, record: JobRecord, machine: JobMembership) -> JobStatus:
+def job_status(spec: JobSpec, desk: BatchPlanner, record: JobRecord, machine: JobMembership) -> JobStatus:
     """The job as its driver sees it."""
     report, ended = desk.latest, record.phase.ended
     return JobStatus(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 from collections.abc import Iterable, Sequence
 
 _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact in float64
@@ -16,10 +15,6 @@ _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact i
 
 class RanksDisagreeError(RuntimeError):
     """The ranks of a job make different calls in the same step, so that their collectives cannot be matched."""
-
-
-class ReplicasDifferError(RuntimeError):
-    """The ranks of a job hold different parameters, though each has applied the same steps."""
 
 
 class Intent(enum.IntEnum):
@@ -70,11 +65,6 @@ class Announced:
                 return f"brings the buffers of its models along (layout {self.detail:010x})"
             case Intent.FINISH:
                 return "has returned from the train function"
-
-
-def digest(what: object) -> int:
-    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DETAIL_BITS // 8).digest(), "big")
 
 
 def disagreement(codes: Sequence[int], ticks: Sequence[int]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
-from elastic_ray.session.link import ModelInfo
 from placement.goodput.model import NoiseScale
 
-Noise = Callable[[], "tuple[float, float] | None"]
+Noise = Callable[[], "NoiseScale | None"]
 
 
 class WrappedModels:
@@ -29,13 +29,12 @@ class WrappedModels:
         self._noises.append(noise)
         return len(self._noises) - 1
 
-    def noise(self) -> tuple[float, float] | None:
-        """(sqr, var) of the first model; None before an estimate."""
+    def noise(self) -> NoiseScale | None:
+        """Of the first model; None before an estimate."""
         return self._noises[0]() if self._noises else None
 
     def gain(self, scale: float) -> float:
         """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
         if scale == 1.0:
             return 1.0
-        noise = self.noise()
-        return step_gain(scale, NoiseScale(*noise) if noise is not None else None)
+        return step_gain(scale, self.noise())

@@ -13,21 +13,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.plan import Place, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.parallel.optimizer_watch import OptimizerWatch
 from elastic_ray.session.announcer import Announcer
-from elastic_ray.session.intents import Announced, Intent, digest
-from elastic_ray.session.link import Link, LoaderInfo, ModelInfo, StepReport
+from elastic_ray.session.controller_client import Link
+from elastic_ray.session.intents import Announced, Intent
 from elastic_ray.session.models import Noise, WrappedModels
-from elastic_ray.session.progress import LoopProgress, RunProgress
+from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.step import Step
 from elastic_ray.session.step_clock import StepClock
 from elastic_ray.session.step_sums import StepSums
 from elastic_ray.session.transitions import Passage, WorkerDismissed
 from elastic_ray.session.vote import Agreement, with_names_of_first_rank
+from elastic_ray.state.layout import digest
+from elastic_ray.state.progress import LoopProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.session.progress import LoopProgress
+from elastic_ray.state.progress import LoopProgress
 
 
 @dataclasses.dataclass(slots=True)

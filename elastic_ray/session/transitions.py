@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elastic_ray.membership.plan import Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
-from elastic_ray.session.link import Link
+from elastic_ray.session.controller_client import Link
 
 logger = logging.getLogger(__name__)
 

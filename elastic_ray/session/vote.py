@@ -12,7 +12,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
 from elastic_ray.session.announcer import ROOM
-from elastic_ray.session.progress import agreed_lead, names_agree, names_ballot
+from elastic_ray.session.ballot import agreed_lead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption, and
 # how often rank 0 has reported.

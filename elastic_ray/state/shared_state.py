@@ -11,9 +11,8 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.plan import Progress
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.session.intents import ReplicasDifferError, digest
-from elastic_ray.session.progress import LoopProgress, RunProgress
-from elastic_ray.state.layout import difference, packed
+from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
+from elastic_ray.state.progress import LoopProgress, RunProgress
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,

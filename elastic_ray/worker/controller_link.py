@@ -13,10 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import hold
 from elastic_ray.checkpoints.reported import ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.link import LoaderInfo, StepReport
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.messages import (

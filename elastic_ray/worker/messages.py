@@ -1,6 +1,6 @@
 """What workers tell their controller, and what they are started with: plain values.
 
-What a user's train function makes is told as plain data of bounded size (``elastic_ray.session.metrics``), or closed
+What a user's train function makes is told as plain data of bounded size (``elastic_ray.loop.metrics``), or closed
 (``elastic_ray.sealed``): Ray unpickles a message in the controller before anybody can look at it.
 """
 
@@ -11,11 +11,11 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.config import ElasticConfig
 from elastic_ray.membership.plan import Place, Plan
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.session.link import LoaderInfo, StepReport
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,12 @@ from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.plan import Message, Plan
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, Graveyard
 from elastic_ray.membership.worker_side import LostGroupError, Membership
-from elastic_ray.parallel.optimizer_watch import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
-from elastic_ray.session.api import set_session
-from elastic_ray.session.progress import RunProgress
+from elastic_ray.session.current import set_session
+from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.progress import RunProgress
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
 from elastic_ray.worker.controller_link import ControllerLink, Heart

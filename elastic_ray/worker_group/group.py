@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job.background import Background
-from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.job.journal import Noted
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.membership.generation import JobMembership, MembershipConfig
@@ -90,7 +90,7 @@ class WorkerGroup:
         spec: JobSpec,
         controller: Any,
         record: JobRecord,
-        desk: BatchDesk,
+        desk: BatchPlanner,
         background: Background,
         owner: Owner,
         *,

@@ -12,16 +12,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
-from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.job.fingerprint import fingerprint
 from elastic_ray.job.spec import JobSpec, TrialSpec
 from elastic_ray.membership.plan import Member, Plan
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
-from elastic_ray.session.link import LoaderInfo, ModelInfo, StepReport
-from elastic_ray.session.progress import LoopProgress, RunProgress
+from elastic_ray.state.progress import LoopProgress, RunProgress
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
@@ -72,7 +72,7 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
         "steps": 20,
         "step_time": float(TRUTH.step_time(1, workers, shape.atomic_bsz, shape.accum_steps)),
         "grad_time": 0.0,
-        "noise": (1.0, 20.0),
+        "noise": NoiseScale(sqr=1.0, var=20.0),
         "epoch": 0,
         "epochs": 4,
         "total_steps": 20,
@@ -82,7 +82,7 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
     return StepReport(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
+def seen(desk: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:
     history = SizeHistory(0.0)
     history.most_workers = ran_with
     return allocator_view(
@@ -98,15 +98,15 @@ def seen(desk: BatchDesk, resume_point: Any = None, ran_with: int = 2, **fields:
     )
 
 
-def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchDesk, BatchChoice]:
-    desk = BatchDesk(fixed=False)
+def desk_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
+    desk = BatchPlanner(fixed=False)
     desk.open(LOADER)
     choice = desk.choose(plan(2, generation), gpu)
     assert choice is not None
     return desk, choice
 
 
-def fit_now(desk: BatchDesk, now_s: float) -> Any:
+def fit_now(desk: BatchPlanner, now_s: float) -> Any:
     snapshot = desk.due(now_s)
     assert snapshot is not None
     return desk.fitted(fit_snapshot(snapshot))
@@ -285,7 +285,7 @@ def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
 
 
 def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
-    early = BatchDesk(fixed=False)
+    early = BatchPlanner(fixed=False)
     assert early.advise({"T4": PRIOR}) is None
     early.open(LOADER)
     choice = early.choose(plan(2, 1), "T4")
@@ -301,6 +301,6 @@ def test_a_desk_is_advised_before_and_after_its_first_group() -> None:
 def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
     """Of eight trials that come at once, each would have started a second process for nothing."""
     trial = TrialSpec(controller="c")
-    assert seen(BatchDesk(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
-    assert seen(BatchDesk(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
-    assert seen(BatchDesk(fixed=False), ran_with=0).growth_limit is None
+    assert seen(BatchPlanner(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
+    assert seen(BatchPlanner(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
+    assert seen(BatchPlanner(fixed=False), ran_with=0).growth_limit is None

@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> str:
     import torch
 
     import elastic_ray as er
-    from elastic_ray.session.api import current_session
+    from elastic_ray.loop.api import current_session
 
     if "starve" in config and not _first_in(Path(config["starve"])):
         raise MemoryError("no room for the model")

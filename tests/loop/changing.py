@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.membership.plan import Member, Plan
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.session.api import set_session
-from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from tests.membership.groups import LocalController, local_controller, member

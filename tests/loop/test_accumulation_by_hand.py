@@ -17,8 +17,8 @@ from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.plan import Stop
-from elastic_ray.session.api import current_session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Kill, Outcome, run_job

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
-from elastic_ray.session.metrics import MOST_CHARACTERS, plain_metrics
+from elastic_ray.loop.api import current_session
+from elastic_ray.loop.metrics import MOST_CHARACTERS, plain_metrics
+from elastic_ray.session.current import set_session
 
 
 class Phase(str, enum.Enum):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_session
 from elastic_ray.parallel.nonfinite import describe_gradients
-from elastic_ray.session.api import current_session
 from tests.loop.changing import Kill, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 

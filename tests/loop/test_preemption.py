@@ -14,14 +14,15 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.plan import Stop
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.record.record import JobRecord
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
-from elastic_ray.standalone.session import StandaloneLink
+from elastic_ray.standalone.session import StandaloneController
 from elastic_ray.worker.messages import WorkerReport
 from elastic_ray.worker.state_saver import StateSaver
 
@@ -69,7 +70,7 @@ def session_of(kept: dict[str, Any] | None = None) -> Session:
         return Communicator(None, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
 
     membership = Membership("0", form, lambda generation, cause: None)
-    session = Session("0", membership, StandaloneLink(1, 1, membership.post), kept=kept, elastic=True)
+    session = Session("0", membership, StandaloneController(1, membership.post), kept=kept, elastic=True)
     set_session(session)
     return session
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import set_session
 from elastic_ray.state.replicas import Replicas
 from tests.loop.ranks import RankFailedError, Ranks
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import set_session
 from tests.loop.ranks import Ranks
 
 

@@ -15,8 +15,8 @@ from elastic_ray.batch.noise_scale import SmoothedNoise, estimate
 from elastic_ray.batch.scaling_rules import RULES
 from elastic_ray.batch.statistics import WARM_STEPS
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.plan import SetBatch
-from elastic_ray.session.api import current_session
 from placement.goodput.model import NoiseScale
 from tests.loop.ranks import Ranks
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session
+from elastic_ray.loop.api import current_session
 from tests.loop.ranks import RankFailedError, Ranks
 
 CANDIDATES = 10

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
-from elastic_ray.job.batch_planner import BatchDesk
 from elastic_ray.membership.plan import Member, Plan, Progress
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.session.link import LoaderInfo, StepReport
-from elastic_ray.session.progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.session.ballot import agreed_lead
+from elastic_ray.state.progress import LoopProgress, RunProgress
 from elastic_ray.worker_group.failure_detector import Pulse
+from placement.goodput.model import NoiseScale
 
 # -- transfer_rounds -----------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ def test_silence_is_never_longer_than_time_and_who_speaks_is_never_silent(gaps: 
         assert "b" not in silent
 
 
-# -- BatchDesk -----------------------------------------------------------------------------------------------------
+# -- BatchPlanner --------------------------------------------------------------------------------------------------
 
 
 def plan_of(workers: int, generation: int = 1) -> Plan:
@@ -206,7 +208,7 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
         steps=10,
         step_time=0.1 + 0.001 * shape.atomic_bsz,
         grad_time=0.05,
-        noise=(1.0, 1000.0),
+        noise=NoiseScale(sqr=1.0, var=1000.0),
         epoch=0,
         epochs=1,
         total_steps=10,
@@ -214,8 +216,8 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
     )
 
 
-def open_desk(*, fixed: bool = False) -> BatchDesk:
-    desk = BatchDesk(fixed=fixed)
+def open_desk(*, fixed: bool = False) -> BatchPlanner:
+    desk = BatchPlanner(fixed=fixed)
     limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
     desk.open(LoaderInfo(limits=limits, dataset_size=10_000))
     return desk
@@ -240,7 +242,7 @@ def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_betw
 
 
 def test_a_desk_that_knows_no_loader_leaves_the_choice_to_it() -> None:
-    assert BatchDesk(fixed=False).choose(plan_of(2)) is None
+    assert BatchPlanner(fixed=False).choose(plan_of(2)) is None
 
 
 def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.session.metrics import plain_metrics
+from elastic_ray.loop.metrics import plain_metrics
+from elastic_ray.session.current import check_present, session_of_thread, set_session
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
-
 
 def current_session() -> Session:
     """The session of the train loop that runs in this thread.
@@ -27,18 +25,13 @@ def current_session() -> Session:
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
     """
-    session = _session.get()
+    session = session_of_thread()
     if session is None:
         from elastic_ray.standalone.session import standalone_session
 
         session = standalone_session()
-        _session.set(session)
+        set_session(session)
     return session
-
-
-def session_of_thread() -> Session | None:
-    """The session of this thread's train loop; None where nothing has asked for one."""
-    return _session.get()
 
 
 def session_of_new_model() -> Session:
@@ -54,7 +47,7 @@ def session_of_new_model() -> Session:
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
-    _session.set(session)
+    set_session(session)
     for late in earlier.late:
         if (join := late()) is not None:
             join(session)
@@ -69,21 +62,6 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
     loader = leading()
     if loader is not None and session.loader is None:
         loader.join(session)
-
-
-def check_present(session: Session) -> None:
-    """Raise RuntimeError if a later run of this process has taken the place of this one."""
-    present = _session.get()
-    if present is not None and present is not session:
-        raise RuntimeError(
-            "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
-            "begun another run of this process, so the loop of the run before cannot go on"
-        )
-
-
-def set_session(session: Session | None) -> None:
-    """Set (or forget) the session of this thread's train loop."""
-    _session.set(session)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ray.session.api import session_of_thread
+from elastic_ray.session.current import session_of_thread
 
 _installed = False
 

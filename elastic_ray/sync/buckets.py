@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
-from elastic_ray.parallel.refusals import check_gradients
+from elastic_ray.sync.gradient_checks import check_gradients
 
 # As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -175,3 +176,20 @@ def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tupl
     sizes = [p.numel() for p in params]
     body = flat[: sum(sizes)]
     return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
+
+
+def whole_is_finite(buckets: Sequence[Bucket]) -> bool:
+    """Whether all gradients in the buckets are finite, by one sum over each."""
+    if len(buckets) == 1:
+        total = float(buckets[0].body.sum())
+    else:
+        total = float(torch.stack([bucket.body.sum().to(torch.float32) for bucket in buckets]).sum())
+    # A sum may overflow where no gradient has.
+    return math.isfinite(total) or all(bool(bucket.body.isfinite().all()) for bucket in buckets)
+
+
+def own_is_finite(buckets: Sequence[Bucket]) -> bool:
+    """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+    tensors = [grad for bucket in buckets for grad in bucket.grads if grad is not None]
+    tensors += [bucket.carried for bucket in buckets if bucket.carried is not None]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

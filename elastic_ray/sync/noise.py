@@ -16,8 +16,8 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.parallel.buckets import Bucket
 from elastic_ray.session.step import Step
+from elastic_ray.sync.buckets import Bucket
 from placement.goodput.model import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic_ray.session.api import current_session, session_of_thread
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import session_of_thread
 
 
 class _Sum(float):

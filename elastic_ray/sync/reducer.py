@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.parallel.buckets import Bucket, build_buckets
-from elastic_ray.parallel.carried_gradients import CarriedGradients
-from elastic_ray.parallel.finite_watch import own_is_finite, whole_is_finite
-from elastic_ray.parallel.noise import NoiseTracker
-from elastic_ray.parallel.trainable import Trainable
-from elastic_ray.session.intents import Announced, Intent, digest
+from elastic_ray.session.intents import Announced, Intent
 from elastic_ray.session.session import Session
 from elastic_ray.session.step import Step
 from elastic_ray.session.vote import CONTROL_SIZE
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.buckets import Bucket, build_buckets, own_is_finite, whole_is_finite
+from elastic_ray.sync.carried_gradients import CarriedGradients
+from elastic_ray.sync.noise import NoiseTracker
+from elastic_ray.sync.trainable import Trainable
 
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
