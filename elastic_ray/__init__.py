@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
+    from elastic_ray.consensus.intents import RanksDisagreeError
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.driver.access import AccessRefusedError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from elastic_ray.membership.rendezvous import CommunicationFailedError
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
-    from elastic_ray.session.intents import RanksDisagreeError
     from elastic_ray.state.layout import ReplicasDifferError
     from elastic_ray.state.tree import UnsafeStateError
     from placement.allocator.actor import PolicyConflictError
@@ -58,7 +58,7 @@ _HOMES = {
     "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
     "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
     "PolicyConflictError": "placement.allocator.actor",
-    "RanksDisagreeError": "elastic_ray.session.intents",
+    "RanksDisagreeError": "elastic_ray.consensus.intents",
     "ReplicasDifferError": "elastic_ray.state.layout",
     "Report": "elastic_ray.events",
     "SchedulingConfig": "elastic_ray.config",

@@ -22,7 +22,7 @@ train = runpy.run_path(sys.argv[1], run_name="__main__")["train"]
 train({"lr": 0.1})
 
 from elastic_ray.loop.api import current_session
-print(current_session().link.metrics["loss"])
+print(current_session().controller.metrics["loss"])
 """
 
 

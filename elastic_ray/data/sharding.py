@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Progress:
+class DataPosition:
     """How far the job has come in its data; of two values the larger one is further on.
 
     Attributes:
@@ -35,14 +35,14 @@ class Progress:
         _check_count("epoch", self.epoch, at_least=0)
         _check_count("position", self.position, at_least=0)
 
-    def advance(self, samples: int) -> Progress:
+    def advance(self, samples: int) -> DataPosition:
         """The progress after a committed step that used `samples` samples."""
         _check_count("samples", samples, at_least=0)
-        return Progress(epoch=self.epoch, position=self.position + samples)
+        return DataPosition(epoch=self.epoch, position=self.position + samples)
 
-    def next_epoch(self) -> Progress:
+    def next_epoch(self) -> DataPosition:
         """The progress at the start of the epoch that follows."""
-        return Progress(epoch=self.epoch + 1, position=0)
+        return DataPosition(epoch=self.epoch + 1, position=0)
 
 
 def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:

@@ -223,7 +223,7 @@ class RunningJob:
                 metrics=message.metrics,
                 checkpoint=message.checkpoint,
                 workers=workers,
-                epochs_done=int(message.resume_point.get("epoch", 0)),
+                epochs_done=message.resume_point.epoch,
             )
         )
         await self.feed.turn(message.index)
@@ -353,7 +353,8 @@ class RunningJob:
         self._looking = False
         if self.record.phase.ended:
             return
-        steps = (self.record.resume_point or {}).get("steps")
+        point = self.record.resume_point
+        steps = point.steps if point is not None else None
         start = f"from step {steps}" if steps is not None else "anew"
         self._event(EventKind.RESTART, self.group.machine.world_size, 0, f"{reason}; it starts {start}")
         self._give_all_back()
@@ -522,7 +523,8 @@ class RunningJob:
             if self.record.outcome() is None:
                 self._end_again()
             return
-        self._begun_after = int((self.record.resume_point or {}).get("reports", 0))
+        point = self.record.resume_point
+        self._begun_after = point.reports if point is not None else 0
         self.feed.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self.group.machine.workers:
             self.group.machine.reset(first_most=self.record.workers_at_most)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.loop.metrics import plain_metrics
 from elastic_ray.session.current import check_present, session_of_thread, set_session
+from elastic_ray.session.registry import HookPoint
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -48,19 +49,18 @@ def session_of_new_model() -> Session:
 
     session = session_after(earlier)
     set_session(session)
-    for late in earlier.late:
-        if (join := late()) is not None:
-            join(session)
-    leading = earlier.leading_loader
+    for join in earlier.registry.loaders.late():
+        join(session)
+    leading = earlier.registry.loaders.leading
     if leading is not None:
-        session.before_first_epoch.append(lambda: _take_along(leading, session))
+        session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, lambda: _take_along(leading, session))
     return session
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
     """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
     loader = leading()
-    if loader is not None and session.loader is None:
+    if loader is not None and session.registry.loaders.info is None:
         loader.join(session)
 
 
@@ -78,27 +78,27 @@ class ElasticContext:
 
     def get_world_size(self) -> int:
         """Number of workers of the present generation."""
-        return self._session.place.world_size
+        return self._session.group.place.world_size
 
     def get_world_rank(self) -> int:
         """Rank of this worker, from 0."""
-        return self._session.place.rank
+        return self._session.group.place.rank
 
     def get_local_rank(self) -> int:
         """Rank of this worker among those on its node."""
-        return self._session.place.local_rank
+        return self._session.group.place.local_rank
 
     def get_local_world_size(self) -> int:
         """Workers of the present generation on this worker's node."""
-        return self._session.place.local_world_size
+        return self._session.group.place.local_world_size
 
     def get_node_rank(self) -> int:
         """Index of this worker's node in the job."""
-        return self._session.place.node_rank
+        return self._session.group.place.node_rank
 
     def get_generation(self) -> int:
         """Number of the present generation: how often the group has changed, 0 before the first."""
-        return self._session.membership.generation
+        return self._session.group.generation
 
     def get_job_name(self) -> str:
         """Name of the job."""
@@ -138,13 +138,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
     session = current_session()
-    if session.replaying:
+    if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
-    session.progress.reports = max(session.progress.reports, session.agreement.reports) + 1
-    session.agreement.reports = session.progress.reports
-    if session.place.rank == 0:
+    number = session.count_report()
+    if session.group.place.rank == 0:
         plain = plain_metrics(metrics)
-        session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
+        session.controller.report(plain, checkpoint, session.resume_point(), number)
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -174,15 +173,13 @@ def remaining_epochs_until(epochs: int) -> Iterator[int]:
 
 
 def _epochs(session: Session, epochs: int) -> Iterator[int]:
-    session.in_epochs = True
-    session.sync_point()
-    session.progress.epochs = epochs
+    session.begin_epochs(epochs)
     while session.progress.epoch < epochs:
-        session.begin_epoch()
+        session.ledger.begin_epoch()
         yield session.progress.epoch
         check_present(session)
-        session.end_epoch()
-    session.begin_epoch()
+        session.passes.end_epoch()
+    session.ledger.begin_epoch()
 
 
 def current_epoch() -> int:

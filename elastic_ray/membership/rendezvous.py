@@ -249,6 +249,10 @@ class Communicator:
         self._guard(work.wait)
         return True
 
+    def mark_broken(self) -> None:
+        """A peer does not keep to the protocol: operations may be pending for ever."""
+        self.broken = True
+
     def wait_all(self, works: Sequence[Any]) -> None:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
 

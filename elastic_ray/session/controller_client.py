@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.state.resume_point import ResumePoint
 
 
-class Link(Protocol):
+class ControllerClient(Protocol):
     """The way out of a training session. All calls return at once unless they say otherwise."""
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
@@ -29,7 +30,7 @@ class Link(Protocol):
     def observe(self, report: StepReport) -> None:
         """Rank 0's measurements."""
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:

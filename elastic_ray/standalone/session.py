@@ -26,6 +26,7 @@ from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.departures import Departures
 from elastic_ray.standalone.env_store import address_towards, env_store
+from elastic_ray.state.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +100,11 @@ class StandaloneController:
             logger.info("%s", reason)
             self._post(SetBatch(generation=1, batch=self._choice))
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
         self.metrics = dict(metrics)
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
-        logger.info("epoch %s: %s", resume_point.get("epoch"), shown)
+        logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
@@ -120,7 +121,7 @@ def _node_of(rank: int) -> str:
 
 def session_after(earlier: Session) -> Session:
     """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
-    assert isinstance(earlier.link, StandaloneController), "a trainer's session serves one run"
+    assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.membership.close(broken=False)
     return standalone_session()
 

@@ -29,7 +29,7 @@ class NotPlainError(TypeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorIndex:
     """Stands for the n-th tensor of a state."""
 
     index: int
@@ -130,7 +130,7 @@ _CONTENT: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
     str: (b"s", lambda value: value.encode("utf-8", "surrogatepass")),
     bytes: (b"b", bytes),
     bytearray: (b"a", bytes),
-    Slot: (b"x", lambda value: _int_bytes(value.index)),
+    TensorIndex: (b"x", lambda value: _int_bytes(value.index)),
     torch.dtype: (b"d", lambda value: dtype_name(value).encode()),
     torch.device: (b"v", lambda value: str(value).encode()),
 }
@@ -162,7 +162,7 @@ _READ_CONTENT: dict[bytes, Callable[[bytes], Any]] = {
     b"s": lambda content: content.decode("utf-8", "surrogatepass"),
     b"b": bytes,
     b"a": bytearray,
-    b"x": lambda content: Slot(int.from_bytes(content, "little", signed=True)),
+    b"x": lambda content: TensorIndex(int.from_bytes(content, "little", signed=True)),
     b"d": lambda content: dtype_of(content.decode()),
     b"v": _device,
 }

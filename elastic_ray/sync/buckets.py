@@ -28,7 +28,6 @@ class Bucket:
         flat: the buffer, followed by ``tail`` extra elements.
         body: the buffer without its tail.
         views: one view of ``body`` for each parameter, in its shape.
-        pending: gradients still missing in the present backward pass.
         complete: whether the pass has reached all parameters, so that none of ``grads`` is None.
         grads: the parameters' ``.grad`` when the buffer was filled.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
@@ -42,7 +41,6 @@ class Bucket:
     flat: torch.Tensor
     body: torch.Tensor
     views: list[torch.Tensor]
-    pending: int = 0
     complete: bool = True
     grads: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
     carried: torch.Tensor | None = None
@@ -56,12 +54,17 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.pending, self.complete = len(self.params), True
+        self.complete = True
 
-    def end_pass(self) -> None:
-        """The backward pass has ended, perhaps without having reached all parameters."""
-        if self.pending:
-            self.pending, self.complete = 0, False
+    def miss(self) -> None:
+        """The backward pass has ended without having reached all parameters."""
+        self.complete = False
+
+    def carry(self) -> None:
+        """Another micro-step begins: keep what the ones before have left in the buffer."""
+        if self.carried is None:
+            self.carried = torch.empty_like(self.body)
+        self.carried.copy_(self.body)
 
     def put(self, weight: float) -> None:
         """Weighted gradients into the buffer; zeros where there is none.

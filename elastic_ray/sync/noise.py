@@ -16,7 +16,7 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.session.step import Step
+from elastic_ray.steps.step import StepView
 from elastic_ray.sync.buckets import Bucket
 from placement.goodput.model import NoiseScale
 
@@ -37,7 +37,7 @@ class _Pending:
     """
 
     estimates: tuple[NoiseScale, ...] | None
-    step: Step
+    step: StepView
     replicas: int
     preconditioned: bool
 
@@ -110,7 +110,7 @@ class NoiseTracker:
 
     def collect(
         self,
-        step: Step,
+        step: StepView,
         local_norms: Sequence[float],
         buckets: Sequence[Bucket],
         *,
@@ -145,7 +145,7 @@ class NoiseTracker:
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, self._preconditions(buckets))
 
-    def pair(self, step: Step, buckets: Sequence[Bucket], grad_scale: float) -> None:
+    def pair(self, step: StepView, buckets: Sequence[Bucket], grad_scale: float) -> None:
         """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
         for bucket in buckets:
             self._pairs.add(

@@ -15,10 +15,11 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import hold
-from elastic_ray.checkpoints.reported import ReportedCheckpoints
+from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import (
     Assignment,
     Beat,
@@ -182,10 +183,10 @@ class ControllerLink:
     def observe(self, report: StepReport) -> None:
         self.push(Beat(report=report))
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         path, kept, problem = None, None, ""
         if checkpoint is not None:
-            note = {"progress": resume_point, "metrics": metrics}
+            note = CheckpointNote(resume_point=resume_point, metrics=metrics)
             path, problem = self._checkpoints.store(checkpoint, index, note, self.is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
@@ -227,8 +228,8 @@ class Heart:
             count += 1
             session = self._session
             report = self._report() if count % self._every == 0 else None
-            plan = session.membership.current
-            at = (plan.generation, session.progress.ticks) if plan is not None else None
+            plan = session.group.plan
+            at = (plan.generation, session.progress.loader_steps) if plan is not None else None
             try:
                 self._link.push(Beat(report=report, at=at, waits=self._link.calls.waiting()))
                 self._link.repeat()

@@ -16,6 +16,7 @@ from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.config import ElasticConfig
 from elastic_ray.membership.plan import Place, Plan
 from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.state.resume_point import ResumePoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class Assignment:
     secret: str = dataclasses.field(repr=False)
     checkpoint: str | None = None
     held: Any = None
-    resume_point: Mapping[str, Any] | None = None
+    resume_point: ResumePoint | None = None
     states: tuple[StateFile, ...] = ()
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
@@ -216,7 +217,7 @@ class WorkerReport:
     index: int
     metrics: Mapping[str, Any]
     checkpoint: str | None
-    resume_point: Mapping[str, Any]
+    resume_point: ResumePoint
     held: Any = None
     again: bool = False
     problem: str = ""

@@ -21,6 +21,7 @@ from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import ReportFeed
 from elastic_ray.record.tail import Tail
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
@@ -79,7 +80,11 @@ def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: P
     def go(begin: int, end: int) -> float:
         begin_s = time.process_time()
         for index in range(begin, end):
-            record.report(WorkerReport(index=index, metrics={"loss": 1.0 / index}, checkpoint=None, resume_point={}))
+            record.report(
+                WorkerReport(
+                    index=index, metrics={"loss": 1.0 / index}, checkpoint=None, resume_point=ResumePoint(epoch=0)
+                )
+            )
             feed.put(Report(index=index, metrics={"loss": 1.0 / index}))
             if index % 500 == 0:
                 storage.append_reports(record.unwritten_reports.take())
@@ -117,7 +122,7 @@ def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
     storage = RunStorage("run", hanging.filesystem)
     record = JobRecord(spec())
     for index in range(1, 1301):
-        record.report(WorkerReport(index=index, metrics={}, checkpoint=None, resume_point={}))
+        record.report(WorkerReport(index=index, metrics={}, checkpoint=None, resume_point=ResumePoint(epoch=0)))
     record.end(JobPhase.FINISHED, error=None, return_value=None, message="")
     outcome = record.outcome()
     assert outcome is not None

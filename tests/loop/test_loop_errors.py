@@ -193,7 +193,7 @@ def test_models_are_wrapped_before_training() -> None:
 
 def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
     elastic_session()
-    current_session().synced = True
+    current_session()._synced = True
     with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
         er.AdaptiveDataParallel(*parts())
 
@@ -254,6 +254,6 @@ def test_the_adaptive_loader_speaks_for_the_job() -> None:
     er.AdaptiveDataLoader(numbers(9), batch_size=9, shuffle=False)
     loader = er.AdaptiveDataLoader(numbers(40), batch_size=8)
     loader.autoscale_batch_size(32, local_bsz_bounds=(4, 8), gradient_accumulation=True)
-    info = current_session().loader
+    info = current_session().registry.loaders.info
     assert isinstance(info, LoaderInfo)
     assert (info.dataset_size, info.max_workers) == (40, 8)

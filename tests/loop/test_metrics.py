@@ -161,5 +161,5 @@ def test_report_raises_where_it_is_called() -> None:
     with pytest.raises(TypeError, match=r"is a .*Trap"):
         er.report({"loss": Trap()})
     er.report({"loss": torch.tensor(0.25)})
-    assert current_session().link.metrics == {"loss": 0.25}  # type: ignore[attr-defined]
+    assert current_session().controller.metrics == {"loss": 0.25}  # type: ignore[attr-defined]
     set_session(None)

@@ -92,7 +92,7 @@ def test_an_adaptive_loader_that_is_used_again_adapts_again() -> None:
     loader.autoscale_batch_size(12)
     for _ in range(2):
         trained(numbers(18), loader=loader)
-        info = current_session().loader
+        info = current_session().registry.loaders.info
         assert info is not None and info.limits.max_batch_size == 12
 
 
