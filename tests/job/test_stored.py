@@ -291,7 +291,7 @@ def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> No
     found = StoredRun(checkpoints=(checkpoint(1, 10), checkpoint(2, 30)), states=(state(40), state(20)))
     assert record.found(found) == ()
     assert record.resume_point == state(40).resume_point
-    assert record.restart_point == ("checkpoint_2", {"steps": 30, "epoch": 0})
+    assert record.restart_point == ("checkpoint_2", at(30))
     record.found(StoredRun(checkpoints=(checkpoint(1, 10),)))
     assert record.restart_point[0] == "checkpoint_1", "somebody has deleted the other"
     record.found(StoredRun())

@@ -27,9 +27,9 @@ from placement.goodput.model import NoiseScale
 ranks = st.builds(
     Progress,
     step=st.integers(0, 3),
-    optimizers_stepped=st.integers(0, 2),
+    slot=st.integers(0, 2),
     lineage=st.integers(0, 1),
-    ended_passes=st.integers(0, 1),
+    passes=st.integers(0, 1),
     has_state=st.booleans(),
 )
 
