@@ -176,6 +176,7 @@ class BatchPlanner:
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
 
     def _learn(self, report: StepReport) -> None:
+        """Give the report to the tuner of the GPU type that it was measured on."""
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
         if tuner is None or report.shape is None:
             return
@@ -220,6 +221,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
+        """The batch to change to and why; None to go on as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

@@ -172,9 +172,8 @@ class Announcer:
         turn = float(loader_steps % _TURN)
         return turn, turn * turn
 
-    # -- posting and hearing -----------------------------------------------------------------------------------
-
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
+        """A phase begins; raises where the one before was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:
@@ -193,6 +192,7 @@ class Announcer:
         self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
 
     def _speak(self) -> None:
+        """While waiting for long: say what for, and hear what the others say."""
         if self._work is not None:
             if not self._work.is_completed():
                 return

@@ -72,6 +72,7 @@ class LoaderArguments:
             self._check_stream()
 
     def _check_batch_sampler(self) -> None:
+        """Raise ValueError for what a batch sampler excludes."""
         if not self.whole_batches:
             raise ValueError(
                 "batch_sampler cannot be set on an AdaptiveDataLoader that trains: the batch size changes with the "
@@ -83,6 +84,7 @@ class LoaderArguments:
             )
 
     def _check_stream(self) -> None:
+        """Raise ValueError for what an iterable dataset excludes."""
         given = {
             "num_workers": self.num_workers,
             "sampler": self.sampler is not None,
@@ -148,17 +150,6 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
             "a DataLoader with batch_size=None, whose samples are batches already, cannot be shared out: pass its "
             "dataset with batch_size=the number of such items in a global batch, and a collate_fn"
         )
-    options = {name: getattr(loader, name) for name in _TAKEN_OVER}
-    if options["collate_fn"] is default_collate:
-        del options["collate_fn"]
-    if loader.num_workers:
-        options |= {name: getattr(loader, name) for name in _OF_WORKERS}
-    if loader.pin_memory_device:
-        options["pin_memory_device"] = loader.pin_memory_device
-    if not getattr(loader, "in_order", True):
-        options["in_order"] = False
-    if loader.generator is not None:
-        options["generator"] = loader.generator
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None:
         batches = {"batch_sampler": loader.batch_sampler}
@@ -170,9 +161,25 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
         persistent_workers=loader.persistent_workers,
         whole_batches=given.whole_batches,
         on_epoch=given.on_epoch,
-        options=options,
+        options=_options_of(loader),
         **batches,
     )
+
+
+def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The further options that a DataLoader was made with."""
+    options = {name: getattr(loader, name) for name in _TAKEN_OVER}
+    if options["collate_fn"] is default_collate:
+        del options["collate_fn"]
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _OF_WORKERS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    if not getattr(loader, "in_order", True):
+        options["in_order"] = False
+    if loader.generator is not None:
+        options["generator"] = loader.generator
+    return options
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:

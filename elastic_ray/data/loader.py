@@ -15,11 +15,11 @@ from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_o
 from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
+from elastic_ray.data.run import LoaderRun
 from elastic_ray.data.whole import batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import check_present, session_of_thread
-from elastic_ray.session.session import Session
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -100,7 +100,7 @@ class AdaptiveDataLoader:
         self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
-        self._session: Session = current_session()
+        self._session: LoaderRun = current_session()
         self._adaptive = self._is_late = False
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
@@ -109,6 +109,7 @@ class AdaptiveDataLoader:
         self._announce()
 
     def _make_source(self, seed: int) -> BatchSource:
+        """Where batches come from, by the kind of the dataset."""
         given = self._given
         if isinstance(given.dataset, IterableDataset):
             return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
@@ -190,6 +191,7 @@ class AdaptiveDataLoader:
         self._announce()
 
     def _announce(self) -> None:
+        """Lead the run, where this loader is the one to do so, or wait for the next run."""
         session = self._session
         loaders = session.registry.loaders
         self._is_late = session.synced and not session.elastic
@@ -206,7 +208,7 @@ class AdaptiveDataLoader:
         """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
         return self._session.registry.loaders.leads(self)
 
-    def join(self, session: Session) -> None:
+    def join(self, session: LoaderRun) -> None:
         """Belong to another run of this process from now on."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0

@@ -293,6 +293,7 @@ class StreamSharder(Generic[Item]):
         self._position += count
 
     def _skip(self, position: int) -> None:
+        """Read on to ``position``."""
         self._drawn = 0
         while self._position < position:
             self._read_ahead(min(position - self._position, 1024))

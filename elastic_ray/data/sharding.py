@@ -98,10 +98,17 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
             f"{remaining} of {total} samples are left for {world_size} workers, so some would have none; "
             f"use at most {remaining} workers here or drop_last=True"
         )
+    if drop_last and remaining > batch_size:
+        return batch_size
+    return _size_before_leftover(remaining, batch_size, world_size)
+
+
+def _size_before_leftover(remaining: int, batch_size: int, world_size: int) -> int:
+    """Size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
-    if drop_last or leftover >= 2 * world_size:
+    if leftover >= 2 * world_size:
         return batch_size
     if world_size > 1 and remaining >= 4 * world_size:
         return remaining - 2 * world_size

@@ -1,4 +1,4 @@
-"""SHELL: the feed of a loader whose batches go to one rank each, whole."""
+"""SHELL: the batches of a loader that go to one rank each, whole."""
 
 from __future__ import annotations
 

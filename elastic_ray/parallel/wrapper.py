@@ -183,6 +183,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._tracker.invalidate)
 
     def _register_schedulers(self, lr_scheduler: Any) -> None:
+        """Have schedulers travel, and be undone with a lost step; without any, check that there is none."""
         states = self._run.states
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
@@ -286,6 +287,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
+    """Raise TypeError unless there is one plain model and one optimizer."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if isinstance(module, AdaptiveDataParallel):

@@ -16,7 +16,7 @@ def session_of_thread() -> Session | None:
     return _session.get()
 
 
-def check_present(session: Session) -> None:
+def check_present(session: object) -> None:
     """Raise RuntimeError if a later run of this process has taken the place of this one."""
     present = _session.get()
     if present is not None and present is not session:

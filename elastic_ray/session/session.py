@@ -272,6 +272,7 @@ class Session:
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:
+        """Take over the states to start with; an error names the checkpoint that they are from."""
         saved, self._saved = self._saved, None
         if saved is None:
             return

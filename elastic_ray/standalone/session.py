@@ -77,6 +77,7 @@ class StandaloneController:
         """Nothing to tell anybody."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
+        """Look at measurements now and then, for as long as the session is there."""
         begin_s = time.monotonic()
         while True:
             time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 0.1 * (time.monotonic() - begin_s))))

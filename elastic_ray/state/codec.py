@@ -84,10 +84,8 @@ def dtype_of(name: Any) -> torch.dtype:
     return found
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def _write(out: bytearray, value: Any, where: str, depth: int) -> None:
+    """Append the value's tag and content to ``out``."""
     kind = type(value)
     if depth > DEEPEST:
         raise too_deep(where)
@@ -140,8 +138,6 @@ _MAPPINGS: dict[type, bytes] = {
     collections.OrderedDict: b"o",
     collections.Counter: b"n",
 }
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _device(content: bytes) -> torch.device:
@@ -226,6 +222,7 @@ class _Reader:
         return mapping
 
     def _numbers(self, depth: int, *, scalar: bool) -> Any:
+        """An array of NumPy's, or one of its scalars."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
             raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")

@@ -182,6 +182,7 @@ class SharedState:
         return found
 
     def _receive(self, communicator: Communicator, source: int) -> None:
+        """Take over the state of ``source``; a newcomer's model receives it in place."""
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
         in_place = not self.complete
 

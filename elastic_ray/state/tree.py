@@ -200,6 +200,7 @@ def receive_state(
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
+    """Skeletons of the states, and what describes each of their tensors."""
     size = torch.zeros(1, dtype=torch.int64)
     communicator.wait_all([communicator.receive(size, source, _TAG)])
     if not 0 < int(size) <= _LARGEST_HEADER_BYTES:

@@ -80,6 +80,7 @@ class Bucket:
             raise
 
     def _put(self, weight: float) -> None:
+        """As :meth:`put`, without its explanation of errors."""
         if self.complete:
             torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
             if weight != 1.0:
@@ -156,6 +157,7 @@ def build_buckets(groups: Sequence[Sequence[torch.nn.Parameter]], tail: int) -> 
 
 
 def _cut(params: list[torch.nn.Parameter], *, first: bool) -> list[list[torch.nn.Parameter]]:
+    """Parameters of one kind, bucket by bucket."""
     cuts: list[list[torch.nn.Parameter]] = [[]]
     size, limit = 0, FIRST_BUCKET_BYTES if first else BUCKET_BYTES
     for p in params:

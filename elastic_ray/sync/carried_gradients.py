@@ -40,8 +40,6 @@ class CarriedGradients:
         self.watched: torch.Tensor | None = None
         self._applied = False  # the optimizer has stepped in the step in progress
 
-    # -- what the step in progress does ------------------------------------------------------------------------
-
     @property
     def is_open(self) -> bool:
         """Whether gradients wait for the optimizer."""
@@ -87,8 +85,6 @@ class CarriedGradients:
         """The optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
 
-    # -- a step that is lost -----------------------------------------------------------------------------------
-
     def remember(self) -> Any:
         """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
         self._asked = self._applied = False
@@ -114,8 +110,6 @@ class CarriedGradients:
             if p.grad is not None:
                 self.watched, self._left = p, (weakref.ref(p.grad), p.grad._version)
                 return
-
-    # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
         """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""

@@ -70,8 +70,6 @@ class NoiseTracker:
         self._step = 0
         self.progress = 0.0
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     @property
     def value(self) -> NoiseScale | None:
         """The whole model's noise scale, None before there is an estimate."""
@@ -84,8 +82,6 @@ class NoiseTracker:
     def by_group(self) -> tuple[NoiseScale | None, ...]:
         """Noise scale of each parameter group, as every rank knows it in this step; another tuple when it changes."""
         return self._shared
-
-    # -- measuring ---------------------------------------------------------------------------------------------
 
     def measures(self, step: int, gradients: int) -> bool:
         """Whether this step's statistics are taken, from ``gradients`` gradients (replicas x micro-batches)."""
@@ -182,8 +178,6 @@ class NoiseTracker:
         if pending.replicas == 1:
             self._shared = self._smoothed.groups  # nobody to agree with
 
-    # -- agreeing ----------------------------------------------------------------------------------------------
-
     def shared_values(self) -> list[float]:
         """Rank 0's noise scale for the reduction: sqr and var of each group, zeros while unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
@@ -221,8 +215,6 @@ class NoiseTracker:
             self._shared, self._sent = (None,) * groups, None
         self._pairs = SuccessiveGradients(groups=groups)
         self.invalidate()
-
-    # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
         """State for joiners and checkpoints."""

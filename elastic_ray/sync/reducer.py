@@ -147,9 +147,8 @@ class GradientReducer:
         self._open = False
         self._carried.taken()
 
-    # -- during backward ---------------------------------------------------------------------------------------
-
     def _on_gradient(self, bucket: Bucket, param: torch.Tensor) -> None:
+        """A parameter's gradient is there; reduce what is full."""
         if self._carried.watched is param:
             self._carried.look(param)
         if not self._running:
@@ -163,6 +162,7 @@ class GradientReducer:
             self._launch_ready()
 
     def _begin(self) -> None:
+        """The first gradient of a backward pass: find out what is to become of the pass."""
         self._context.moment("backward")
         step = self._ledger.step
         self._running = True
@@ -225,6 +225,7 @@ class GradientReducer:
         self._met = (self._group.generation, self._announced)
 
     def _begin_step(self, step: StepView) -> None:
+        """The first backward pass of a step begins."""
         self._step = step
         self.not_finite = None
         self._open, self._carries = True, False
@@ -285,6 +286,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _fill_tail(self) -> None:
+        """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.rank
         shared = self._noise.shared_values() if rank == 0 else self._nothing_to_share
         head = [*self._consensus.control_values(rank), *self._no_norms, *shared, *self._consensus.turn()]
@@ -301,9 +303,8 @@ class GradientReducer:
         """Which parameters have a gradient on this rank, from any micro-step."""
         return bucket.used if self._accumulates else [grad is not None for grad in bucket.grads]
 
-    # -- at the end of backward --------------------------------------------------------------------------------
-
     def _finish(self) -> None:
+        """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
         self._running = False
         self._trainable.drop_strangers()
         step = self._step
@@ -328,6 +329,7 @@ class GradientReducer:
             self._pair(step)
 
     def _collect(self, step: StepView | None) -> None:
+        """Wait for the reductions, conclude what rode on them, and write the mean back."""
         if self._ledger.failed:
             return
         try:
@@ -353,6 +355,7 @@ class GradientReducer:
             self._statistics(step, values[self._norms])
 
     def _give_up(self, cause: str) -> None:
+        """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
         for bucket in self._buckets:
             bucket.replace_buffer()
@@ -372,6 +375,7 @@ class GradientReducer:
             first = last
 
     def _statistics(self, step: StepView, local_norms: Sequence[float]) -> None:
+        """Take the step's statistics, where they can be told apart from what it had reduced before."""
         if not self._measures:
             return
         if self._goes_on and self._accumulates:
