@@ -53,7 +53,7 @@ class OptimizerWatch:
         self._group = group
         self._tell = tell
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """One that was wrapped."""
@@ -66,9 +66,9 @@ class OptimizerWatch:
             RuntimeError: no model was wrapped at all.
         """
         world_size = self._group.world_size
-        if world_size == 1 or optimizer in self._known or optimizer in self._told:
+        if world_size == 1 or optimizer in self._known or optimizer in self._warned:
             return
-        self._told.add(optimizer)
+        self._warned.add(optimizer)
         text = (
             f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
             f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "

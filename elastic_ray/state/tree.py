@@ -49,13 +49,13 @@ class _Spec:
         """What describes this tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
-    def told(self) -> tuple[Any, ...]:
-        """Plain values, for :meth:`heard`."""
+    def to_plain(self) -> tuple[Any, ...]:
+        """Plain values, for :meth:`from_plain`."""
         return self.shape, dtype_name(self.dtype), self.cuda
 
     @classmethod
-    def heard(cls, told: Any) -> _Spec:
-        """The inverse of :meth:`told`.
+    def from_plain(cls, told: Any) -> _Spec:
+        """The inverse of :meth:`to_plain`.
 
         Raises:
             ValueError: a peer has sent something else.
@@ -141,7 +141,7 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     check_plain(trees)
     skeletons, tensors = pack(dict(trees))
     specs = [_Spec.of(tensor) for tensor in tensors]
-    content = encode((skeletons, [spec.told() for spec in specs]))
+    content = encode((skeletons, [spec.to_plain() for spec in specs]))
     header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
@@ -211,7 +211,7 @@ def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, 
         skeletons, told = decode(header.numpy().tobytes())
         if type(skeletons) is not dict or type(told) is not list or len(told) > _MOST_TENSORS:
             raise ValueError("neither states nor tensors")
-        specs = [_Spec.heard(each) for each in told]
+        specs = [_Spec.from_plain(each) for each in told]
         if sorted(each.index for each in _tensor_indices(skeletons)) != list(range(len(specs))):
             raise ValueError("its tensors are not those that it names")
     except (ValueError, TypeError) as error:

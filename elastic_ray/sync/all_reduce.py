@@ -49,7 +49,7 @@ class AllReduce:
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
         """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite."""
-        return self._reducer.not_finite
+        return self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:

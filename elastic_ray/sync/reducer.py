@@ -61,10 +61,10 @@ class GradientReducer:
     ) -> None:
         self._number = number
         self._check_finite = check_finite
-        self._told = False
-        self._unmet = False  # announced, and not yet answered
+        self._warned = False
+        self._unanswered = False  # announced, and not yet answered
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
-        self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
+        self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, context.group, context.consensus
         self._carried = carried
@@ -176,11 +176,11 @@ class GradientReducer:
         self._reduces = self._accumulates = self._measures = False
         if step is None:
             self._step = None
-            self.not_finite = None
+            self.nonfinite_ranks = None
             self._weight = 1.0 / self._group.world_size
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
-            if self._reduces and not self._told:
-                self._told = True
+            if self._reduces and not self._warned:
+                self._warned = True
                 self._context.tell("warning", _OUTSIDE)
             self._announce()
             return
@@ -205,7 +205,7 @@ class GradientReducer:
         if not self._reduces:
             return
         try:
-            self._unmet = self._consensus.announce_reductions(self._announced, known=self._met_before())
+            self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
@@ -220,14 +220,14 @@ class GradientReducer:
 
     def _meet(self) -> None:
         """Wait until all ranks have announced the same."""
-        self._unmet = False
+        self._unanswered = False
         self._consensus.agreed()
         self._met = (self._group.generation, self._announced)
 
     def _begin_step(self, step: StepView) -> None:
         """The first backward pass of a step begins."""
         self._step = step
-        self.not_finite = None
+        self.nonfinite_ranks = None
         self._open, self._carries = True, False
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
@@ -265,7 +265,7 @@ class GradientReducer:
         if self._ledger.failed:
             return
         try:
-            if self._launched == 0 and not self._pending[0] and self._unmet and not self._met_before():
+            if self._launched == 0 and not self._pending[0] and self._unanswered and not self._met_before():
                 self._meet()
             while self._launched < len(self._buckets) and not self._pending[self._launched]:
                 bucket = self._buckets[self._launched]
@@ -333,7 +333,7 @@ class GradientReducer:
         if self._ledger.failed:
             return
         try:
-            if self._unmet:
+            if self._unanswered:
                 self._meet()
             for work in self._works:
                 self._consensus.wait(work)
@@ -342,7 +342,7 @@ class GradientReducer:
             if self._check_finite and not whole_is_finite(self._buckets):
                 own = [int(not own_is_finite(self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
-                self.not_finite = [rank for rank, (bad,) in enumerate(rows) if bad]
+                self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return

@@ -17,7 +17,6 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import hold
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import (
@@ -33,6 +32,7 @@ from elastic_ray.worker.messages import (
     WorkerSwitched,
     WorkerTold,
 )
+from elastic_ray.worker.run_view import MeasuredRun
 from placement.storage.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class ControllerLink:
 class Heart:
     """Beats to the controller from a thread of its own while a run lasts."""
 
-    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
+    def __init__(self, link: ControllerLink, session: MeasuredRun, *, interval_s: float, report_s: float) -> None:
         self._link = link
         self._session = session
         self._interval_s = interval_s

@@ -17,10 +17,10 @@ from elastic_ray.checkpoints.automatic import StateFile, delete_others
 from elastic_ray.checkpoints.format import write_state
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, checkpoint_interval_s
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.session import Session
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError, pack, unpack
 from elastic_ray.worker.messages import StateSaved
+from elastic_ray.worker.run_view import SavedRun
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class StateSaver:
 
     def __init__(
         self,
-        session: Session,
+        session: SavedRun,
         storage: RunStorage,
         told: Callable[[StateSaved], float],
         *,
