@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from elastic_ray.access import AccessRefusedError
     from elastic_ray.batch.tuner import BatchDoesNotFitError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
+    from elastic_ray.consensus.intents import RanksDisagreeError
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.driver.handle import JobHandle
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     )
     from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
     from elastic_ray.faults import Faults
+    from elastic_ray.loop.accumulator import Accumulator
+    from elastic_ray.loop.api import current_epoch, get_checkpoint, get_context, remaining_epochs_until, report
     from elastic_ray.membership.rendezvous import CommunicationFailedError
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
-    from elastic_ray.session.accumulator import Accumulator
-    from elastic_ray.session.api import current_epoch, get_checkpoint, get_context, remaining_epochs_until, report
-    from elastic_ray.session.intents import RanksDisagreeError, ReplicasDifferError
+    from elastic_ray.state.layout import ReplicasDifferError
     from elastic_ray.state.tree import UnsafeStateError
     from placement.allocator.actor import PolicyConflictError
     from placement.storage.private_files import ForeignDirectoryError
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 # Loaded on first use, so that the simulator and the allocator load neither Ray nor torch through this package.
 _HOMES = {
     "AccessRefusedError": "elastic_ray.access",
-    "Accumulator": "elastic_ray.session.accumulator",
+    "Accumulator": "elastic_ray.loop.accumulator",
     "AdaptiveDataLoader": "elastic_ray.data.loader",
     "AdaptiveDataParallel": "elastic_ray.parallel.wrapper",
     "ArrowDataset": "elastic_ray.data.arrow",
@@ -58,8 +59,8 @@ _HOMES = {
     "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
     "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
     "PolicyConflictError": "placement.allocator.actor",
-    "RanksDisagreeError": "elastic_ray.session.intents",
-    "ReplicasDifferError": "elastic_ray.session.intents",
+    "RanksDisagreeError": "elastic_ray.consensus.intents",
+    "ReplicasDifferError": "elastic_ray.state.layout",
     "Report": "elastic_ray.events",
     "SchedulingConfig": "elastic_ray.config",
     "StorageTimeoutError": "placement.storage.storage_calls",
@@ -67,11 +68,11 @@ _HOMES = {
     "UnsafeStateError": "elastic_ray.state.tree",
     "WorkerInfo": "elastic_ray.events",
     "WorkersLostError": "elastic_ray.errors",
-    "current_epoch": "elastic_ray.session.api",
-    "get_checkpoint": "elastic_ray.session.api",
-    "get_context": "elastic_ray.session.api",
-    "remaining_epochs_until": "elastic_ray.session.api",
-    "report": "elastic_ray.session.api",
+    "current_epoch": "elastic_ray.loop.api",
+    "get_checkpoint": "elastic_ray.loop.api",
+    "get_context": "elastic_ray.loop.api",
+    "remaining_epochs_until": "elastic_ray.loop.api",
+    "report": "elastic_ray.loop.api",
 }
 
 __all__ = [

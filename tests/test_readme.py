@@ -21,8 +21,8 @@ elastic_ray.driver.trainer.ElasticTrainer.fit = lambda self: types.SimpleNamespa
 train = runpy.run_path(sys.argv[1], run_name="__main__")["train"]
 train({"lr": 0.1})
 
-from elastic_ray.session.api import current_session
-print(current_session().link.metrics["loss"])
+from elastic_ray.loop.api import current_session
+print(current_session().controller.metrics["loss"])
 """
 
 

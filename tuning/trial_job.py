@@ -322,8 +322,8 @@ class TrialJob:
         self._run = spec.trial.controller
         if own and start is not None:
             storage = RunStorage(spec.storage_path, self._filesystem)
-            progress = self._call("reading where a checkpoint stands", lambda: storage.load_progress(start)) or {}
-            self._taken = int(progress.get("reports", 0))
+            point = self._call("reading where a checkpoint stands", lambda: storage.load_resume_point(start))
+            self._taken = point.reports if point is not None else 0
         find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
         logger.info("trial %s: its job still runs, and goes on", self.job)
         return handle

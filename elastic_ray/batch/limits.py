@@ -46,6 +46,7 @@ class BatchLimits:
             object.__setattr__(self, "max_batch_size", int(self.max_batch_size))
 
     def _check_bounds(self, bounds: Any) -> None:
+        """Raise ValueError for bounds that exclude each other or the batch."""
         if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
             raise TypeError(f"local_bsz_bounds must be a pair (least, largest) or None, but got {bounds!r}")
         for name, value in zip(("least", "largest"), bounds, strict=True):

@@ -43,8 +43,6 @@ def _weighted(flat: Tensor, precond: Tensor | None) -> Tensor:
     return flat if precond is None else flat * precond
 
 
-# --- preconditioning ---
-
 _State = Mapping[str, Any]
 
 
@@ -187,9 +185,6 @@ class BucketPreconditioner:
         self._round = None
 
 
-# --- one replica: successive gradients ---
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PairNorms:
     """Norms of two consecutive gradients, on device.
@@ -279,6 +274,7 @@ class SuccessiveGradients:
             self._batch_size = batch_size
 
     def _keep(self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor) -> None:
+        """Keep the first gradient of a pair, in the memory of the one before where that fits."""
         if self._first != (step, batch_size):
             self._first, self._rows = (step, batch_size), {}
         kept = self._kept.get(bucket)

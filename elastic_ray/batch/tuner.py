@@ -121,8 +121,6 @@ class BatchTuner:
         self._steps = 0
         self._prior: Prior | None = None
 
-    # --- what is known ---
-
     @property
     def upper(self) -> int | None:
         """Largest local batch by bounds and out-of-memory errors; None = no bound."""
@@ -242,8 +240,6 @@ class BatchTuner:
         if model is not None:
             self._throughput = model.throughput_model
             self._noise = self._noise or model.noise
-
-    # --- what to do ---
 
     def out_of_memory(self, atomic_bsz: int) -> str:
         """Lower the local bound after a worker failed with this many samples; returns what was done.
@@ -378,6 +374,7 @@ def _cut(choice: BatchChoice, replicas: int) -> str:
 
 
 def _observation(key: _Configuration, record: _Record) -> Observation:
+    """Median times of a configuration."""
     nodes, replicas, atomic_bsz, accum_steps = key
     return Observation(
         nodes=nodes,

@@ -18,13 +18,13 @@ import os
 import posixpath
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow.fs
 
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.progress import check_resume_point
+from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import make_directory, open_output
 
 DIRECTORY = "automatic"
@@ -51,19 +51,19 @@ class StateFile:
     """
 
     path: str
-    resume_point: Mapping[str, Any]
+    resume_point: ResumePoint
     sha256: str
     size: int
 
     @property
     def steps(self) -> int:
         """Optimizer steps that it holds."""
-        return int(self.resume_point["steps"])
+        return self.resume_point.steps
 
 
 def write_file(
     storage: RunStorage,
-    resume_point: Mapping[str, Any],
+    resume_point: ResumePoint,
     write: Callable[[io.RawIOBase], None],
     *,
     go_on: Callable[[], bool] = lambda: True,
@@ -77,7 +77,7 @@ def write_file(
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
     """
     filesystem, directory = storage.filesystem, posixpath.join(storage.path, DIRECTORY)
-    name = f"step_{int(resume_point['steps']):012d}_{uuid.uuid4().hex[:8]}.pt"
+    name = f"step_{resume_point.steps:012d}_{uuid.uuid4().hex[:8]}.pt"
     path = posixpath.join(directory, name)
     make_directory(filesystem, directory, private=storage.private)
     try:
@@ -85,8 +85,8 @@ def write_file(
             stream = _Hashing(raw, go_on, lambda: _sync(storage, path))
             write(stream)
         _sync(storage, path)
-        found = StateFile(path=path, resume_point=dict(resume_point), sha256=stream.digest(), size=stream.size)
-        note = {"resume_point": found.resume_point, "sha256": found.sha256, "size": found.size}
+        found = StateFile(path=path, resume_point=resume_point, sha256=stream.digest(), size=stream.size)
+        note = {"resume_point": resume_point.to_json(), "sha256": found.sha256, "size": found.size}
         if not go_on():  # once its note is there it counts
             raise InterruptedError("the checkpoint was given up")
         with open_output(filesystem, _note_of(path), private=storage.private) as raw:
@@ -139,11 +139,11 @@ def state_files(
 def _read_note(storage: RunStorage, path: str) -> StateFile:
     with storage.filesystem.open_input_stream(_note_of(path)) as raw:
         note = json.loads(raw.readall())
-    point = note["resume_point"]
-    check_resume_point(point)
-    if not isinstance(point.get("steps"), int):
-        raise ValueError(f"steps must be a whole number from 0, but is {point.get('steps')!r}")
-    return StateFile(path=path, resume_point=dict(point), sha256=str(note["sha256"]), size=int(note["size"]))
+    told = note["resume_point"]
+    point = ResumePoint.from_json(told)
+    if point is None or "steps" not in told:
+        raise ValueError("it does not say how many steps it holds")
+    return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]))
 
 
 def read_file(storage: RunStorage, state: StateFile) -> bytes:

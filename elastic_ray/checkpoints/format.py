@@ -10,13 +10,14 @@ import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile, read_file, write_file
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError, pack, unpack
 
 
 def write_state(
     storage: RunStorage,
     trees: Mapping[str, Any],
-    resume_point: Mapping[str, Any],
+    resume_point: ResumePoint,
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -10,11 +11,20 @@ from typing import Any
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNote:
+    """What is written beside a checkpoint: where it stands, and the metrics it was reported with."""
+
+    resume_point: ResumePoint
+    metrics: Mapping[str, Any]
 
 
 class ReportedCheckpoints:
@@ -32,14 +42,14 @@ class ReportedCheckpoints:
         self._fails = False
 
     def store(
-        self, checkpoint: Any, index: int, note: Mapping[str, Any], is_stopping: Callable[[], bool]
+        self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]
     ) -> tuple[str | None, str]:
         """Store one.
 
         Args:
             checkpoint: what was reported.
             index: number of the report.
-            note: ``progress`` and ``metrics``, see ``RunStorage.persist_checkpoint``.
+            note: what is written beside it.
             is_stopping: whether the job is to end now.
 
         Returns:
@@ -73,8 +83,10 @@ class ReportedCheckpoints:
                 logger.warning("%s", problem)
                 return None, problem
 
-    def _start(self, checkpoint: Any, index: int, note: Mapping[str, Any]) -> Call:
+    def _start(self, checkpoint: Any, index: int, note: CheckpointNote) -> Call:
         def store(go_on: Callable[[], bool]) -> Any:
-            return self._storage.persist_checkpoint(checkpoint, index, go_on=go_on, **note)
+            return self._storage.persist_checkpoint(
+                checkpoint, index, resume_point=note.resume_point, metrics=note.metrics, go_on=go_on
+            )
 
         return self._calls.start_long(f"storing the checkpoint of report {index}", store)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage, StoredCheckpoint
+from elastic_ray.state.resume_point import ResumePoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class StoredRun:
 
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     states: tuple[StateFile, ...] = ()
-    start: Mapping[str, Any] | None = None
+    start: ResumePoint | None = None
     passed_over: tuple[str, ...] = ()
 
 
@@ -48,7 +48,7 @@ def find_stored(
         OSError: storage cannot be read, which says nothing about what is there.
     """
     if is_trial:
-        return StoredRun(start=storage.load_progress(start_from) if start_from is not None else None)
+        return StoredRun(start=storage.load_resume_point(start_from) if start_from is not None else None)
     problems: list[str] = []
     return StoredRun(
         checkpoints=storage.stored_checkpoints(problems.append, heard),

@@ -18,7 +18,7 @@ import pyarrow.fs
 from elastic_ray.checkpoints.copying import MissingSourceError, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.events import JobEvent, Report, plain
-from elastic_ray.session.progress import check_resume_point
+from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, open_output
 from placement.storage.storage_calls import call_storage
 
@@ -44,13 +44,13 @@ class StoredCheckpoint:
     Attributes:
         index: its number, counted from 0 through the whole run.
         path: its directory on the run's file system.
-        progress: what the caller stored beside it: epoch, loader positions...
+        resume_point: where it stands, None where it does not say.
         metrics: the metrics it was reported with.
     """
 
     index: int
     path: str
-    progress: Mapping[str, Any]
+    resume_point: ResumePoint | None
     metrics: Mapping[str, Any]
 
 
@@ -196,7 +196,7 @@ class RunStorage:
         source: str | os.PathLike[str] | Checkpoint,
         index: int,
         *,
-        progress: Mapping[str, Any] | None = None,
+        resume_point: ResumePoint | None = None,
         metrics: Mapping[str, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
@@ -208,7 +208,7 @@ class RunStorage:
         Args:
             source: a local directory, or a checkpoint anywhere.
             index: number of the checkpoint; an earlier one of the same number is replaced.
-            progress: epoch, loader positions..., JSON-serialisable, for :meth:`load_progress`.
+            resume_point: where it stands, for :meth:`load_resume_point`.
             metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
@@ -225,7 +225,11 @@ class RunStorage:
         self.check_reachable()
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
-        note = {"index": index, "progress": dict(progress or {}), "metrics": dict(metrics or {})}
+        note = {
+            "index": index,
+            "progress": resume_point.to_json() if resume_point is not None else {},
+            "metrics": dict(metrics or {}),
+        }
         text = json.dumps(note, default=plain)
         self.delete_checkpoint(work)
         try:
@@ -242,8 +246,8 @@ class RunStorage:
             raise
         return Checkpoint(target, self.filesystem)
 
-    def load_progress(self, checkpoint: str | Checkpoint) -> Mapping[str, Any] | None:
-        """What was stored beside a checkpoint; None if it is not one that a job of ours wrote.
+    def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
+        """Where a checkpoint stands; None if it does not say so, or is not one that a job of ours wrote.
 
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.
@@ -253,10 +257,10 @@ class RunStorage:
             filesystem, path = path.filesystem, path.path
         try:
             note = _read_note(filesystem, path)
-        except BadNoteError as error:
+            return None if note is None else ResumePoint.from_json(note["progress"])
+        except ValueError as error:
             logger.warning("checkpoint %s does not say where it stands: %s", path, error)
             return None
-        return None if note is None else note["progress"]
 
     def stored_checkpoints(
         self, pass_over: Callable[[str], None] = lambda problem: None, heard: Callable[[], bool] = lambda: True
@@ -284,12 +288,12 @@ class RunStorage:
                 note = _read_note(self.filesystem, path)
                 if note is None:
                     continue  # incomplete
-                check_resume_point(note["progress"])
+                point = ResumePoint.from_json(note["progress"])
             except ValueError as error:
                 pass_over(f"{path} is not used as a checkpoint: {error}")
                 continue
-            index, progress, metrics = int(matched[1]), note["progress"], note["metrics"]
-            found.append(StoredCheckpoint(index=index, path=path, progress=progress, metrics=metrics))
+            checkpoint = StoredCheckpoint(index=int(matched[1]), path=path, resume_point=point, metrics=note["metrics"])
+            found.append(checkpoint)
         return tuple(sorted(found, key=lambda stored: stored.index))
 
     def delete_checkpoint(self, path: str) -> None:

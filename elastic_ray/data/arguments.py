@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
 from elastic_ray.data.epochs import EpochHook
 
@@ -71,6 +72,7 @@ class LoaderArguments:
             self._check_stream()
 
     def _check_batch_sampler(self) -> None:
+        """Raise ValueError for what a batch sampler excludes."""
         if not self.whole_batches:
             raise ValueError(
                 "batch_sampler cannot be set on an AdaptiveDataLoader that trains: the batch size changes with the "
@@ -82,6 +84,7 @@ class LoaderArguments:
             )
 
     def _check_stream(self) -> None:
+        """Raise ValueError for what an iterable dataset excludes."""
         given = {
             "num_workers": self.num_workers,
             "sampler": self.sampler is not None,
@@ -147,17 +150,6 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
             "a DataLoader with batch_size=None, whose samples are batches already, cannot be shared out: pass its "
             "dataset with batch_size=the number of such items in a global batch, and a collate_fn"
         )
-    options = {name: getattr(loader, name) for name in _TAKEN_OVER}
-    if options["collate_fn"] is default_collate:
-        del options["collate_fn"]
-    if loader.num_workers:
-        options |= {name: getattr(loader, name) for name in _OF_WORKERS}
-    if loader.pin_memory_device:
-        options["pin_memory_device"] = loader.pin_memory_device
-    if not getattr(loader, "in_order", True):
-        options["in_order"] = False
-    if loader.generator is not None:
-        options["generator"] = loader.generator
     batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None:
         batches = {"batch_sampler": loader.batch_sampler}
@@ -169,9 +161,25 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
         persistent_workers=loader.persistent_workers,
         whole_batches=given.whole_batches,
         on_epoch=given.on_epoch,
-        options=options,
+        options=_options_of(loader),
         **batches,
     )
+
+
+def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The further options that a DataLoader was made with."""
+    options = {name: getattr(loader, name) for name in _TAKEN_OVER}
+    if options["collate_fn"] is default_collate:
+        del options["collate_fn"]
+    if loader.num_workers:
+        options |= {name: getattr(loader, name) for name in _OF_WORKERS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    if not getattr(loader, "in_order", True):
+        options["in_order"] = False
+    if loader.generator is not None:
+        options["generator"] = loader.generator
+    return options
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
@@ -186,3 +194,12 @@ def _order_of(sampler: Any) -> dict[str, Any]:
             )
         return {"shuffle": True}
     return {"sampler": sampler}
+
+
+def describe_sample(dataset: Any) -> str:
+    """A dataset's samples, as far as they can be told without loading one (it may be slow, or draw random numbers)."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    tensors = getattr(dataset, "tensors", ())
+    shapes = [f"{tuple(t.shape[1:])} {t.dtype}" for t in tensors if isinstance(t, torch.Tensor)]
+    return " ".join([type(dataset).__qualname__, *shapes])

@@ -260,6 +260,7 @@ def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list
 
 
 def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
+    """Parquet files below a directory, in order; raises FileNotFoundError where there is none."""
     below = [
         info.path
         for info in filesystem.get_file_info(pa.fs.FileSelector(path, recursive=True))
@@ -276,6 +277,7 @@ def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
 
 
 def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
+    """File system and path on it; raises TypeError or ValueError for one that nobody knows."""
     if filesystem is not None:
         if isinstance(filesystem, pa.fs.FileSystem):
             return filesystem, source
@@ -292,6 +294,7 @@ def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
 
 
 def _through_fsspec(source: str, unknown: Exception) -> tuple[Any, str]:
+    """The same for a scheme that pyarrow does not know."""
     try:
         import fsspec
 

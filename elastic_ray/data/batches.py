@@ -15,7 +15,7 @@ from elastic_ray.data.order import EpochOrder, StreamSharder
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 
 
-class StepCut:
+class StepSplit:
     """How the next steps are cut; equal on all ranks but for ``rank``."""
 
     __slots__ = ("_sizes", "_slices", "batch_size", "drop_last", "micro_steps", "rank", "world_size")
@@ -56,7 +56,7 @@ class StepCut:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FeedStep:
+class StepBatches:
     """The next step of a pass.
 
     Attributes:
@@ -70,20 +70,24 @@ class FeedStep:
     fetches: Sequence[Callable[[], Any]] = ()
 
 
-class _IndexFeed:
+class _PlannedBatches:
     """A batch sampler whose plan can be changed between two iterations of the DataLoader that it feeds."""
 
     def __init__(self) -> None:
         self._plan: Callable[[], Iterator[list[int]]] = lambda: iter(())
         self._epoch = 0
-        self.tells_epochs = False
+        self._tells_epochs = False
+
+    def tell_epochs(self) -> None:
+        """Give every batch its epoch along."""
+        self._tells_epochs = True
 
     def plan(self, epoch: int, batches: Callable[[], Iterator[list[int]]]) -> None:
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self._epoch
-        return (EpochBatch(epoch, batch) for batch in self._plan()) if self.tells_epochs else self._plan()
+        return (EpochBatch(epoch, batch) for batch in self._plan()) if self._tells_epochs else self._plan()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +108,7 @@ class Fetching:
     options: dict[str, Any]
 
 
-class MapFeed:
+class MapBatches:
     """Batches of a map-style dataset through a DataLoader whose worker processes outlive every change within a pass.
 
     Args:
@@ -121,7 +125,7 @@ class MapFeed:
         self._order = make_order()
         self._seed = seed
         self._locality = bool(getattr(dataset, "locality", False))
-        self._indices = _IndexFeed()
+        self._indices = _PlannedBatches()
         self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
         self._make = functools.partial(_data_loader, dataset, self._indices, fetching)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
@@ -134,7 +138,7 @@ class MapFeed:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
 
-    def begin(self, epoch: int, position: int, cut: StepCut, *, new_pass: bool) -> None:
+    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """(Re)start fetching at ``position``; what was fetched ahead under another plan is dropped."""
         if new_pass:
             self.end()
@@ -151,18 +155,18 @@ class MapFeed:
         if not self._keeps_workers:
             self._loader = None
 
-    def _plan(self, epoch: int, position: int, cut: StepCut) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
         # Not a method of this object, which the DataLoader would then hold, and its worker processes would outlive it.
         return functools.partial(_shares, self.indices(epoch), position, cut, sort=self._locality)
 
-    def step(self, epoch: int, position: int, cut: StepCut) -> FeedStep:
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``."""
         total = len(self.indices(epoch))
         count = cut.count(position, total)
         if not count:
-            return FeedStep(total=total)
+            return StepBatches(total=total)
         sizes = cut.sizes(count)
-        return FeedStep(total=total, sizes=sizes, fetches=[self.fetch] * len(sizes[0]))
+        return StepBatches(total=total, sizes=sizes, fetches=[self.fetch] * len(sizes[0]))
 
     def fetch(self) -> Any:
         """This rank's next batch."""
@@ -177,7 +181,7 @@ class MapFeed:
         return can_switch(position=position, total=total, world_size=world_size)
 
 
-def _shares(order: Indices, position: int, cut: StepCut, *, sort: bool) -> Iterator[list[int]]:
+def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[list[int]]:
     """This rank's micro-batches from ``position`` on; sorted, each rank reads one stretch of the file in a step."""
     while count := cut.count(position, len(order)):
         step = order[position : position + count]
@@ -188,14 +192,14 @@ def _shares(order: Indices, position: int, cut: StepCut, *, sort: bool) -> Itera
         position += count
 
 
-def _data_loader(dataset: Any, indices: _IndexFeed, fetching: Fetching) -> DataLoader[Any]:
+def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching) -> DataLoader[Any]:
     """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork."""
     options = dict(fetching.options)
     if fetching.on_epoch is not None or (fetching.persistent_workers and hasattr(dataset, "set_epoch")):
         hook = fetching.on_epoch
         if fetching.num_workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-        indices.tells_epochs = True
+        indices.tell_epochs()
         dataset = FollowsEpochs(dataset, hook, sets_epoch=fetching.persistent_workers)
     return DataLoader(
         dataset,
@@ -206,7 +210,7 @@ def _data_loader(dataset: Any, indices: _IndexFeed, fetching: Fetching) -> DataL
     )
 
 
-class StreamFeed:
+class StreamBatches:
     """Batches of an iterable dataset: every rank reads the stream and keeps its share (see ``StreamSharder``)."""
 
     def __init__(self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] | None) -> None:
@@ -216,7 +220,7 @@ class StreamFeed:
         self._stream: StreamSharder[Any] | None = None
         self._epoch = -1
 
-    def begin(self, epoch: int, position: int, cut: StepCut, *, new_pass: bool) -> None:
+    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Go to ``position`` of the epoch's stream."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
@@ -229,8 +233,8 @@ class StreamFeed:
     def end(self) -> None:
         """The pass is over."""
 
-    def step(self, epoch: int, position: int, cut: StepCut) -> FeedStep:
-        """As :meth:`MapFeed.step`; the samples of the pass are those that are known to be there."""
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """As :meth:`MapBatches.step`; the samples of the pass are those that are known to be there."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -241,10 +245,10 @@ class StreamFeed:
             drop_last=cut.drop_last,
         )
         if drawn is None:
-            return FeedStep(total=position)
+            return StepBatches(total=position)
         total = stream.total if stream.total is not None else position + 2 * drawn.count
         fetches = [functools.partial(self._collate, items) for items in drawn.items]
-        return FeedStep(total=total, sizes=cut.sizes(drawn.count), fetches=fetches)
+        return StepBatches(total=total, sizes=cut.sizes(drawn.count), fetches=fetches)
 
     def commit(self) -> None:
         """The step was used: its items are let go."""
@@ -256,4 +260,4 @@ class StreamFeed:
         return self._stream is not None and self._stream.can_switch(world_size)
 
 
-Feed = MapFeed | StreamFeed
+BatchSource = MapBatches | StreamBatches

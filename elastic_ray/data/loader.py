@@ -10,18 +10,18 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
-from elastic_ray.data.arguments import LoaderArguments, taken_over
-from elastic_ray.data.batches import Feed, Fetching, MapFeed, StepCut, StreamFeed
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
+from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
+from elastic_ray.data.run import LoaderRun
 from elastic_ray.data.whole import batches_of
-from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeFeed
-from elastic_ray.parallel.signature import describe_sample
-from elastic_ray.session.api import check_present, current_session, session_of_thread
-from elastic_ray.session.link import LoaderInfo
-from elastic_ray.session.progress import LoopProgress
-from elastic_ray.session.session import Session
-from elastic_ray.session.step import Step
+from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import check_present, session_of_thread
+from elastic_ray.state.progress import PassProgress
+from elastic_ray.steps.step import LoaderStep
 
 
 class AdaptiveDataLoader:
@@ -100,18 +100,19 @@ class AdaptiveDataLoader:
         self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
-        self._session: Session = current_session()
-        self._adaptive = self._late = False
+        self._session: LoaderRun = current_session()
+        self._adaptive = self._is_late = False
         self._passes = 0
-        self._reading: tuple[LoopProgress, int] | None = None  # pass and state of the group that the feed is set to
-        self._setting: tuple[int, BatchChoice, StepCut] | None = None
-        self._feed = self._make_feed(seed)
+        self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
+        self._setting: tuple[int, BatchChoice, StepSplit] | None = None
+        self._source = self._make_source(seed)
         self._announce()
 
-    def _make_feed(self, seed: int) -> Feed:
+    def _make_source(self, seed: int) -> BatchSource:
+        """Where batches come from, by the kind of the dataset."""
         given = self._given
         if isinstance(given.dataset, IterableDataset):
-            return StreamFeed(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
+            return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
         fetching = Fetching(
             num_workers=given.num_workers,
             persistent_workers=given.persistent_workers,
@@ -126,8 +127,8 @@ class AdaptiveDataLoader:
                 f"nothing is left, but got {given.batch_size}"
             )
         if not given.whole_batches:
-            return MapFeed(given.dataset, make_order, seed=seed, fetching=fetching)
-        return WholeFeed(
+            return MapBatches(given.dataset, make_order, seed=seed, fetching=fetching)
+        return WholeBatches(
             given.dataset,
             make_order,
             seed=seed,
@@ -163,16 +164,16 @@ class AdaptiveDataLoader:
                 ``optimizer.step()`` acts on the last.
 
         Raises:
-            RuntimeError: another loader of this loop adapts its batch already, or training has begun.
+            RuntimeError: another loader of this loader_pass adapts its batch already, or training has begun.
             ValueError: limits that exclude each other or the batch size.
         """
         if self._given.whole_batches:
             raise RuntimeError("a loader of whole batches is for evaluation: its batch size does not change")
         self.join(session_of_thread() or self._session)
         session = self._session
-        if session.synced and not self._late:
+        if session.synced and not self._is_late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
-        known = None if self._leads or self._late else session.loader
+        known = None if self._leads or self._is_late else session.registry.loaders.info
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         samples = self._samples
@@ -190,32 +191,28 @@ class AdaptiveDataLoader:
         self._announce()
 
     def _announce(self) -> None:
+        """Lead the run, where this loader is the one to do so, or wait for the next run."""
         session = self._session
-        self._late = session.synced and not session.elastic
-        if self._late:  # made for another run of this process, or for a last evaluation
-            session.late = [known for known in session.late if known() is not None]
-            session.late.append(weakref.WeakMethod(self.join))
+        loaders = session.registry.loaders
+        self._is_late = session.synced and not session.elastic
+        if self._is_late:  # made for another run of this process, or for a last evaluation
+            loaders.add_late(weakref.WeakMethod(self.join))
         elif session.synced:
             return
-        elif self._adaptive or (session.loader is None and not self._given.whole_batches):
-            session.leading_loader = weakref.ref(self)
-            session.loader = LoaderInfo(
-                limits=self._limits, dataset_size=self._samples, sample=describe_sample(self.dataset)
-            )
+        elif self._adaptive or (loaders.info is None and not self._given.whole_batches):
+            sample = describe_sample(self.dataset)
+            loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self._samples, sample=sample))
 
     @property
     def _leads(self) -> bool:
         """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
-        leading = self._session.leading_loader
-        return leading is not None and leading() is self
+        return self._session.registry.loaders.leads(self)
 
-    def join(self, session: Session) -> None:
+    def join(self, session: LoaderRun) -> None:
         """Belong to another run of this process from now on."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
-
-    # -- sizes -------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> BatchChoice:
@@ -267,8 +264,6 @@ class AdaptiveDataLoader:
     def _own_batches(self, count: int) -> int:
         return batches_of(count, rank=self._session.rank, world_size=self._session.world_size)
 
-    # -- what torch's DataLoader shows -------------------------------------------------------------------------
-
     @property
     def dataset(self) -> Any:
         """The dataset."""
@@ -289,34 +284,32 @@ class AdaptiveDataLoader:
             raise AttributeError(name)
         return self._given.shown(name)
 
-    # -- iteration ---------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[Any]:
         self._join_present_run()
-        loop = self._session.enter_loop()
-        if loop.done:
+        loader_pass = self._session.enter_loop()
+        if loader_pass.done:
             return
         self._reading = None
         epoch = self._epoch()
         try:
-            while (batches := self._next_step(epoch, loop)) is not None:
+            while (batches := self._next_step(epoch, loader_pass)) is not None:
                 session = self._session
                 yield from self._micro_batches(batches)
                 check_present(session)
-                if session.edge(loop):
-                    self._feed.commit()
-            total = self._pass_total(loop)
+                if session.passes.edge(loader_pass):
+                    self._source.commit()
+            total = self._pass_total(loader_pass)
         except GeneratorExit:
-            self._session.abandon_step(loop)
+            self._session.passes.abandon(loader_pass)
             raise
         finally:
-            self._end_reading(loop)
-        self._session.end_pass(loop, total)
+            self._end_reading(loader_pass)
+        self._session.passes.end_pass(loader_pass, total)
 
-    def _end_reading(self, loop: LoopProgress) -> None:
+    def _end_reading(self, loader_pass: PassProgress) -> None:
         """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""
-        if self._reading is None or self._reading[0] is loop:
-            self._feed.end()
+        if self._reading is None or self._reading[0] is loader_pass:
+            self._source.end()
 
     def _join_present_run(self) -> None:
         self.join(session_of_thread() or self._session)
@@ -324,13 +317,13 @@ class AdaptiveDataLoader:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-        step = self._session.step
+        step = self._session.passes.step
         assert step is not None, "a step was begun"
         for micro, fetch in enumerate(batches):
-            step.micro = micro
+            step.begin_micro(micro)
             yield fetch()
             if micro < len(batches) - 1:
-                self._session.clock.micro()
+                self._session.passes.end_micro_step()
 
     def _epoch(self) -> int:
         """Epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
@@ -339,41 +332,41 @@ class AdaptiveDataLoader:
         self._passes += 1
         return self._passes - 1
 
-    def _next_step(self, epoch: int, loop: LoopProgress) -> Sequence[Callable[[], Any]] | None:
+    def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session = self._session
         session.check_group()
         shape, cut = self._present_cut()
         # Also after a pass over this very loader that was nested in the last step.
-        if self._reading is None or self._reading[0] is not loop or self._reading[1] != session.shape_changes:
-            new_pass = self._reading is None or self._reading[0] is not loop
-            self._feed.begin(epoch, loop.position, cut, new_pass=new_pass)
-            self._reading = loop, session.shape_changes
-        step = self._feed.step(epoch, loop.position, cut)
-        if not step.sizes or loop.done:
+        if self._reading is None or self._reading[0] is not loader_pass or self._reading[1] != session.shape_changes:
+            new_pass = self._reading is None or self._reading[0] is not loader_pass
+            self._source.begin(epoch, loader_pass.position, cut, new_pass=new_pass)
+            self._reading = loader_pass, session.shape_changes
+        step = self._source.step(epoch, loader_pass.position, cut)
+        if not step.sizes or loader_pass.done:
             return None
         init_batch_size = self._limits.init_batch_size
-        session.begin_step(
-            Step(
-                loop=loop,
+        session.passes.begin_step(
+            LoaderStep(
+                loader_pass=loader_pass,
                 total=step.total,
                 sizes=step.sizes,
                 scale=cut.batch_size / init_batch_size,
                 init_batch_size=init_batch_size,
                 shape=shape,
-                ordinal=session.next_ordinal,
-                can_switch=lambda world_size: self._feed.can_switch(loop.position, step.total, world_size),
+                ordinal=session.passes.next_ordinal,
+                can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
                 whole=self._given.whole_batches,
             )
         )
         return step.fetches
 
-    def _present_cut(self) -> tuple[BatchChoice, StepCut]:
+    def _present_cut(self) -> tuple[BatchChoice, StepSplit]:
         """The setting for the next step; it moves with the group and the batch only."""
         session = self._session
         if self._setting is None or self._setting[0] != session.shape_changes:
             shape = self.shape
-            cut = StepCut(
+            cut = StepSplit(
                 batch_size=self.current_batch_size,
                 micro_steps=shape.accum_steps + 1,
                 world_size=session.world_size,
@@ -383,9 +376,9 @@ class AdaptiveDataLoader:
             self._setting = session.shape_changes, shape, cut
         return self._setting[1:]
 
-    def _pass_total(self, loop: LoopProgress) -> int:
+    def _pass_total(self, loader_pass: PassProgress) -> int:
         samples = self._samples
-        return samples if samples is not None else loop.position
+        return samples if samples is not None else loader_pass.position
 
 
 def _order(given: LoaderArguments) -> EpochOrder:

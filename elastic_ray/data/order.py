@@ -229,7 +229,7 @@ class StreamSharder(Generic[Item]):
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
         """Open the stream for `epoch` and go to `position`. Raises ValueError if it ends before that."""
-        self._epoch = sharding.Progress(epoch=epoch, position=position).epoch
+        self._epoch = sharding.DataPosition(epoch=epoch, position=position).epoch
         self._random = PrivateRandom(seed=self._seed, epoch=epoch)
         self._ahead: deque[Item] = deque()
         self._position = self._drawn = 0
@@ -293,6 +293,7 @@ class StreamSharder(Generic[Item]):
         self._position += count
 
     def _skip(self, position: int) -> None:
+        """Read on to ``position``."""
         self._drawn = 0
         while self._position < position:
             self._read_ahead(min(position - self._position, 1024))

@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Progress:
+class DataPosition:
     """How far the job has come in its data; of two values the larger one is further on.
 
     Attributes:
@@ -35,14 +35,14 @@ class Progress:
         _check_count("epoch", self.epoch, at_least=0)
         _check_count("position", self.position, at_least=0)
 
-    def advance(self, samples: int) -> Progress:
+    def advance(self, samples: int) -> DataPosition:
         """The progress after a committed step that used `samples` samples."""
         _check_count("samples", samples, at_least=0)
-        return Progress(epoch=self.epoch, position=self.position + samples)
+        return DataPosition(epoch=self.epoch, position=self.position + samples)
 
-    def next_epoch(self) -> Progress:
+    def next_epoch(self) -> DataPosition:
         """The progress at the start of the epoch that follows."""
-        return Progress(epoch=self.epoch + 1, position=0)
+        return DataPosition(epoch=self.epoch + 1, position=0)
 
 
 def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
@@ -98,10 +98,17 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
             f"{remaining} of {total} samples are left for {world_size} workers, so some would have none; "
             f"use at most {remaining} workers here or drop_last=True"
         )
+    if drop_last and remaining > batch_size:
+        return batch_size
+    return _size_before_leftover(remaining, batch_size, world_size)
+
+
+def _size_before_leftover(remaining: int, batch_size: int, world_size: int) -> int:
+    """Size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
-    if drop_last or leftover >= 2 * world_size:
+    if leftover >= 2 * world_size:
         return batch_size
     if world_size > 1 and remaining >= 4 * world_size:
         return remaining - 2 * world_size

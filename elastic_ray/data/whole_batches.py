@@ -1,4 +1,4 @@
-"""SHELL: the feed of a loader whose batches go to one rank each, whole."""
+"""SHELL: the batches of a loader that go to one rank each, whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ray.data.batches import FeedStep, Fetching, MapFeed, StepCut
+from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
 from elastic_ray.data.order import EpochOrder, PrivateRandom
 from elastic_ray.data.sharding import Indices
 from elastic_ray.data.whole import batch_ends, whole_step
@@ -59,8 +59,8 @@ class BatchSamplerOrder:
         return order
 
 
-class WholeFeed(MapFeed):
-    """As ``MapFeed``, but each step gives every rank the next whole batch; the last ranks of a pass may have none.
+class WholeBatches(MapBatches):
+    """As ``MapBatches``, but each step gives every rank the next whole batch; the last ranks of a pass may have none.
 
     Args:
         batch_size: samples of a batch; of no account where the order is a ``BatchSamplerOrder``.
@@ -93,25 +93,25 @@ class WholeFeed(MapFeed):
             self._ends = order, ends
         return self._ends[1]
 
-    def _plan(self, epoch: int, position: int, cut: StepCut) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
-    def step(self, epoch: int, position: int, cut: StepCut) -> FeedStep:
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``: a batch a rank, as long as there are some."""
         ends = self.ends(epoch)
         batches = whole_step(ends, position=position, world_size=cut.world_size)
         if not batches:
-            return FeedStep(total=ends[-1] if ends else 0)
+            return StepBatches(total=ends[-1] if ends else 0)
         counts = [last - first for first, last in batches] + [0] * (cut.world_size - len(batches))
         fetches = [self.fetch] if cut.rank < len(batches) else []
-        return FeedStep(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
+        return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """A group of any size can go on from the end of a batch."""
         return True
 
 
-def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepCut) -> Iterator[list[int]]:
+def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[list[int]]:
     while batches := whole_step(ends, position=position, world_size=cut.world_size):
         if cut.rank < len(batches):
             first, last = batches[cut.rank]

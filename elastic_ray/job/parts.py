@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ray.background import Background
-from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.event_log import EventLog

@@ -90,7 +90,8 @@ class JobStarter:
             if self._record.outcome() is None:
                 self._job.end_again()
             return
-        self._begun_after = int((self._record.resume_point or {}).get("reports", 0))
+        point = self._record.resume_point
+        self._begun_after = point.reports if point is not None else 0
         self._reports.queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self._group.machine.workers:
             self._group.machine.reset(first_most=self._record.workers_at_most)
@@ -114,8 +115,8 @@ class JobStarter:
         self.looking = False
         if self._record.phase.ended:
             return
-        steps = (self._record.resume_point or {}).get("steps")
-        start = f"from step {steps}" if steps is not None else "anew"
+        point = self._record.resume_point
+        start = f"from step {point.steps}" if point is not None else "anew"
         self._events.add(EventKind.RESTART, self._group.machine.world_size, 0, f"{reason}; it starts {start}")
         self._job.begin_again()
         if (later := self._later) is not None:

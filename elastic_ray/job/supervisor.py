@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ray.background import Background
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.allocator_link import AllocatorLink
 from elastic_ray.job.batch_changes import BatchChanges
-from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job.ending import JobEnding
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.parts import JobParts

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.parts import JobParts
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.session.link import StepReport
 from elastic_ray.worker.messages import (
     GroupLost,
     RunFailed,

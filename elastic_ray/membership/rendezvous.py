@@ -149,10 +149,6 @@ class Communicator:
         """Whether the generation was called off."""
         return self._voided.is_set()
 
-    def mark_broken(self) -> None:
-        """Operations may be pending in the group: it is let go of only when they have surely ended."""
-        self.broken = True
-
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
         """Start the sum of ``tensor`` over all ranks, in place; returns the work for :meth:`wait`.
 
@@ -246,6 +242,10 @@ class Communicator:
             raise CommunicationFailedError("the generation was called off")
         self._guard(work.wait)
         return True
+
+    def mark_broken(self) -> None:
+        """A peer does not keep to the protocol: operations may be pending for ever."""
+        self.broken = True
 
     def wait_all(self, works: Sequence[Any]) -> None:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.

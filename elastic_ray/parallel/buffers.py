@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.session.step import Step
+from elastic_ray.steps.step import StepView
 
 
 class BufferSync:
@@ -46,7 +46,7 @@ class BufferSync:
                     offset += b.numel()
 
 
-class KeptBuffers:
+class SavedBuffers:
     """A module's buffers as they were before the forward passes of an update that may be left out.
 
     Each rank keeps its own: buffers differ from rank to rank within a pass.
@@ -54,27 +54,27 @@ class KeptBuffers:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._step: Step | None = None
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._step: StepView | None = None
 
-    def keep(self, step: Step | None, *, goes_on: bool) -> None:
+    def save(self, step: StepView | None, *, goes_on: bool) -> None:
         """A forward pass is about to begin; ``goes_on``: for an update that earlier steps have begun."""
-        if self._kept and (goes_on or step is self._step):
+        if self._saved and (goes_on or step is self._step):
             return
         self._step = step
-        self._kept = [(b, b.detach().clone()) for b in self._module.buffers()]
+        self._saved = [(b, b.detach().clone()) for b in self._module.buffers()]
 
     def forget(self) -> None:
         """The update was applied."""
-        self._kept = []
+        self._saved = []
 
     @torch.no_grad()
     def restore(self) -> None:
         """The update was left out."""
-        for buffer, before in self._kept:
+        for buffer, before in self._saved:
             buffer.copy_(before)
 
     def mend(self) -> None:
         """The forward passes may have been in vain: restore buffers that hold NaN or infinity."""
-        if not all(bool(buffer.isfinite().all()) for buffer, _ in self._kept):
+        if not all(bool(buffer.isfinite().all()) for buffer, _ in self._saved):
             self.restore()

@@ -7,26 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic_ray.parallel.buckets import Bucket
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
-from elastic_ray.session.session import Session
-
-
-def whole_is_finite(buckets: Sequence[Bucket]) -> bool:
-    """Whether all gradients in the buckets are finite, by one sum over each."""
-    if len(buckets) == 1:
-        total = float(buckets[0].body.sum())
-    else:
-        total = float(torch.stack([bucket.body.sum().to(torch.float32) for bucket in buckets]).sum())
-    # A sum may overflow where no gradient has.
-    return math.isfinite(total) or all(bool(bucket.body.isfinite().all()) for bucket in buckets)
-
-
-def own_is_finite(buckets: Sequence[Bucket]) -> bool:
-    """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
-    tensors = [grad for bucket in buckets for grad in bucket.grads if grad is not None]
-    tensors += [bucket.carried for bucket in buckets if bucket.carried is not None]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+from elastic_ray.sync.context import SyncContext
 
 
 class FiniteWatch:
@@ -35,14 +17,14 @@ class FiniteWatch:
     What AMP's scaler finds it leaves out by itself, and none of it comes by here.
 
     Args:
-        session: the run.
+        context: the run.
         module: the model.
         model: its number.
         nonfinite: what to do, one of ``NONFINITE``.
     """
 
-    def __init__(self, session: Session, module: torch.nn.Module, model: int, nonfinite: str) -> None:
-        self._session = session
+    def __init__(self, context: SyncContext, module: torch.nn.Module, model: int, nonfinite: str) -> None:
+        self._context = context
         self._module = module
         self._model = model
         self._nonfinite = nonfinite
@@ -66,7 +48,7 @@ class FiniteWatch:
         """
         if not self.looks:
             return True
-        several = self._session.world_size > 1
+        several = self._context.group.world_size > 1
         if several and suspects is None:
             self._streak = False
             return True
@@ -74,11 +56,11 @@ class FiniteWatch:
         if self._grads_are_finite(grads):
             self._streak = False
             return True
-        text = describe_gradients(self._model, self._session.progress.steps, suspects or (), self._nonfinite)
+        text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)
         if not self._streak:
             self._streak = True
-            detail = {"step": self._session.progress.steps, "ranks": list(suspects or ()), "model": self._model}
-            self._session.tell("not_finite", text, detail)
+            detail = {"step": self._context.ledger.steps, "ranks": list(suspects or ()), "model": self._model}
+            self._context.tell("not_finite", text, detail)
         if self._nonfinite == "raise":
             raise NonFiniteGradientsError(
                 f"{text}. Look for a learning rate that is too high, a division by zero or a logarithm of zero in the "
@@ -92,12 +74,13 @@ class FiniteWatch:
         return self._nonfinite == "skip"
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
+        """Whether all are finite; on a GPU whether those of the step before were."""
         if not grads:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
         order = math.inf if grads[0].is_cuda else 2.0
         largest = torch.stack([each.float() for each in torch._foreach_norm(grads, order)]).sum()
-        if largest.is_cuda and self._nonfinite == "warn" and self._session.world_size == 1:
+        if largest.is_cuda and self._nonfinite == "warn" and self._context.group.world_size == 1:
             # Nobody waits for the GPU: what the step before has found is known by now.
             before, self._lagging = self._lagging, largest
             return before is None or math.isfinite(float(before))

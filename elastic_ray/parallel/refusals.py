@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+
+from elastic_ray.sync.gradient_checks import STEP_AFTER_BACKWARD
 
 _NOT_NEEDED = "it is not needed: leave it out, since "
 _OF_DDP = {
@@ -71,12 +73,6 @@ def refuse_steps_in_backward(module: torch.nn.Module) -> None:
                 raise ValueError(f"a hook on the gradient of {name} steps an optimizer: {STEP_AFTER_BACKWARD}")
 
 
-STEP_AFTER_BACKWARD = (
-    "within backward() gradients are one worker's own; they are averaged over the workers when it returns. Step one "
-    "optimizer of all parameters after backward(), and zero gradients after that"
-)
-
-
 def _reach(hook: Any) -> Iterator[Any]:
     """What a hook refers to by name, and what lies in dicts and lists among that."""
     try:
@@ -91,29 +87,3 @@ def _reach(hook: Any) -> Iterator[Any]:
             yield from value.values()
         elif isinstance(value, (list, tuple)):
             yield from value
-
-
-def check_gradients(
-    params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], *, complete: bool
-) -> None:
-    """After gradients could not be put into a bucket: raise with the reason, where it is the user's.
-
-    Args:
-        params: the bucket's parameters.
-        grads: their gradients.
-        complete: whether backward has reached all of them.
-
-    Raises:
-        RuntimeError: a gradient is sparse, or a hook has taken it away.
-    """
-    for param, grad in zip(params, grads, strict=True):
-        if grad is None and complete:
-            raise RuntimeError(
-                f"backward() has given a parameter of shape {tuple(param.shape)} a gradient, but a hook has taken it "
-                f"away again: {STEP_AFTER_BACKWARD}"
-            )
-        if grad is not None and grad.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, and sparse gradients are not "
-                "averaged over the workers: use layers and functions with sparse=False"
-            )

@@ -11,24 +11,25 @@ import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
-from elastic_ray.parallel.buffers import BufferSync, KeptBuffers
-from elastic_ray.parallel.carried_gradients import CarriedGradients
+from elastic_ray.loop.api import session_of_new_model
+from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.finite_watch import FiniteWatch
-from elastic_ray.parallel.noise import NoiseTracker
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.reducer import GradientReducer
 from elastic_ray.parallel.refusals import (
-    STEP_AFTER_BACKWARD,
     refuse_options,
     refuse_several,
     refuse_sparse,
     refuse_steps_in_backward,
 )
+from elastic_ray.parallel.run import ModelRun, UpdateLedger
 from elastic_ray.parallel.signature import describe_model
-from elastic_ray.parallel.trainable import Trainable, TrainedState
-from elastic_ray.session.api import session_of_new_model
-from elastic_ray.session.session import Session
+from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState, ModuleState
+from elastic_ray.sync.all_reduce import AllReduce
+from elastic_ray.sync.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.noise import NoiseTracker
+from elastic_ray.sync.protocol import GradientSync
+from elastic_ray.sync.trainable import Trainable, TrainedState
 from placement.goodput.model import NoiseScale
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
@@ -89,57 +90,52 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
-            _check_process_group(session.place.world_size)
-        trainable = Trainable(module, optimizer)
+            _check_process_group(session.group.place.world_size)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
-        self._session: Session = session
+        self._run: ModelRun = session
         self._optimizer = optimizer
         self._scaler = grad_scaler
         self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
-        self._tracker = NoiseTracker(optimizer, len(trainable.groups))
-        told = describe_model(module, optimizer, amp=grad_scaler is not None)
-        self._index = session.new_model(told, self._tracker_noise)
-        session.replicas.add(module)
-        self._trainable = trainable
-        self._finite = FiniteWatch(session, module, self._index, nonfinite)
-        session.before_the_end.append(self._finite.check_parameters)
-        session.watched.add(optimizer)
-        self._carried = CarriedGradients(session, optimizer)
-        session.carried.append(self._carried)
-        self._reducer = GradientReducer(
-            trainable,
-            self._carried,
-            session,
+        self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
+        self._join_run(nonfinite)
+        self._register(lr_scheduler)
+        _patch_step(optimizer, self._step)
+
+    def _join_run(self, nonfinite: str) -> None:
+        """Make the model's parts, each with what it needs of the run."""
+        run, module, optimizer = self._run, self.module, self._optimizer
+        self._trainable = Trainable(module, optimizer)
+        self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
+        info = describe_model(module, optimizer, amp=self._scaler is not None)
+        self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
+        self._finite = FiniteWatch(run, module, self._index, nonfinite)
+        self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
+        self._sync: GradientSync = AllReduce(
+            run,
+            self._trainable,
+            optimizer,
             self._tracker,
             self._grad_scale,
             self._index,
             check_finite=self._finite.looks,
         )
-        self._kept = KeptBuffers(module) if self._finite.skips else None
-        self._register(lr_scheduler)
-        session.buffers.append(BufferSync(module))
-        session.on_shape_change.append(self._tracker.invalidate)
-        self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
-        _patch_step(optimizer, self._step)
-
-    # -- for users ---------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._session.moment("forward")
+        self._run.moment("forward")
         self._called = True
-        self._reducer.follow()
-        if self._kept is not None and self.module.training:
-            self._kept.keep(self._session.outermost_step, goes_on=self._carried.is_open)
+        self._sync.before_forward()
+        if self._saved_buffers is not None and self.module.training:
+            self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
-            _check_process_group(self._session.world_size)
+            _check_process_group(self._run.group.world_size)
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._reducer.no_sync()
+        return self._sync.no_sync()
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -159,42 +155,46 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Progress in steps at the initial batch size: the sum of the gains of all steps."""
         return self._tracker.progress
 
-    # -- within the package ------------------------------------------------------------------------------------
-
-    def _tracker_noise(self) -> tuple[float, float] | None:
-        noise = self.noise_scale
-        return None if noise is None else (noise.sqr, noise.var)
-
     def _grad_scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
     def _register(self, lr_scheduler: Any) -> None:
-        shared, index, optimizer = self._session.shared, self._index, self._optimizer
-        shared.register(f"model/{index}", ModuleState(self.module))
-        trained = TrainedState(optimizer, self._trainable, self._reducer.rebuild, self._carried)
-        shared.register(f"optimizer/{index}", trained)
-        shared.register_rollback(self._carried.remember, self._carried.roll_back)
-        shared.register(f"noise/{index}", self._tracker)
+        """Tell the run what of the model its other ranks need, and what a lost step must take back."""
+        states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
+        registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
+        registry.add_gradients(self._sync)
+        states.register(f"model/{index}", ModuleState(self.module))
+        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
+        states.register(f"optimizer/{index}", trained)
+        states.register_rollback(self._sync.remember, self._sync.roll_back)
+        states.register(f"noise/{index}", self._tracker)
+        self._register_schedulers(lr_scheduler)
+        saved = self._saved_buffers
+        if saved is not None:
+            registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
+            states.register_rollback(lambda: None, lambda _: saved.mend())
+        if self._scaler is not None:
+            if saved is not None:
+                _after_step(self._scaler, optimizer, saved.mend)
+            _keep_scale_while_accumulating(self._scaler, self._run.ledger)
+            states.register(f"grad_scaler/{index}", DictState(self._scaler))
+            states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
+        registry.add_buffers(BufferSync(self.module))
+        registry.add_hook(HookPoint.SHAPE_CHANGED, self._tracker.invalidate)
+
+    def _register_schedulers(self, lr_scheduler: Any) -> None:
+        """Have schedulers travel, and be undone with a lost step; without any, check that there is none."""
+        states = self._run.states
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
         for number, scheduler in enumerate(known):
-            _count_optimizer_steps(scheduler, self._session)
-            shared.register(f"lr_scheduler/{index}/{number}", DictState(scheduler))
-            shared.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
+            _count_optimizer_steps(scheduler, self._run.ledger)
+            states.register(f"lr_scheduler/{self._index}/{number}", DictState(scheduler))
+            states.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
         if known:
-            shared.register_rollback(self._rates, self._set_rates)
+            states.register_rollback(self._rates, self._set_rates)
         else:
-            self._session.before_first_epoch.append(self._check_scheduler)
-        kept = self._kept
-        if kept is not None:
-            self._session.left_out.append(kept.restore)
-            shared.register_rollback(lambda: None, lambda _: kept.mend())
-        if self._scaler is not None:
-            if kept is not None:
-                _after_step(self._scaler, optimizer, kept.mend)
-            _keep_scale_while_accumulating(self._scaler, self._session)
-            shared.register(f"grad_scaler/{index}", DictState(self._scaler))
-            shared.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
+            self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
 
     def _check_scheduler(self) -> None:
         if any("initial_lr" in group for group in self._optimizer.param_groups):
@@ -211,49 +211,58 @@ class AdaptiveDataParallel(torch.nn.Module):
             group.update(values)
 
     def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
+        """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
         if closure is not None:
             raise ValueError(
                 "optimizer.step(closure) evaluates the model several times a step, which AdaptiveDataParallel cannot "
                 "replicate: call backward() yourself and step() without a closure"
             )
-        session = self._session
+        ledger = self._run.ledger
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
-        self._reducer.close()
+        self._sync.before_update()
+        self._check_called()
+        self._trainable.drop_strangers()
+        if not ledger.may_apply():
+            return None
+        self._sync.applied()
+        if not self._counts():
+            ledger.applied()
+            return None
+        step = ledger.outermost
+        scale = step.scale if step is not None else 1.0
+        self._tracker.advance(scale)
+        with ledger.updating():
+            if scale == 1.0 and not self._warms:
+                result = apply(**kwargs)
+            else:
+                with self._scaled_rates(scale):
+                    result = apply(**kwargs)
+        ledger.applied()
+        return result
+
+    def _check_called(self) -> None:
+        """Whether parameters that became trainable can be taken in."""
         called, self._called = self._called, False
         if not called and self._trainable.changed():
             raise RuntimeError(
                 "parameters became trainable, but the model is not called through AdaptiveDataParallel, which would "
                 "take them in: call the wrapped model, model(x), not the one inside it"
             )
-        self._trainable.drop_strangers()
-        if not session.may_apply():
-            return None
-        self._carried.applied = True
-        if self._finite.are_finite(self._trainable.params, self._reducer.not_finite):
+
+    def _counts(self) -> bool:
+        """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
+        saved = self._saved_buffers
+        left_out = False
+        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks):
             self._tracker.applied()
         else:
             self._tracker.invalidate()  # what it has measured is of no use
-            if self._kept is not None:
-                for undo in session.left_out:
-                    undo()
-                self._kept.forget()
-                session.applied()
-                return None
-        if self._kept is not None:
-            self._kept.forget()
-        step = session.outermost_step
-        scale = step.scale if step is not None else 1.0
-        self._tracker.advance(scale)
-        session.applying = True  # stays so if it fails half-way
-        if scale == 1.0 and not self._warms:
-            result = apply(**kwargs)
-        else:
-            with self._scaled_rates(scale):
-                result = apply(**kwargs)
-        session.applying = False
-        session.applied()
-        return result
+            if left_out := saved is not None:
+                self._run.registry.call(HookPoint.UPDATE_LEFT_OUT)
+        if saved is not None:
+            saved.forget()
+        return not left_out
 
     @contextmanager
     def _scaled_rates(self, scale: float) -> Iterator[None]:
@@ -269,7 +278,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 group["lr"] = rate
 
     def _rate_factors(self, scale: float) -> tuple[float, ...]:
-        noise, progress = self._tracker.by_group, self._session.epochs_done
+        noise, progress = self._tracker.by_group, self._run.ledger.epochs_done
         # Rules of one's own and warm-ups may look at the progress, which moves with every step.
         asked = (scale, noise, None if not self._warms else progress)
         if self._factors is None or self._factors[0] != asked:
@@ -278,6 +287,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
 
 def _check_types(module: Any, optimizer: Any) -> None:
+    """Raise TypeError unless there is one plain model and one optimizer."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if isinstance(module, AdaptiveDataParallel):
@@ -312,7 +322,7 @@ def _patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     optimizer.step = wrapped  # type: ignore[method-assign]
 
 
-def _count_optimizer_steps(scheduler: Any, session: Session) -> None:
+def _count_optimizer_steps(scheduler: Any, ledger: UpdateLedger) -> None:
     """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
     if not hasattr(scheduler, "step"):
         return
@@ -320,18 +330,18 @@ def _count_optimizer_steps(scheduler: Any, session: Session) -> None:
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if session.accumulating else original(self, *args, **kwargs)
+        return None if ledger.accumulating else original(self, *args, **kwargs)
 
     _override(scheduler, step=step)
 
 
-def _keep_scale_while_accumulating(scaler: Any, session: Session) -> None:
+def _keep_scale_while_accumulating(scaler: Any, ledger: UpdateLedger) -> None:
     """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
     original = type(scaler).update
 
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = self.state_dict() if session.accumulating else None
+        before = self.state_dict() if ledger.accumulating else None
         original(self, *args, **kwargs)
         if before is not None:
             self.load_state_dict(before)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 
+from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.session.link import LoaderInfo
 from placement.policies.base import describe
 
 

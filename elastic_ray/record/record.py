@@ -14,6 +14,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.tail import Tail
 from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 
 
@@ -37,7 +38,7 @@ class JobRecord:
         )
         self._reports: Tail[Report] = Tail()
         self._outcome: JobOutcome | None = None
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: ResumePoint | None = None
         self.phase = JobPhase.WAITING
         self.message = "waiting for resources"
         self.note = ""
@@ -72,12 +73,12 @@ class JobRecord:
         self._resume, surplus = None, list[str]()
         for checkpoint in stored.checkpoints:
             surplus += self._book.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
-            self._resume = checkpoint.progress
+            self._resume = checkpoint.resume_point
         self._states = stored.states if self._states_kept else ()
         return tuple(surplus)
 
     @property
-    def restart_point(self) -> tuple[str | None, Mapping[str, Any] | None]:
+    def restart_point(self) -> tuple[str | None, ResumePoint | None]:
         """Latest checkpoint and where it stands, None where it does not say; (None, None) before the first."""
         latest = self._book.latest
         path = latest[0] if latest is not None else self._start
@@ -86,12 +87,13 @@ class JobRecord:
     @property
     def states(self) -> tuple[StateFile, ...]:
         """Automatic checkpoints that are further than that, newest first."""
-        steps = int((self.restart_point[1] or {}).get("steps", 0))
+        point = self.restart_point[1]
+        steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
         return tuple(s for s in self._states if s.steps > steps or (s.steps == steps and s.path in newer))
 
     @property
-    def resume_point(self) -> Mapping[str, Any] | None:
+    def resume_point(self) -> ResumePoint | None:
         """Where a restart would go on; None at the beginning."""
         states = self.states
         return states[0].resume_point if states else self.restart_point[1]
@@ -113,8 +115,8 @@ class JobRecord:
 
         Each needs samples in its first step: two, where there are as many, for BatchNorm cannot do with one.
         """
-        left = int((self.resume_point or {}).get("left", 0))
-        return max(1, left // 2) if left else 0
+        point = self.resume_point
+        return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
 
     def starting(self) -> None:
         """Workers are being started."""
@@ -262,5 +264,5 @@ def report_of(message: WorkerReport, workers: int) -> Report:
         metrics=message.metrics,
         checkpoint=message.checkpoint,
         workers=workers,
-        epochs_done=int(message.resume_point.get("epoch", 0)),
+        epochs_done=message.resume_point.epoch,
     )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
-from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
-from elastic_ray.session.progress import RunProgress
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.setup import ProcessFacts
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
@@ -48,7 +48,7 @@ def allocator_view(
     planner: BatchPlanner,
     history: SizeHistory,
     *,
-    resume_point: Mapping[str, Any] | None,
+    resume_point: ResumePoint | None,
     submitted_s: float,
     held_at: int | None,
     allocation: Mapping[str, int],
@@ -105,11 +105,11 @@ def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
     return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
 
-def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: Mapping[str, Any] | None) -> Progress | None:
+def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
     if planner.latest is not None:
         progress = planner.latest.progress
     else:
-        progress = RunProgress.from_resume_point(dict(resume_point)).told() if resume_point else None
+        progress = RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
     if spec.trial is not None and progress is not None:
         return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length
     return progress

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
-from elastic_ray.session.link import Link
+from elastic_ray.session.controller_client import ControllerClient
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,12 @@ class WorkerDismissed(BaseException):
         self.stopped = stopped
 
 
-class Passage:
+class GroupTransitions:
     """See the module's text. Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
 
     Args:
         membership: this worker's side of the membership protocol.
-        link: the way to the controller.
+        controller: is told of failures.
         enter: exchanges state in a freshly formed group; returns the loader passes that its furthest rank has ended.
         moment: scripted faults.
         regroup_timeout_s: longest wait for a generation to go on with.
@@ -36,14 +36,14 @@ class Passage:
     def __init__(
         self,
         membership: Membership,
-        link: Link,
+        controller: ControllerClient,
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
         *,
         regroup_timeout_s: float,
     ) -> None:
         self._membership = membership
-        self._link = link
+        self._controller = controller
         self._enter = enter
         self._moment = moment
         self._regroup_timeout_s = regroup_timeout_s
@@ -59,7 +59,7 @@ class Passage:
                 # A joiner that could not enter waits for the next plan; only members have something to report.
                 logger.info("worker %s: could not enter generation: %s", self._membership.worker, error)
                 if holds_state():
-                    self._link.failed(self._membership.generation, str(error))
+                    self._controller.failed(self._membership.generation, str(error))
 
     def switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
         """Go where all ranks have agreed to go, unless its size does not suit the place in the epoch."""
@@ -77,7 +77,7 @@ class Passage:
     def regroup(self, cause: str, generation: int) -> int:
         """Wait for the next generation and enter it; returns the loader passes that its furthest rank has ended."""
         while True:
-            self._link.failed(generation, cause)
+            self._controller.failed(generation, cause)
             try:
                 return self._take_next(self._regroup_timeout_s)
             except CommunicationFailedError as error:
@@ -91,8 +91,8 @@ class Passage:
                 raise WorkerDismissed(stopped=True) from None
             raise
 
-    def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
+    def _go_to(self, plan: GenerationSpec, communicator: Communicator | None) -> int:
         if communicator is None:
             self._moment("leaving")
             raise WorkerDismissed(stopped=False)
-        return self._enter(spec, communicator)
+        return self._enter(plan, communicator)

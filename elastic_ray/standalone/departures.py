@@ -57,6 +57,7 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
+        """Say in the store why this rank ends, unless another one has said so before."""
         if os.getpid() != self._process:
             return  # a child that was forked
         error = getattr(sys, "last_value", None)

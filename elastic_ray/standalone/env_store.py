@@ -46,6 +46,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _hold(host: str, port: int, timeout: timedelta) -> Any:
+    """A store that this process holds at the address; raises RuntimeError where it cannot listen there."""
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}  # as torch's own env:// does
     try:
         options["master_listen_fd"] = _bind(host, port).detach()
@@ -58,6 +59,7 @@ def _hold(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address alone."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:

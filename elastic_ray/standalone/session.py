@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -14,16 +16,17 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import Membership
-from elastic_ray.parallel.optimizer_watch import watch_optimizers
-from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.membership.worker_side import CommunicatorFactory, Membership
+from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.departures import Departures
 from elastic_ray.standalone.env_store import address_towards, env_store
-from placement.goodput.model import NoiseScale
+from elastic_ray.state.resume_point import ResumePoint
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +39,18 @@ _SHORTEST_LOOK_S = 0.2
 _LONGEST_LOOK_S = 2.0
 
 
-class StandaloneLink:
-    """Takes the controller's place: reports go to the log, and rank 0's own tuner adapts the batch.
+class StandaloneController:
+    """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
-        nodes: number of nodes of the group.
         replicas: world size.
         post: delivers a message to this process's membership.
     """
 
-    def __init__(self, nodes: int, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
-        self._nodes = nodes
+    def __init__(self, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
         self._replicas = replicas
         self._post = post
-        self._tuner: BatchTuner | None = None
+        self._planner = BatchPlanner(fixed=False, fit_every_s=0.0)
         self._choice: BatchChoice | None = None
         self._session: weakref.ref[Session] | None = None
         self.metrics: dict[str, Any] = {}
@@ -60,19 +61,14 @@ class StandaloneLink:
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         """Deliver the one generation there will be."""
+        members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
+        plan = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
-            self._tuner = BatchTuner(loader.limits)
-            self._choice = self._tuner.decide(self._nodes, self._replicas, None).choice
+            self._planner.open(loader)
+            self._choice = self._planner.choose(plan)
             if self._session is not None:
                 threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
-        self._post(
-            GenerationSpec(
-                generation=1,
-                members=tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas)),
-                batch=self._choice,
-                reason="a group of fixed size",
-            )
-        )
+        self._post(dataclasses.replace(plan, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
         """A fixed group cannot recover; the session raises."""
@@ -81,6 +77,7 @@ class StandaloneLink:
         """Nothing to tell anybody."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
+        """Look at measurements now and then, for as long as the session is there."""
         begin_s = time.monotonic()
         while True:
             time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 0.1 * (time.monotonic() - begin_s))))
@@ -94,31 +91,21 @@ class StandaloneLink:
 
     def observe(self, report: StepReport) -> None:
         """Learn from rank 0's measurements, and change the batch where that pays."""
-        tuner = self._tuner
-        if tuner is None or report.shape is None or not report.steps or report.shape != self._choice:
+        if self._choice is None or not report.steps or report.shape != self._choice:
             return
-        tuner.observe(
-            nodes=report.nodes,
-            replicas=report.replicas,
-            atomic_bsz=report.shape.atomic_bsz,
-            accum_steps=report.shape.accum_steps,
-            step_time=report.step_time,
-            grad_time=report.grad_time,
-            steps=report.steps,
-        )
-        tuner.set_noise(NoiseScale(*report.noise) if report.noise else None)
-        tuner.set_model(fit_snapshot(tuner.snapshot()))
-        decision = tuner.decide(self._nodes, self._replicas, self._choice)
-        if decision.choice != self._choice:
-            logger.info("batch %d: %s", decision.batch_size, decision.reason)
-            self._choice = decision.choice
-            self._post(SetBatch(generation=1, batch=decision.choice))
+        self._planner.observe(report)
+        snapshot = self._planner.due(time.monotonic())
+        change = self._planner.fitted(fit_snapshot(snapshot)) if snapshot is not None else None
+        if change is not None:
+            self._choice, reason = change
+            logger.info("%s", reason)
+            self._post(SetBatch(generation=1, batch=self._choice))
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
         self.metrics = dict(metrics)
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
-        logger.info("epoch %s: %s", resume_point.get("epoch"), shown)
+        logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
@@ -135,74 +122,91 @@ def _node_of(rank: int) -> str:
 
 def session_after(earlier: Session) -> Session:
     """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
-    assert isinstance(earlier.link, StandaloneLink), "a trainer's session serves one run"
+    assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.membership.close(broken=False)
     return standalone_session()
 
 
 def standalone_session() -> Session:
     """A session for this process: under ``torchrun`` one of its group, else alone."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    alone = "MASTER_ADDR" not in os.environ or "RANK" not in os.environ
-    if alone:
-        rank, world_size = 0, 1
-    cuda = torch.cuda.is_available()
-    if cuda:
+    place = _place()
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{world_size}"
+    run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{place.world_size}"
     _SESSIONS[run] += 1
     prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
-    departures = Departures(prefix, rank, world_size)
+    departures = Departures(prefix, place.rank, place.world_size)
+    membership = _membership(place, functools.partial(_form, prefix, departures))
+    controller = StandaloneController(place.world_size, membership.post)
+    session = Session(
+        str(place.rank),
+        membership,
+        controller,
+        elastic=False,
+        join_timeout_s=120.0,
+        expected=place,
+        explain=departures.explain,
+    )
+    watch_optimizers()
+    if place.rank == 0:
+        controller.measure(session)
+    return session
 
-    def form(spec: GenerationSpec, rank: int) -> Communicator:
-        try:
-            store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
-        except (RuntimeError, OSError) as error:
-            raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
-        if store is not None:
-            departures.use(store)
-        return Communicator(
-            store,
-            prefix,
-            rank=rank,
-            world_size=spec.world_size,
-            timeout_s=_COLLECTIVE_TIMEOUT_S,
-            form_timeout_s=_FORM_TIMEOUT_S,
-            host=_own_host() if spec.nodes > 1 else "127.0.0.1",
-            cuda=cuda,
-        )
 
-    def give_up(generation: int, cause: str) -> None:
-        membership.give_up(
-            f"the group of WORLD_SIZE={world_size} processes did not form within {_FORM_TIMEOUT_S:g} s: {cause}. Every "
-            "rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
-        )
-
-    membership = Membership(str(rank), form, give_up)
-    local_size = 1 if alone else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
-    nodes = max(1, world_size // local_size)
-    expected = RankInfo(
+def _place() -> RankInfo:
+    """Where this process stands in the group that the environment describes; alone where it describes none."""
+    if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
+        return RankInfo()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    local_size = _local_size(world_size)
+    return RankInfo(
         rank=rank,
         world_size=world_size,
         local_rank=rank % local_size,
         local_world_size=min(local_size, world_size),
         node_rank=rank // local_size,
     )
-    link = StandaloneLink(nodes, world_size, membership.post)
-    session = Session(
-        str(rank),
-        membership,
-        link,
-        elastic=False,
-        join_timeout_s=120.0,
-        expected=expected,
-        explain=departures.explain,
+
+
+def _local_size(world_size: int) -> int:
+    return 1 if world_size == 1 else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+
+
+def _membership(place: RankInfo, form: CommunicatorFactory) -> Membership:
+    """This process's side of the membership protocol; a group that does not form ends the run."""
+
+    def give_up(generation: int, cause: str) -> None:
+        membership.give_up(
+            f"the group of WORLD_SIZE={place.world_size} processes did not form within {_FORM_TIMEOUT_S:g} s: {cause}. "
+            "Every rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
+        )
+
+    membership = Membership(str(place.rank), form, give_up)
+    return membership
+
+
+def _form(prefix: str, departures: Departures, plan: GenerationSpec, rank: int) -> Communicator:
+    """The group's communicator.
+
+    Raises:
+        CommunicationFailedError: its store is not to be found, or a rank did not come.
+    """
+    try:
+        store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
+    except (RuntimeError, OSError) as error:
+        raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
+    if store is not None:
+        departures.use(store)
+    return Communicator(
+        store,
+        prefix,
+        rank=rank,
+        world_size=plan.world_size,
+        timeout_s=_COLLECTIVE_TIMEOUT_S,
+        form_timeout_s=_FORM_TIMEOUT_S,
+        host=_own_host() if plan.nodes > 1 else "127.0.0.1",
+        cuda=torch.cuda.is_available(),
     )
-    watch_optimizers()
-    if rank == 0:
-        link.measure(session)
-    return session
 
 
 def _own_host() -> str:

@@ -29,7 +29,7 @@ class NotPlainError(TypeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class TensorIndex:
     """Stands for the n-th tensor of a state."""
 
     index: int
@@ -84,10 +84,8 @@ def dtype_of(name: Any) -> torch.dtype:
     return found
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
-
-
 def _write(out: bytearray, value: Any, where: str, depth: int) -> None:
+    """Append the value's tag and content to ``out``."""
     kind = type(value)
     if depth > DEEPEST:
         raise too_deep(where)
@@ -130,7 +128,7 @@ _CONTENT: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
     str: (b"s", lambda value: value.encode("utf-8", "surrogatepass")),
     bytes: (b"b", bytes),
     bytearray: (b"a", bytes),
-    Slot: (b"x", lambda value: _int_bytes(value.index)),
+    TensorIndex: (b"x", lambda value: _int_bytes(value.index)),
     torch.dtype: (b"d", lambda value: dtype_name(value).encode()),
     torch.device: (b"v", lambda value: str(value).encode()),
 }
@@ -140,8 +138,6 @@ _MAPPINGS: dict[type, bytes] = {
     collections.OrderedDict: b"o",
     collections.Counter: b"n",
 }
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def _device(content: bytes) -> torch.device:
@@ -162,7 +158,7 @@ _READ_CONTENT: dict[bytes, Callable[[bytes], Any]] = {
     b"s": lambda content: content.decode("utf-8", "surrogatepass"),
     b"b": bytes,
     b"a": bytearray,
-    b"x": lambda content: Slot(int.from_bytes(content, "little", signed=True)),
+    b"x": lambda content: TensorIndex(int.from_bytes(content, "little", signed=True)),
     b"d": lambda content: dtype_of(content.decode()),
     b"v": _device,
 }
@@ -226,6 +222,7 @@ class _Reader:
         return mapping
 
     def _numbers(self, depth: int, *, scalar: bool) -> Any:
+        """An array of NumPy's, or one of its scalars."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
             raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 
 _NAMED = 5
+_DIGEST_BYTES = 5
+
+
+class ReplicasDifferError(RuntimeError):
+    """The ranks of a job hold different parameters, though each has applied the same steps."""
+
+
+def digest(what: object) -> int:
+    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
 
 def packed(layout: Mapping[str, str]) -> bytes:

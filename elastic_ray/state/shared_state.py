@@ -11,9 +11,8 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.session.intents import ReplicasDifferError, digest
-from elastic_ray.session.progress import LoopProgress, RunProgress
-from elastic_ray.state.layout import difference, packed
+from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
+from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -31,7 +30,7 @@ class Exchanged:
 
     Attributes:
         received: this rank was behind and took over another's state.
-        passes: ended loader passes of the rank that is furthest (see ``RunProgress.passes``).
+        passes: ended loader passes of the rank that is furthest (see ``RunProgress.ended_passes``).
     """
 
     received: bool
@@ -89,7 +88,7 @@ class SharedState:
         """All states by name; tensors are not copied."""
         trees = {key: state.capture() for key, state in self._states.items()}
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
-        return {**trees, "run": dataclasses.asdict(self.progress), "shape": shape}
+        return {**trees, "run": self.progress.to_state(), "shape": shape}
 
     def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
         """Take over captured states.
@@ -103,21 +102,37 @@ class SharedState:
                 "train_loop_per_worker must register the same state on every worker before its first epoch, but the "
                 f"others have no {', '.join(sorted(missing))}"
             )
-        run = dict(trees["run"])
-        loops = [LoopProgress(**loop) for loop in run.pop("loops")]
-        self._take_progress(RunProgress(**run, loops=loops))
+        self._take_progress(RunProgress.from_state(trees["run"]))
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
                 state.restore(trees[key])
 
+    def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
+        """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
+
+        Raises:
+            RuntimeError: as :meth:`install`; ValueError, KeyError: a state cannot be loaded.
+        """
+        self.install(trees)
+        self.complete, self.loaded = True, loaded
+
+    @property
+    def unique(self) -> bool:
+        """Whether this worker's state would be lost with it."""
+        return self.complete and not self.loaded
+
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        """Take another batch shape, None for the loader's own."""
+        self.shape = shape
+
     def _take_progress(self, progress: RunProgress) -> None:
-        # Loader passes in progress hold on to their LoopProgress: refresh these instead of replacing them.
-        mine = self.progress.loops
-        for own, theirs in zip(mine, progress.loops, strict=False):
-            own.position, own.done = theirs.position, theirs.done
-        loops = mine[: len(progress.loops)] + progress.loops[len(mine) :]
-        self.progress = dataclasses.replace(progress, loops=loops)
+        # Loader passes in progress hold on to their PassProgress: refresh these instead of replacing them.
+        mine = self.progress.passes
+        for own, theirs in zip(mine, progress.passes, strict=False):
+            own.follow(theirs)
+        passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
+        self.progress = dataclasses.replace(progress, passes=passes)
 
     def exchange(self, communicator: Communicator) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
@@ -131,11 +146,18 @@ class SharedState:
             self.check_plain()
         run, layout = self.progress, packed(self._layout())
         rows = communicator.gather_ints(
-            [run.ticks, run.slot, run.lineage, run.passes, int(self.complete), digest(layout)]
+            [
+                run.loader_steps,
+                run.optimizers_stepped,
+                run.lineage,
+                run.ended_passes,
+                int(self.complete),
+                digest(layout),
+            ]
         )
         everyone = [
-            StateVersion(step=ticks, slot=slot, lineage=lineage, passes=passes, has_state=bool(complete))
-            for ticks, slot, lineage, passes, complete, _ in rows
+            StateVersion(step=steps, slot=stepped, lineage=lineage, passes=passes, has_state=bool(complete))
+            for steps, stepped, lineage, passes, complete, _ in rows
         ]
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[-1] for row in rows])
@@ -160,6 +182,7 @@ class SharedState:
         return found
 
     def _receive(self, communicator: Communicator, source: int) -> None:
+        """Take over the state of ``source``; a newcomer's model receives it in place."""
         # A survivor of a torn step keeps its own state whole until all has arrived: its source may die meanwhile.
         in_place = not self.complete
 

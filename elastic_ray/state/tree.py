@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.state.codec import DEEPEST, NotPlainError, Slot, decode, dtype_name, dtype_of, encode, too_deep
+from elastic_ray.state.codec import DEEPEST, NotPlainError, TensorIndex, decode, dtype_name, dtype_of, encode, too_deep
 
 # Tensors under this size travel in one message together.
 _SMALL_BYTES = 1 << 18
@@ -49,13 +49,13 @@ class _Spec:
         """What describes this tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
-    def told(self) -> tuple[Any, ...]:
-        """Plain values, for :meth:`heard`."""
+    def to_plain(self) -> tuple[Any, ...]:
+        """Plain values, for :meth:`from_plain`."""
         return self.shape, dtype_name(self.dtype), self.cuda
 
     @classmethod
-    def heard(cls, told: Any) -> _Spec:
-        """The inverse of :meth:`told`.
+    def from_plain(cls, told: Any) -> _Spec:
+        """The inverse of :meth:`to_plain`.
 
         Raises:
             ValueError: a peer has sent something else.
@@ -102,7 +102,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
             raise too_deep("".join(f"[{key!r}]" for key in path))
         if isinstance(node, torch.Tensor):
             tensors.append(node.detach())
-            return Slot(len(tensors) - 1)
+            return TensorIndex(len(tensors) - 1)
         if isinstance(node, Mapping):
             return _alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
@@ -114,7 +114,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     """The inverse of :func:`pack`."""
-    if isinstance(skeleton, Slot):
+    if isinstance(skeleton, TensorIndex):
         return tensors[skeleton.index]
     if isinstance(skeleton, dict):
         return _alike(type(skeleton), {key: unpack(value, tensors) for key, value in skeleton.items()})
@@ -141,7 +141,7 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     check_plain(trees)
     skeletons, tensors = pack(dict(trees))
     specs = [_Spec.of(tensor) for tensor in tensors]
-    content = encode((skeletons, [spec.told() for spec in specs]))
+    content = encode((skeletons, [spec.to_plain() for spec in specs]))
     header = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
@@ -200,6 +200,7 @@ def receive_state(
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
+    """Skeletons of the states, and what describes each of their tensors."""
     size = torch.zeros(1, dtype=torch.int64)
     communicator.wait_all([communicator.receive(size, source, _TAG)])
     if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
@@ -210,8 +211,8 @@ def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, 
         skeletons, told = decode(header.numpy().tobytes())
         if type(skeletons) is not dict or type(told) is not list or len(told) > _MOST_TENSORS:
             raise ValueError("neither states nor tensors")
-        specs = [_Spec.heard(each) for each in told]
-        if sorted(slot.index for slot in _slots(skeletons)) != list(range(len(specs))):
+        specs = [_Spec.from_plain(each) for each in told]
+        if sorted(each.index for each in _tensor_indices(skeletons)) != list(range(len(specs))):
             raise ValueError("its tensors are not those that it names")
     except (ValueError, TypeError) as error:
         raise _refused(communicator, source, str(error)) from error
@@ -219,7 +220,7 @@ def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, 
 
 
 def _refused(communicator: Communicator, source: int, why: str) -> CommunicationFailedError:
-    communicator.broken = True
+    communicator.mark_broken()
     return CommunicationFailedError(f"rank {source} sent what is no state: {why}")
 
 
@@ -234,12 +235,12 @@ def _destinations(
         if mine is None:
             continue
         my_skeleton, my_tensors = pack(mine)
-        slots = _slots(skeleton)
-        if len(slots) == len(_slots(my_skeleton)) == len(my_tensors) and all(
-            specs[slot.index] == _Spec.of(t) and t.is_contiguous() for slot, t in zip(slots, my_tensors, strict=True)
+        places = _tensor_indices(skeleton)
+        if len(places) == len(_tensor_indices(my_skeleton)) == len(my_tensors) and all(
+            specs[place.index] == _Spec.of(t) and t.is_contiguous() for place, t in zip(places, my_tensors, strict=True)
         ):
             in_place.add(key)
-            tensors.update({slot.index: t for slot, t in zip(slots, my_tensors, strict=True)})
+            tensors.update({place.index: t for place, t in zip(places, my_tensors, strict=True)})
     device = {False: "cpu", True: "cuda"}
     return [
         tensors[i] if i in tensors else torch.empty(s.shape, dtype=s.dtype, device=device[s.cuda])
@@ -247,13 +248,13 @@ def _destinations(
     ], in_place
 
 
-def _slots(skeleton: Any) -> list[Slot]:
-    if isinstance(skeleton, Slot):
+def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
+    if isinstance(skeleton, TensorIndex):
         return [skeleton]
     if isinstance(skeleton, dict):
-        return [slot for value in skeleton.values() for slot in _slots(value)]
+        return [each for value in skeleton.values() for each in _tensor_indices(value)]
     if isinstance(skeleton, (list, tuple)):
-        return [slot for value in skeleton for slot in _slots(value)]
+        return [each for value in skeleton for each in _tensor_indices(value)]
     return []
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import hold
-from elastic_ray.checkpoints.reported import ReportedCheckpoints
+from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
-from elastic_ray.session.link import LoaderInfo, StepReport
-from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import (
     StateSaved,
     WorkerHeartbeat,
@@ -30,6 +30,7 @@ from elastic_ray.worker.messages import (
     WorkerReport,
     WorkerTold,
 )
+from elastic_ray.worker.run_view import MeasuredRun
 from elastic_ray.worker.setup import Assignment, WorkerSetup
 from placement.storage.storage_calls import StorageCalls
 
@@ -200,10 +201,10 @@ class ControllerLink:
     def observe(self, report: StepReport) -> None:
         self.push(WorkerHeartbeat(worker=self._worker, report=report))
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         path, kept, problem = None, None, ""
         if checkpoint is not None:
-            note = {"progress": resume_point, "metrics": metrics}
+            note = CheckpointNote(resume_point=resume_point, metrics=metrics)
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 kept = hold(checkpoint)
@@ -236,7 +237,7 @@ class ControllerLink:
 class HeartbeatThread:
     """Beats to the controller from a thread of its own while a run lasts."""
 
-    def __init__(self, link: ControllerLink, session: Session, *, interval_s: float, report_s: float) -> None:
+    def __init__(self, link: ControllerLink, session: MeasuredRun, *, interval_s: float, report_s: float) -> None:
         self._link = link
         self._session = session
         self._interval_s = interval_s
@@ -252,8 +253,8 @@ class HeartbeatThread:
             count += 1
             session = self._session
             report = self._report() if count % self._every == 0 else None
-            spec = session.membership.current
-            at = (spec.generation, session.progress.ticks) if spec is not None else None
+            plan = session.group.plan
+            at = (plan.generation, session.progress.loader_steps) if plan is not None else None
             try:
                 self._link.beat(report=report, at=at)
                 self._link.repeat()

@@ -1,6 +1,6 @@
 """What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
 
-What a user's train function makes is told as plain data of bounded size (``elastic_ray.session.metrics``), or closed
+What a user's train function makes is told as plain data of bounded size (``elastic_ray.loop.metrics``), or closed
 (``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
 """
 
@@ -11,12 +11,13 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.events import EventKind
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.setup import ProcessFacts
 
 
@@ -83,7 +84,7 @@ class WorkerReport(Signal):
     index: int
     metrics: Mapping[str, Any]
     checkpoint: str | None
-    resume_point: Mapping[str, Any]
+    resume_point: ResumePoint
     held: Any = None
     again: bool = False
     problem: str = ""

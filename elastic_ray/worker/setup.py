@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.config import ElasticConfig
 from elastic_ray.membership.messages import RankInfo
+from elastic_ray.state.resume_point import ResumePoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Assignment:
     secret: str = dataclasses.field(repr=False)
     checkpoint: str | None = None
     held: Any = None
-    resume_point: Mapping[str, Any] | None = None
+    resume_point: ResumePoint | None = None
     states: tuple[StateFile, ...] = ()
     token: str = ""
     gpu_ids: tuple[int, ...] = ()

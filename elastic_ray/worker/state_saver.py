@@ -17,9 +17,10 @@ from elastic_ray.checkpoints.automatic import StateFile, delete_others
 from elastic_ray.checkpoints.format import write_state
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, checkpoint_interval_s
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.session.session import Session
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError, pack, unpack
 from elastic_ray.worker.messages import StateSaved
+from elastic_ray.worker.run_view import SavedRun
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class StateSaver:
 
     def __init__(
         self,
-        session: Session,
+        session: SavedRun,
         storage: RunStorage,
         told: Callable[[StateSaved], float],
         *,
@@ -78,7 +79,7 @@ class StateSaver:
             return
         self._since_s = now_s
         try:
-            trees, point = self._session.shared.capture(), self._session.resume_point()
+            trees, point = self._session.states.capture(), self._session.resume_point()
             skeleton, tensors = pack(trees)
             buffers = self._fit(tensors)
             if buffers is None:
@@ -90,7 +91,7 @@ class StateSaver:
             copied = unpack(skeleton, buffers)
             pause_s = time.monotonic() - now_s
             self._writing = self._calls.start_long(
-                f"writing the automatic checkpoint at step {point['steps']}",
+                f"writing the automatic checkpoint at step {point.steps}",
                 lambda go_on: self._write(copied, point, pause_s, go_on),
             )
         except Exception:
@@ -108,7 +109,7 @@ class StateSaver:
                 self._thread.join(self._timeout_s)
             if self._writing is not None:  # one that was begun before; it is under way
                 self._calls.wait(self._writing, timeout_s=self._timeout_s)
-            state = self._write_now(self._session.shared.capture(), self._session.resume_point())
+            state = self._write_now(self._session.states.capture(), self._session.resume_point())
             took_s = time.monotonic() - begin_s
             self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:
@@ -116,13 +117,13 @@ class StateSaver:
         self._delete_others(state)
         return ""
 
-    def _write_now(self, trees: Mapping[str, Any], point: Mapping[str, Any]) -> StateFile:
+    def _write_now(self, trees: Mapping[str, Any], point: ResumePoint) -> StateFile:
         """Write while no rank trains, for as long as storage is not silent."""
 
         def write(go_on: Callable[[], bool]) -> StateFile:
             return write_state(self._storage, trees, point, go_on=go_on)
 
-        call = self._calls.start_long(f"saving the preempted job at step {point['steps']}", write)
+        call = self._calls.start_long(f"saving the preempted job at step {point.steps}", write)
         self._calls.wait(call, timeout_s=self._timeout_s)
         state: StateFile = call.answer.result()
         return state
@@ -165,9 +166,7 @@ class StateSaver:
         self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(
-        self, trees: Mapping[str, Any], point: Mapping[str, Any], pause_s: float, go_on: Callable[[], bool]
-    ) -> None:
+    def _write(self, trees: Mapping[str, Any], point: ResumePoint, pause_s: float, go_on: Callable[[], bool]) -> None:
         """Write a copy, tell of it, and find out when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:

@@ -21,12 +21,13 @@ from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.worker_side import LostGroupError, Membership
-from elastic_ray.parallel.optimizer_watch import watch_optimizers
 from elastic_ray.sealed import seal, seal_error
-from elastic_ray.session.api import set_session
-from elastic_ray.session.progress import RunProgress
-from elastic_ray.session.session import Session
+from elastic_ray.session.current import set_session
+from elastic_ray.session.optimizer_watch import watch_optimizers
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.session.session import SavedState, Session
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
 from elastic_ray.worker.controller_link import ControllerLink, HeartbeatThread
@@ -178,7 +179,8 @@ class Worker:
         kept, source = self._saved_state(assignment, link)
         with held(assignment.held) as checkpoint:
             for _ in range(_RERUNS):
-                session = self._session(assignment, link, progress, kept, source, checkpoint)
+                saved = SavedState(states=kept, path=source) if kept is not None else None
+                session = self._session(assignment, link, progress, saved, checkpoint)
                 outcome = self._run_once(assignment, session, link)
                 if isinstance(outcome, RunEnd):
                     return outcome
@@ -195,7 +197,7 @@ class Worker:
                 logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
                 unusable += f"; not from a later one, for {error}"
                 continue
-            kept["run"] |= {"lineage": 0, "slot": 0}  # generations are counted anew
+            kept["run"] = in_no_generation(kept["run"])
             link.start_from(f"from the automatic checkpoint at step {state.steps}{unusable}")
             return kept, state.path
         link.start_from(unusable.removeprefix("; "))
@@ -218,7 +220,7 @@ class Worker:
             link.flush()
             return _end(RunFinished, value=seal(value))
         except WorkerDismissed as dismissed:
-            if dismissed.stopped and session.agreement.preempted and not session.agreement.stop:
+            if dismissed.stopped and session.preempted:
                 return _preempted(session, link, saver)
             return _end(RunStopped) if dismissed.stopped else _end(RunLeft)
         except (LostGroupError, CommunicationFailedError) as error:
@@ -227,10 +229,10 @@ class Worker:
         except BaseException as error:
             broken = True
             starts_over = _is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
-            whole = not session.applying
+            whole = not session.ledger.half_updated
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
-                raised = seal_error(error, rank=session.place.rank, node=self._host)
+                raised = seal_error(error, rank=session.group.place.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
                 return _end(RunFailed, error=raised)
@@ -260,7 +262,7 @@ class Worker:
             interval_s=elastic.checkpoint_interval_s,
             timeout_s=elastic.storage_timeout_s,
         )
-        session.between_steps.append(saver.between_steps)
+        session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         return saver
 
     def _session(
@@ -268,8 +270,7 @@ class Worker:
         assignment: Assignment,
         link: ControllerLink,
         progress: RunProgress | None,
-        kept: dict[str, Any] | None,
-        source: str,
+        saved: SavedState | None,
         checkpoint: Any,
     ) -> Session:
         """A session for one run: a membership of its own, and what it goes on from."""
@@ -292,22 +293,20 @@ class Worker:
         self._membership = Membership(assignment.worker, form, link.could_not_form, self._retired)
         membership = self._membership
         link.stop_when(lambda: membership.stop_requested)
-        session = Session(
+        return Session(
             assignment.worker,
             membership,
             link,
             progress=progress,
-            kept=kept,
-            kept_from=source,
+            saved=saved,
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
             # Only the controller announces generations, and it may be away.
             regroup_timeout_s=max(elastic.switch_timeout_s * 3, elastic.controller_timeout_s + _REGROUP_S),
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
             job=assignment.job,
             expected=assignment.expected,
+            checkpoint=checkpoint or _stored_checkpoint(assignment, link),
         )
-        session.checkpoint = checkpoint or _stored_checkpoint(assignment, link)
-        return session
 
 
 def _stored_checkpoint(assignment: Assignment, link: ControllerLink) -> Any:
@@ -321,7 +320,7 @@ def _stored_checkpoint(assignment: Assignment, link: ControllerLink) -> Any:
 
 def _start_of(assignment: Assignment) -> RunProgress | None:
     point = assignment.resume_point
-    return RunProgress.from_resume_point(dict(point)) if point else None
+    return RunProgress.from_resume_point(point) if point is not None else None
 
 
 def _end(kind: type[_End], **values: Any) -> _End:

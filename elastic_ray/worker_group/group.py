@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.background import Background
-from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.changes import MembershipConfig
 from elastic_ray.membership.machine import JobMembership

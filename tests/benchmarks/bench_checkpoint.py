@@ -43,7 +43,9 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
     import elastic_ray as er
     from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s
     from elastic_ray.checkpoints.run_directory import RunStorage
-    from elastic_ray.session.api import current_session, set_session
+    from elastic_ray.loop.api import current_session
+    from elastic_ray.session.current import set_session
+    from elastic_ray.session.registry import HookPoint
     from elastic_ray.worker.messages import StateSaved
     from elastic_ray.worker.state_saver import StateSaver
 
@@ -70,6 +72,9 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
     saver: StateSaver | None = None
     steps: dict[bool, list[float]] = {False: [], True: []}  # time per step of whole stretches, without and with
     begin, count, done, saving = time.monotonic(), 0, 0, False
+    current_session().registry.add_hook(
+        HookPoint.BETWEEN_STEPS, lambda: saver.between_steps() if saving and saver is not None else None
+    )
     for _ in er.remaining_epochs_until(1):
         for x, y in loader:
             optimizer.zero_grad()
@@ -85,7 +90,6 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
             saving = not saving
             if saving and saver is None:
                 saver = StateSaver(current_session(), storage, told, keep=2, interval_s=EVERY_S)
-            current_session().between_steps[:] = [saver.between_steps] if saving and saver is not None else []
             begin, count = time.monotonic(), 0
             if done > 2 * stretches:
                 break

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.data.sharding import (
-    Progress,
+    DataPosition,
     can_switch,
     epoch_generator,
     micro_steps_for,
@@ -121,17 +121,17 @@ def test_can_switch_waits_for_the_tail() -> None:
 
 
 def test_progress_moves_on_and_compares() -> None:
-    start = Progress(epoch=2, position=5)
-    assert start.advance(3) == Progress(epoch=2, position=8)
-    assert start.next_epoch() == Progress(epoch=3, position=0) > start.advance(100) > start
-    assert {start: 1}[Progress(epoch=2, position=5)] == 1
+    start = DataPosition(epoch=2, position=5)
+    assert start.advance(3) == DataPosition(epoch=2, position=8)
+    assert start.next_epoch() == DataPosition(epoch=3, position=0) > start.advance(100) > start
+    assert {start: 1}[DataPosition(epoch=2, position=5)] == 1
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: Progress(epoch=-1), ValueError, "epoch must be at least 0, but got -1"),
-        (lambda: Progress(position=1.5), TypeError, "position must be an integer, but got 1.5 of type float"),
+        (lambda: DataPosition(epoch=-1), ValueError, "epoch must be at least 0, but got -1"),
+        (lambda: DataPosition(position=1.5), TypeError, "position must be an integer, but got 1.5 of type float"),
         (lambda: step_size(position=11, total=10, batch_size=4, world_size=2), ValueError, "0..10"),
         (lambda: step_size(position=0, total=10, batch_size=1, world_size=2), ValueError, "fewer workers"),
         (

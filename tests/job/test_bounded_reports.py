@@ -21,6 +21,7 @@ from elastic_ray.record.backlog import Backlog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.record.tail import Tail
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
@@ -80,7 +81,13 @@ def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: P
         begin_s = time.process_time()
         for index in range(begin, end):
             record.report(
-                WorkerReport(worker="w", index=index, metrics={"loss": 1.0 / index}, checkpoint=None, resume_point={})
+                WorkerReport(
+                    worker="w",
+                    index=index,
+                    metrics={"loss": 1.0 / index},
+                    checkpoint=None,
+                    resume_point=ResumePoint(epoch=0),
+                )
             )
             report_queue.put(Report(index=index, metrics={"loss": 1.0 / index}))
             if index % 500 == 0:
@@ -119,7 +126,9 @@ def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
     storage = RunStorage("run", hanging.filesystem)
     record = JobRecord(spec())
     for index in range(1, 1301):
-        record.report(WorkerReport(worker="w", index=index, metrics={}, checkpoint=None, resume_point={}))
+        record.report(
+            WorkerReport(worker="w", index=index, metrics={}, checkpoint=None, resume_point=ResumePoint(epoch=0))
+        )
     record.end(JobPhase.FINISHED, error=None, return_value=None, message="")
     outcome = record.outcome()
     assert outcome is not None

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import set_session
 from elastic_ray.worker.train_loop import call, pack
 
 
@@ -40,7 +41,7 @@ def test_a_loop_in_ray_train_s_words() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert call(pack(loop, {"loss": 0.5})) == [0, 1, 0, 1, 0, "local", device]
-    assert current_session().link.metrics == {"loss": 0.5}  # type: ignore[attr-defined]
+    assert current_session().controller.metrics == {"loss": 0.5}  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="outside of a Ray Train training function"):
         ray.train.get_context()
 
@@ -69,7 +70,7 @@ assert "ray.train" not in sys.modules, "this is to be the first import"
 with in_ray_train():
     import ray.train
     ray.train.report({"lr": 0.5})
-print(elastic_ray.session.api.current_session().link.metrics)
+print(elastic_ray.loop.api.current_session().controller.metrics)
 """
 
 

@@ -16,10 +16,10 @@ import ray
 import ray.train
 
 import elastic_ray as er
+from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
-from elastic_ray.session.intents import RanksDisagreeError
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 

@@ -13,6 +13,7 @@ from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.losses import Losses
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
 from tests.job.test_told import spec
 
@@ -41,6 +42,6 @@ def test_a_wall_clock_that_is_set_back_is_no_matter(tmp_path: Path, monkeypatch:
     job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), Journal("test"))
     begin_s = time.time()
     monkeypatch.setattr(time, "time", lambda: begin_s - 3600.0)
-    state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 1})
+    state = StateFile(path="state", size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=1))
     mean_s = job.saved(StateSaved(state=state, pause_s=0.0, cost_s=0.0, write_s=0.0))
     assert PRIOR_MEAN_TIME_S <= mean_s < PRIOR_MEAN_TIME_S + 60.0

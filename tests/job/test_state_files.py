@@ -17,6 +17,7 @@ from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, 
 from elastic_ray.checkpoints.format import read_state, write_state
 from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError
 
 
@@ -29,8 +30,8 @@ def trees(value: float = 1.0) -> dict[str, Any]:
     }
 
 
-def point(steps: int) -> dict[str, Any]:
-    return {"epoch": 0, "steps": steps, "left": 5}
+def point(steps: int) -> ResumePoint:
+    return ResumePoint(epoch=0, steps=steps, samples_left=5)
 
 
 @pytest.fixture(params=["local", "elsewhere"])

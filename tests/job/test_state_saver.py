@@ -12,6 +12,7 @@ import torch
 
 from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
 from elastic_ray.worker.state_saver import StateSaver
 
@@ -30,15 +31,15 @@ class Rank0:
         self.told.append(f"{kind}: {text}")
 
     @property
-    def shared(self) -> Rank0:
+    def states(self) -> Rank0:
         return self
 
     def capture(self) -> dict[str, Any]:
         self.captures += 1
         return {"model/0": {"weight": self._tensor}, "shape": None}
 
-    def resume_point(self) -> dict[str, Any]:
-        return {"steps": 7, "epoch": 0}
+    def resume_point(self) -> ResumePoint:
+        return ResumePoint(epoch=0, steps=7)
 
 
 def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:

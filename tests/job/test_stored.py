@@ -22,11 +22,18 @@ from elastic_ray.job.journal import Journal
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
 from tests.job.test_told import spec
 
 POINT = {"epoch": 1, "epochs": 4, "loops": [[48, False]], "steps": 10, "reports": 1, "done": 9.5, "epoch_ends": [8.0]}
+
+
+def at(steps: int) -> ResumePoint:
+    point = ResumePoint.from_json({**POINT, "steps": steps})
+    assert point is not None
+    return point
 
 
 def note(**changes: Any) -> str:
@@ -48,8 +55,8 @@ def storage(tmp_path: Path) -> RunStorage:
     storage.create()
     (source := tmp_path / "source").mkdir()
     (source / "model.pt").write_bytes(b"weights")
-    storage.persist_checkpoint(source, 1, progress=POINT, metrics={"loss": 1.0})
-    write_file(storage, {**POINT, "steps": 5}, lambda stream: stream.write(b"abc") and None)
+    storage.persist_checkpoint(source, 1, resume_point=at(10), metrics={"loss": 1.0})
+    write_file(storage, at(5), lambda stream: stream.write(b"abc") and None)
     return storage
 
 
@@ -116,8 +123,8 @@ def test_what_is_no_note_is_passed_over_and_can_be_replaced(
     assert [checkpoint.index for checkpoint in found.checkpoints] == [1]
     assert [state.steps for state in found.states] == [5]
     assert len(found.passed_over) == 1
-    storage.persist_checkpoint(tmp_path / "source", 2, progress=POINT)
-    state = write_file(storage, {**POINT, "steps": 20}, lambda stream: stream.write(b"abc") and None)
+    storage.persist_checkpoint(tmp_path / "source", 2, resume_point=at(10))
+    state = write_file(storage, at(20), lambda stream: stream.write(b"abc") and None)
     delete_others(storage, state, keep=2)
     assert [checkpoint.index for checkpoint in look(storage).checkpoints] == [1, 2]
     assert [state.steps for state in state_files(storage)] == [20, 5]
@@ -165,7 +172,7 @@ def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_pa
     found = asyncio.run(run())
     assert record.waiting == ""
     record.found(found)
-    assert record.resume_point is not None and record.resume_point["steps"] == 10
+    assert record.resume_point is not None and record.resume_point.steps == 10
 
 
 @pytest.mark.parametrize("how", ["hang", "fail"])
@@ -244,7 +251,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
             first.events.storage(what)
         for index in range(4, 1204):
             first.record.report(
-                WorkerReport(worker="w", index=index, metrics={"x": index}, checkpoint=None, resume_point={})
+                WorkerReport(worker="w", index=index, metrics={"x": index}, checkpoint=None, resume_point=at(0))
             )
 
         def written() -> bool:
@@ -274,22 +281,21 @@ def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> No
     """The controller has heard of a state at 20; at 40 there is another one, and a checkpoint at 30."""
 
     def state(steps: int) -> StateFile:
-        return StateFile(path=f"step_{steps}", size=1, sha256="", resume_point={"steps": steps, "epoch": 0})
+        return StateFile(path=f"step_{steps}", size=1, sha256="", resume_point=at(steps))
 
     def checkpoint(index: int, steps: int) -> StoredCheckpoint:
-        point = {"steps": steps, "epoch": 0}
-        return StoredCheckpoint(index=index, path=f"checkpoint_{index}", progress=point, metrics={})
+        return StoredCheckpoint(index=index, path=f"checkpoint_{index}", resume_point=at(steps), metrics={})
 
     record = JobRecord(spec())
     record.report(
-        WorkerReport(worker="w", index=1, metrics={"loss": 1}, checkpoint="checkpoint_1", resume_point={"steps": 10})
+        WorkerReport(worker="w", index=1, metrics={"loss": 1}, checkpoint="checkpoint_1", resume_point=at(10))
     )
     record.saved(state(20))
     assert record.resume_point == state(20).resume_point
     found = StoredRun(checkpoints=(checkpoint(1, 10), checkpoint(2, 30)), states=(state(40), state(20)))
     assert record.found(found) == ()
     assert record.resume_point == state(40).resume_point
-    assert record.restart_point == ("checkpoint_2", {"steps": 30, "epoch": 0})
+    assert record.restart_point == ("checkpoint_2", at(30))
     record.found(StoredRun(checkpoints=(checkpoint(1, 10),)))
     assert record.restart_point[0] == "checkpoint_1", "somebody has deleted the other"
     record.found(StoredRun())
@@ -301,9 +307,7 @@ def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, how:
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
     hanging, job = away(tmp_path, timeout_s=0.3)
     storage = RunStorage("run", hanging.filesystem)
-    states = [
-        write_file(storage, {**POINT, "steps": n}, lambda stream: stream.write(b"abc") and None) for n in (20, 40)
-    ]
+    states = [write_file(storage, at(n), lambda stream: stream.write(b"abc") and None) for n in (20, 40)]
     job.record.saved(states[0])
 
     async def run() -> None:

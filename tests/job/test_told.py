@@ -12,16 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.config import ElasticConfig
-from elastic_ray.job.batch_planner import BatchPlanner
 from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
-from elastic_ray.session.link import LoaderInfo, ModelInfo, StepReport
-from elastic_ray.session.progress import LoopProgress, RunProgress
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.resume_point import ResumePoint
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
@@ -74,7 +75,7 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
         "steps": 20,
         "step_time": float(TRUTH.step_time(1, workers, shape.atomic_bsz, shape.accum_steps)),
         "grad_time": 0.0,
-        "noise": (1.0, 20.0),
+        "noise": NoiseScale(sqr=1.0, var=20.0),
         "epoch": 0,
         "epochs": 4,
         "total_steps": 20,
@@ -117,6 +118,12 @@ def fit_now(planner: BatchPlanner, now_s: float) -> Any:
 # -- progress ------------------------------------------------------------------------------------------------------
 
 
+def through_json(run: RunProgress) -> RunProgress:
+    point = ResumePoint.from_json(json.loads(json.dumps(run.resume_point().to_json())))
+    assert point is not None
+    return RunProgress.from_resume_point(point)
+
+
 @example([1.0, 2.5] * 300, 300)
 @given(st.lists(st.floats(0.0, 50.0), max_size=600), st.integers(0, 599))
 def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[float], cut: int) -> None:
@@ -126,30 +133,30 @@ def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[flo
     for number, gain in enumerate(gains):
         ends.append(ends[-1] + gain)
         if number == cut:
-            resumed = RunProgress.from_resume_point(json.loads(json.dumps(resumed.resume_point())))
+            resumed = through_json(resumed)
         for run in (whole, resumed):
-            run.done += gain
+            run.commit_training(gain)
             run.end_epoch()
-            told = run.told()
+            told = run.summary()
             assert len(told.epoch_ends) <= 128
             assert told.epochs is not None
             assert list(told.epoch_ends) == ends[run.stride :: run.stride]
             assert run.epoch / 600 >= len(told.epoch_ends) / told.epochs > run.epoch / 600 - 1 / told.epochs
-    assert whole.told() == resumed.told()
+    assert whole.summary() == resumed.summary()
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_counts_the_epoch() -> None:
-    run = RunProgress(epochs=4, loops=[LoopProgress(64, True)], done=8.0)
+    run = RunProgress(epochs=4, passes=[PassProgress(64, True)], done=8.0)
     back = RunProgress.from_resume_point(run.resume_point())
-    assert back.told() == Progress(done=8.0, epoch_ends=(8.0,), epochs=4)
-    assert run.told() == Progress(done=8.0, epochs=4), "the run itself has not gone on"
+    assert back.summary() == Progress(done=8.0, epoch_ends=(8.0,), epochs=4)
+    assert run.summary() == Progress(done=8.0, epochs=4), "the run itself has not gone on"
 
 
 def test_a_step_whose_update_is_in_the_model_counts_in_the_checkpoint() -> None:
-    run = RunProgress(loops=[LoopProgress(64), LoopProgress(8)], done=8.0, steps=5)
+    run = RunProgress(passes=[PassProgress(64), PassProgress(8)], done=8.0, steps=5)
     after = run.after(1, 16, 1.5)
-    assert (after.done, after.steps, after.loops) == (9.5, 6, [LoopProgress(80)])
-    assert (run.done, run.steps, len(run.loops)) == (8.0, 5, 2)
+    assert (after.done, after.steps, after.passes) == (9.5, 6, [PassProgress(80)])
+    assert (run.done, run.steps, len(run.passes)) == (8.0, 5, 2)
 
 
 def test_progress_is_told_from_the_checkpoint_until_workers_can() -> None:

@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> str:
     import torch
 
     import elastic_ray as er
-    from elastic_ray.session.api import current_session
+    from elastic_ray.loop.api import current_session
 
     if "starve" in config and not _first_in(Path(config["starve"])):
         raise MemoryError("no room for the model")
@@ -87,7 +87,7 @@ def train(config: dict[str, Any]) -> str:
         if not config.get("rank_0_reports") or context.get_world_rank() == 0:
             er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
     final = state_hash(model, optimizer, scheduler)
-    told = current_session().progress.told()
+    told = current_session().progress.summary()
     trace.write("final", hash=final, done=told.done, epoch_ends=told.epoch_ends)
     return final
 

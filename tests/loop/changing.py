@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.session.api import set_session
-from elastic_ray.session.link import LoaderInfo, StepReport
+from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.resume_point import ResumePoint
 from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
@@ -72,9 +73,7 @@ class _Link:
 
     def observe(self, report: StepReport) -> None: ...
 
-    def report(
-        self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int
-    ) -> None: ...
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self._job.outcome.told.append((kind, text, dict(detail)))

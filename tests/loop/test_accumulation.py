@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.session.api import current_session
+from elastic_ray.loop.api import current_session
 from tests.loop.ranks import Ranks
 
 SAMPLES, BATCH, EPOCHS = 24, 8, 3

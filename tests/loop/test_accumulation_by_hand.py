@@ -17,8 +17,8 @@ from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
-from elastic_ray.session.api import current_session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Kill, Outcome, run_job
@@ -171,7 +171,7 @@ def test_a_change_waits_for_gradients_that_are_not_reduced(first: tuple[int, ...
 
 
 def test_it_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.session.session._LONGEST_WAIT", 1)
+    monkeypatch.setattr("elastic_ray.session.group_changes._LONGEST_WAIT", 1)
     outcome = check(Loop(synced=EVERY), [Change(4, (1, 2, 4))], first=(1, 2), lost=(4, 5))
     ((kind, text, detail),) = outcome.told
     assert kind == "warning" and text.startswith("gradients of 2 steps are lost") and detail == {"steps": 2}
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_lacks_them_says_so(caplog: pytest.LogCaptureFixture) 
 
     def save(step: int) -> None:
         if step == 5 and current_session().rank == 0:
-            kept.append(copy.deepcopy(current_session().shared.capture()))
+            kept.append(copy.deepcopy(current_session().states.capture()))
 
     run_job(Loop(synced=EVERY, inside=save), first=(1, 2))
     session_of(kept[0])
@@ -239,7 +239,7 @@ def test_what_is_left_behind_the_optimizer_s_step_and_thrown_away_costs_nothing(
                 optimizer.step()
                 with wrapped.no_sync() if no_sync else nullcontext():
                     wrapped(x).sum().backward()  # as a GAN's generator does to its discriminator
-                carried.append(len(session.shared.capture()["optimizer/0"]["carried"]))
+                carried.append(len(session.states.capture()["optimizer/0"]["carried"]))
         return weights(model)
 
     run_job(loop, [Change(5, (1, 2, 3))], first=(1, 2))

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.consensus import announcer
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership import rendezvous
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.session import announcer
-from elastic_ray.session.api import current_session
-from elastic_ray.session.intents import Announced, Intent, RanksDisagreeError, digest, disagreement
+from elastic_ray.state.layout import digest
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -142,7 +143,7 @@ def run(
             if case is returns and it.rank == 1 and epoch == 1:
                 break
         if case is returns and it.rank == 1:
-            current_session()._abandoned = 0  # as when the train function returns from within the loop
+            current_session().ledger._abandoned = 0  # as when the train function returns from within the loop
         current_session().finish()
     except RanksDisagreeError as error:
         if told is not None:
@@ -253,10 +254,10 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
                 if (it.rank, 4 * epoch + number) in naps:
                     time.sleep(0.8)
                 if (epoch, number) == (0, 3):
-                    session.communicator.timeout_s = 15.0
+                    session.group.communicator.timeout_s = 15.0
                     begin_s = time.monotonic()
                     if it.rank == 2:
-                        session._abandoned = 0
+                        session.ledger._abandoned = 0
                         session.finish()
                         time.sleep(8.0)
                         return "has returned", 0.0
@@ -330,7 +331,7 @@ def late(pause_s: float) -> tuple[float, int]:
     begin_s = time.monotonic()
     session.finish()
     took_s = time.monotonic() - begin_s
-    group = session.communicator
+    group = session.group.communicator
     session.membership.close(broken=False)  # as a worker does; the group must outlive it
     return took_s, int(any(gloo is group._gloo and not work.is_completed() for work, gloo in rendezvous._KEPT))
 
@@ -351,6 +352,6 @@ def test_what_is_announced_survives_its_number(intent: Intent) -> None:
 
 def test_a_rank_s_steps_are_told_where_they_differ() -> None:
     code = Announced(Intent.EDGE, 1).code
-    assert "rank 0 has come to the end of a step after 4 edges" in disagreement([code] * 2, [4, 5])
+    assert "rank 0 has come to the end of a step after 4 steps" in disagreement([code] * 2, [4, 5])
     many = disagreement([code] * 11 + [Announced(Intent.FINISH).code], [3] * 12)
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 3 more has come" in many and "rank 11 has returned" in many

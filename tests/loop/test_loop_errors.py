@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.worker_side import Membership
-from elastic_ray.session.api import current_session, set_session
-from elastic_ray.session.link import LoaderInfo
+from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
-from elastic_ray.standalone.session import StandaloneLink
+from elastic_ray.standalone.session import StandaloneController
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -112,7 +113,7 @@ def test_only_one_loader_adapts_and_only_before_training() -> None:
 def elastic_session() -> None:
     """A session as a trainer makes it."""
     membership = Membership("0", lambda plan, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
-    set_session(Session("0", membership, StandaloneLink(1, 1, membership.post), elastic=True))
+    set_session(Session("0", membership, StandaloneController(1, membership.post), elastic=True))
 
 
 def test_an_elastic_loop_needs_its_epochs() -> None:
@@ -192,7 +193,7 @@ def test_models_are_wrapped_before_training() -> None:
 
 def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
     elastic_session()
-    current_session().synced = True
+    current_session()._synced = True
     with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
         er.AdaptiveDataParallel(*parts())
 
@@ -253,6 +254,6 @@ def test_the_adaptive_loader_speaks_for_the_job() -> None:
     er.AdaptiveDataLoader(numbers(9), batch_size=9, shuffle=False)
     loader = er.AdaptiveDataLoader(numbers(40), batch_size=8)
     loader.autoscale_batch_size(32, local_bsz_bounds=(4, 8), gradient_accumulation=True)
-    info = current_session().loader
+    info = current_session().registry.loaders.info
     assert isinstance(info, LoaderInfo)
     assert (info.dataset_size, info.max_workers) == (40, 8)

@@ -17,8 +17,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, TensorDataset,
 
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import SetBatch
-from elastic_ray.session.api import current_session
 from tests.loop.ranks import Ranks
 
 WORLDS = [None, 2, 3]

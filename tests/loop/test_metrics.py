@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
-from elastic_ray.session.metrics import MOST_CHARACTERS, plain_metrics
+from elastic_ray.loop.api import current_session
+from elastic_ray.loop.metrics import MOST_CHARACTERS, plain_metrics
+from elastic_ray.session.current import set_session
 
 
 class Phase(str, enum.Enum):
@@ -160,5 +161,5 @@ def test_report_raises_where_it_is_called() -> None:
     with pytest.raises(TypeError, match=r"is a .*Trap"):
         er.report({"loss": Trap()})
     er.report({"loss": torch.tensor(0.25)})
-    assert current_session().link.metrics == {"loss": 0.25}  # type: ignore[attr-defined]
+    assert current_session().controller.metrics == {"loss": 0.25}  # type: ignore[attr-defined]
     set_session(None)

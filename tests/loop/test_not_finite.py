@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.loop.api import current_session
 from elastic_ray.parallel.nonfinite import describe_gradients
-from elastic_ray.session.api import current_session
 from tests.loop.changing import Kill, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -29,14 +29,14 @@ def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None,
         loader.autoscale_batch_size(8, local_bsz_bounds=(1, micro), gradient_accumulation=True)
     session = current_session()
     told: list[tuple[str, str, Any]] = []
-    session.link.tell = lambda kind, text, detail: told.append((kind, text, dict(detail)))  # type: ignore[method-assign]
+    session.controller.tell = lambda kind, text, detail: told.append((kind, text, dict(detail)))  # type: ignore[method-assign]
     error = ""
     try:
         for _epoch in er.remaining_epochs_until(1):
             for (x,) in loader:
                 optimizer.zero_grad()
                 loss = wrapped(x).square().mean()
-                step = session.outermost_step
+                step = session.ledger.outermost
                 if session.progress.steps in BAD_AT and session.rank == bad_rank and step.micro == 0:
                     loss = loss * value
                 loss.backward()
@@ -115,7 +115,7 @@ def normalised(kind: str, nonfinite: str, bad_rank: int, finishes: bool = True) 
                 step = session.progress.steps
                 if kind == "by hand" and step % 3 == 0:
                     optimizer.zero_grad()
-                if step in BAD_AT and session.rank == bad_rank and session.outermost_step.micro == 0:
+                if step in BAD_AT and session.rank == bad_rank and session.ledger.outermost.micro == 0:
                     x = x * float("nan")
                 if kind != "by hand":
                     optimizer.zero_grad()
@@ -199,7 +199,7 @@ def scaled(_: int) -> dict[str, Any]:
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(64, 2)), batch_size=8)
     session = current_session()
     told: list[str] = []
-    session.link.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
     for _epoch in er.remaining_epochs_until(1):
         for (x,) in loader:
             optimizer.zero_grad()
@@ -235,7 +235,7 @@ def unwrapped(which: str) -> list[str]:
     torch.manual_seed(1)
     told: list[str] = []
     session = current_session()
-    session.link.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, stranger = (torch.optim.SGD(each.parameters(), 0.01) for each in (model, other))
     wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model

@@ -14,14 +14,17 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import LostGroupError, Membership
 from elastic_ray.record.record import JobRecord
-from elastic_ray.session.api import current_session, set_session
-from elastic_ray.session.session import Session
+from elastic_ray.session.current import set_session
+from elastic_ray.session.session import SavedState, Session
 from elastic_ray.session.transitions import WorkerDismissed
-from elastic_ray.standalone.session import StandaloneLink
+from elastic_ray.standalone.session import StandaloneController
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from elastic_ray.worker.state_saver import StateSaver
 
@@ -68,8 +71,9 @@ def session_of(kept: dict[str, Any] | None = None) -> Session:
         times = {"timeout_s": 10.0, "form_timeout_s": 10.0}
         return Communicator(None, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
 
+    saved = SavedState(states=kept) if kept is not None else None
     membership = Membership("0", form, lambda generation, cause: None)
-    session = Session("0", membership, StandaloneLink(1, 1, membership.post), kept=kept, elastic=True)
+    session = Session("0", membership, StandaloneController(1, membership.post), saved=saved, elastic=True)
     set_session(session)
     return session
 
@@ -98,10 +102,10 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
     first = Heard(at, session)
     with pytest.raises(WorkerDismissed):
         loop(first)
-    assert session.agreement.preempted and not session.agreement.stop and saver.save() == ""
+    assert session.preempted and saver.save() == ""
     (state,) = state_files(RunStorage(str(tmp_path)))
     if at <= 4:  # still in the first pass: whoever goes on must not be more workers than there are samples
-        assert state.resume_point["left"] == 12 - 3 * at
+        assert state.resume_point.samples_left == 12 - 3 * at
     kept = read_state(RunStorage(str(tmp_path)), state)
 
     second: list[Any] = []
@@ -114,7 +118,7 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
 
 
 def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> None:
-    agreement = session_of().agreement
+    agreement = AgreedChanges(session_of().membership)
     agreement.conclude([0, 0, 0, 0, 0, 1, 0], world_size=3)
     assert agreement.preempted and not agreement.stop
     agreement.conclude([0, 0, 1, 0, 0, 0, 4], world_size=3)
@@ -137,8 +141,8 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     """A checkpoint that the loop reports between training and evaluation, a preemption in the evaluation."""
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
     record = JobRecord(spec)
-    point = {"steps": 4, "epoch": 1}
-    state = StateFile(path="state", size=1, sha256="", resume_point={"steps": 4, "epoch": 0})
+    point = ResumePoint(epoch=1, steps=4)
+    state = StateFile(path="state", size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=4))
     record.saved(state)
     record.report(WorkerReport(index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point))
     assert record.resume_point == point, "what was reported after it is further"
@@ -151,5 +155,5 @@ def test_the_record_forgets_the_states_of_a_course_that_was_left(tmp_path: Path)
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
     record = JobRecord(spec)
     for steps in (90, 100, 92):
-        record.saved(StateFile(path=str(steps), size=1, sha256="", resume_point={"steps": steps}))
+        record.saved(StateFile(path=str(steps), size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=steps)))
     assert [state.steps for state in record.states] == [92, 90]

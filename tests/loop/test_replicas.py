@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import set_session
 from elastic_ray.state.replicas import Replicas
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -163,7 +164,7 @@ def thawing(scenario: str, micro: int | None, wrap: bool = True) -> list[torch.T
     session, steps = current_session(), 0
     for _epoch in er.remaining_epochs_until(2):
         for x, y in loader:
-            if session.outermost_step.micro == 0:
+            if session.ledger.outermost.micro == 0:
                 frozen_by(scenario, steps, model, optimizer)
                 steps += 1
             optimizer.zero_grad()
@@ -206,7 +207,7 @@ def test_what_was_unfrozen_reaches_a_joiner() -> None:
             model[4].bias.requires_grad_(False)
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.5})
             wrapped(torch.zeros(2, 4).double())
-        captured.append((current_session().shared._states["optimizer/0"], model, optimizer))
+        captured.append((current_session().states._states["optimizer/0"], model, optimizer))
     set_session(None)
     (holder, _, _), (joiner, model, optimizer) = captured
     joiner.restore(holder.capture())

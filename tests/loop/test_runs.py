@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session, set_session
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import set_session
 from tests.loop.ranks import Ranks
 
 
@@ -91,7 +92,7 @@ def test_an_adaptive_loader_that_is_used_again_adapts_again() -> None:
     loader.autoscale_batch_size(12)
     for _ in range(2):
         trained(numbers(18), loader=loader)
-        info = current_session().loader
+        info = current_session().registry.loaders.info
         assert info is not None and info.limits.max_batch_size == 12
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from elastic_ray.parallel.signature import describe_model, describe_sample
+from elastic_ray.data.arguments import describe_sample
+from elastic_ray.parallel.signature import describe_model
 
 
 def told(module: torch.nn.Module, kind: Any = torch.optim.SGD, *, amp: bool = False, **options: Any) -> Any:

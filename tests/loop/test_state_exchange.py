@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.state.codec import NotPlainError, Slot, decode, encode
+from elastic_ray.state.codec import NotPlainError, TensorIndex, decode, encode
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -367,7 +367,7 @@ def test_a_header_of_an_impossible_size_is_refused(size: int) -> None:
     "told",
     [
         ["not", "states"],
-        ({"a": Slot(1)}, [((2,), "float32", False)]),
+        ({"a": TensorIndex(1)}, [((2,), "float32", False)]),
         ({}, [((-1,), "float32", False)]),
         ({}, [((2**60,), "float32", False)]),
         ({}, [((1,), "load", False)]),

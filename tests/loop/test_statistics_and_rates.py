@@ -15,8 +15,8 @@ from elastic_ray.batch.noise_scale import SmoothedNoise, estimate
 from elastic_ray.batch.scaling_rules import RULES
 from elastic_ray.batch.statistics import WARM_STEPS
 from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import SetBatch
-from elastic_ray.session.api import current_session
 from placement.goodput.model import NoiseScale
 from tests.loop.ranks import Ranks
 
@@ -60,7 +60,7 @@ def measured(maker: str, micro: int, steps: int) -> list[tuple[NoiseScale | None
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(x.double()), y).backward()
             optimizer.step()
-            if current_session().outermost_step.is_last_micro:
+            if current_session().ledger.outermost.is_last_micro:
                 found.append((wrapped.noise_scale, [wrapped.gain(scale) for scale in (1, 2, 4)]))
     return found[:steps]
 
@@ -163,7 +163,7 @@ def rates(rule: str, grows_at: int) -> dict[str, Any]:
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(x.double()), y).backward()
             noise.append(wrapped._tracker.by_group)
-            progress.append(session.epochs_done)
+            progress.append(session.ledger.epochs_done)
             optimizer.step()
             outside.append([group["lr"] for group in optimizer.param_groups])
             scales.append(loader.current_batch_size / BATCH)
@@ -204,7 +204,7 @@ def grown_alone(_: int) -> tuple[list[int], float]:
     session, seen = current_session(), []
     for _epoch in er.remaining_epochs_until(1):
         for (index,) in loader:
-            step = session.outermost_step
+            step = session.ledger.outermost
             if session.progress.steps in (2, 3):
                 wish = BatchChoice(atomic_bsz=5, accum_steps=session.progress.steps - 2)
                 session.membership.post(SetBatch(generation=1, batch=wish))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.api import current_session
+from elastic_ray.loop.api import current_session
 from tests.loop.ranks import RankFailedError, Ranks
 
 CANDIDATES = 10
@@ -54,13 +54,13 @@ def ranked(batches: int, nested: bool, sampler: bool) -> dict[str, Any]:
     lists = scores.view(batches, CANDIDATES)
     right = float((1.0 / (1 + (lists > lists[:, :1]).sum(1))).sum())
     session = current_session()
-    assert session.loader is not None
+    assert session.registry.loaders.info is not None
     return {
         "seen": seen,
         "told": told,
         "right": right,
         "length": len(evaluation),
-        "max": session.loader.max_workers,
+        "max": session.registry.loaders.info.max_workers,
         "state": [p.item() for p in model.parameters()],
     }
 

@@ -7,10 +7,10 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from elastic_ray.consensus.ballot import agreed_lead
 from elastic_ray.data.sharding import step_size
 from elastic_ray.membership.messages import GenerationSpec, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.session.progress import agreed_lead
 
 if TYPE_CHECKING:
     from tests.membership.simulated_job import SimJob

@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
-from elastic_ray.job.batch_planner import BatchPlanner
+from elastic_ray.consensus.ballot import agreed_lead
 from elastic_ray.membership.messages import GenerationSpec, Member, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.session.link import LoaderInfo, StepReport
-from elastic_ray.session.progress import LoopProgress, RunProgress, agreed_lead
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker_group.failure_detector import FailureDetector
+from placement.goodput.model import NoiseScale
 
 # -- transfer_rounds -----------------------------------------------------------------------------------------------
 
@@ -90,32 +93,43 @@ def test_one_rank_that_differs_is_enough_to_disagree(lead: int, world: int, othe
 
 # -- RunProgress ---------------------------------------------------------------------------------------------------
 
-loops = st.lists(st.builds(LoopProgress, position=st.integers(0, 100), done=st.booleans()), max_size=3)
+passes = st.lists(st.builds(PassProgress, position=st.integers(0, 100), done=st.booleans()), max_size=3)
 runs = st.builds(
     RunProgress,
     epoch=st.integers(0, 9),
-    loops=loops,
+    passes=passes,
     steps=st.integers(0, 99),
     reports=st.integers(0, 9),
-    ticks=st.integers(0, 99),
-    passes=st.integers(0, 9),
-    slot=st.integers(0, 2),
+    loader_steps=st.integers(0, 99),
+    ended_passes=st.integers(0, 9),
+    optimizers_stepped=st.integers(0, 2),
 )
 
 
 @given(runs)
 def test_a_resume_point_survives_json_and_comes_back(run: RunProgress) -> None:
-    back = RunProgress.from_resume_point(json.loads(json.dumps(run.resume_point())))
-    ended = bool(run.loops) and all(loop.done for loop in run.loops)
+    point = ResumePoint.from_json(json.loads(json.dumps(run.resume_point(samples_left=3).to_json())))
+    assert point == run.resume_point(samples_left=3)
+    back = RunProgress.from_resume_point(point)
+    ended = bool(run.passes) and all(each.done for each in run.passes)
     assert back.epoch == run.epoch + ended
-    assert back.loops == ([] if ended else run.loops)
+    assert back.passes == ([] if ended else run.passes)
     assert (back.steps, back.reports) == (run.steps, run.reports)
-    assert (back.ticks, back.slot, back.passes) == (0, 0, 0)  # they order living ranks only
+    assert (back.loader_steps, back.optimizers_stepped, back.ended_passes) == (0, 0, 0)  # they order living ranks only
     assert back.resume_point() == run.resume_point()
 
 
 def test_a_resume_point_of_an_older_version_is_read() -> None:
-    assert RunProgress.from_resume_point({"epoch": 3}) == RunProgress(epoch=3)
+    assert ResumePoint.from_json({"epoch": 3}) == ResumePoint(epoch=3)
+    assert ResumePoint.from_json({}) is None, "it says nothing"
+
+
+@given(runs)
+def test_a_state_is_stored_by_the_names_of_the_first_version(run: RunProgress) -> None:
+    stored = run.to_state()
+    assert {"loops", "ticks", "slot", "passes"} < stored.keys()
+    assert (stored["ticks"], stored["passes"]) == (run.loader_steps, run.ended_passes)
+    assert RunProgress.from_state(stored) == run
 
 
 # -- FailureDetector -------------------------------------------------------------------------------------------------
@@ -206,7 +220,7 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
         steps=10,
         step_time=0.1 + 0.001 * shape.atomic_bsz,
         grad_time=0.05,
-        noise=(1.0, 1000.0),
+        noise=NoiseScale(sqr=1.0, var=1000.0),
         epoch=0,
         epochs=1,
         total_steps=10,

@@ -18,6 +18,9 @@ from elastic_ray.driver.results import make_result
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.sealed import Raised, Sealed, seal, seal_error
+from elastic_ray.state.resume_point import ResumePoint
+
+POINT = ResumePoint(epoch=2, passes=((5, False),))
 
 
 @pytest.fixture(params=["local", "renameless"])
@@ -73,11 +76,11 @@ def test_a_torn_last_line_is_left_out(storage: RunStorage) -> None:
 
 
 def test_a_checkpoint_is_copied_with_its_progress(storage: RunStorage, source: Path) -> None:
-    kept = storage.persist_checkpoint(source, 7, progress={"epoch": 2, "loops": [[5, False]]}, metrics={"loss": 0.5})
+    kept = storage.persist_checkpoint(source, 7, resume_point=POINT, metrics={"loss": 0.5})
     assert kept.path == f"{storage.path}/checkpoint_000007"
     with kept.as_directory() as directory:
         assert (Path(directory) / "deep" / "opt.pt").read_bytes() == b"moments"
-    assert storage.load_progress(kept) == {"epoch": 2, "loops": [[5, False]]}
+    assert storage.load_resume_point(kept) == POINT
     (stored,) = storage.stored_checkpoints()
     assert (stored.index, stored.path, stored.metrics) == (7, kept.path, {"loss": 0.5})
     assert not [name for name in names(storage) if name.startswith(".part")]
@@ -234,6 +237,6 @@ def test_a_very_long_traceback_is_told_by_its_ends() -> None:
 
 
 def test_the_note_is_json(storage: RunStorage, source: Path) -> None:
-    kept = storage.persist_checkpoint(source, 3, progress={"epoch": 1})
+    kept = storage.persist_checkpoint(source, 3, resume_point=POINT)
     with storage.filesystem.open_input_stream(f"{kept.path}/{PROGRESS_FILE}") as stream:
-        assert json.loads(stream.readall()) == {"index": 3, "progress": {"epoch": 1}, "metrics": {}}
+        assert json.loads(stream.readall()) == {"index": 3, "progress": POINT.to_json(), "metrics": {}}

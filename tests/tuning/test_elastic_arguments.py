@@ -113,7 +113,7 @@ def loop(config):
     assert tune.get_checkpoint() is None
 
 call(with_config(in_tune(pack(loop, {"base": 1.0, "lr": 5.0})), {"lr": 0.5}))
-print(elastic_ray.session.api.current_session().link.metrics)
+print(elastic_ray.loop.api.current_session().controller.metrics)
 from ray.train._internal.session import get_session
 assert get_session() is None
 """

@@ -16,8 +16,8 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
     squared_norm,
 )
-from elastic_ray.parallel.buckets import Bucket
-from elastic_ray.session.step import Step
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.buckets import Bucket
 from placement.goodput.model import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
@@ -37,7 +37,7 @@ class _Pending:
     """
 
     estimates: tuple[NoiseScale, ...] | None
-    step: Step
+    step: StepView
     replicas: int
     preconditioned: bool
 
@@ -70,8 +70,6 @@ class NoiseTracker:
         self._step = 0
         self.progress = 0.0
 
-    # -- reading -----------------------------------------------------------------------------------------------
-
     @property
     def value(self) -> NoiseScale | None:
         """The whole model's noise scale, None before there is an estimate."""
@@ -84,8 +82,6 @@ class NoiseTracker:
     def by_group(self) -> tuple[NoiseScale | None, ...]:
         """Noise scale of each parameter group, as every rank knows it in this step; another tuple when it changes."""
         return self._shared
-
-    # -- measuring ---------------------------------------------------------------------------------------------
 
     def measures(self, step: int, gradients: int) -> bool:
         """Whether this step's statistics are taken, from ``gradients`` gradients (replicas x micro-batches)."""
@@ -110,7 +106,7 @@ class NoiseTracker:
 
     def collect(
         self,
-        step: Step,
+        step: StepView,
         local_norms: Sequence[float],
         buckets: Sequence[Bucket],
         *,
@@ -145,7 +141,7 @@ class NoiseTracker:
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, self._preconditions(buckets))
 
-    def pair(self, step: Step, buckets: Sequence[Bucket], grad_scale: float) -> None:
+    def pair(self, step: StepView, buckets: Sequence[Bucket], grad_scale: float) -> None:
         """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
         for bucket in buckets:
             self._pairs.add(
@@ -181,8 +177,6 @@ class NoiseTracker:
         self._smoothed = self._smoothed.add(estimates, pending.step.sample_scale, steps=elapsed, successive=successive)
         if pending.replicas == 1:
             self._shared = self._smoothed.groups  # nobody to agree with
-
-    # -- agreeing ----------------------------------------------------------------------------------------------
 
     def shared_values(self) -> list[float]:
         """Rank 0's noise scale for the reduction: sqr and var of each group, zeros while unknown."""
@@ -221,8 +215,6 @@ class NoiseTracker:
             self._shared, self._sent = (None,) * groups, None
         self._pairs = SuccessiveGradients(groups=groups)
         self.invalidate()
-
-    # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
         """State for joiners and checkpoints."""

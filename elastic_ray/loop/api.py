@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.session.metrics import plain_metrics
+from elastic_ray.loop.metrics import plain_metrics
+from elastic_ray.session.current import check_present, session_of_thread, set_session
+from elastic_ray.session.registry import HookPoint
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
-
 
 def current_session() -> Session:
     """The session of the train loop that runs in this thread.
@@ -27,18 +26,13 @@ def current_session() -> Session:
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
     """
-    session = _session.get()
+    session = session_of_thread()
     if session is None:
         from elastic_ray.standalone.session import standalone_session
 
         session = standalone_session()
-        _session.set(session)
+        set_session(session)
     return session
-
-
-def session_of_thread() -> Session | None:
-    """The session of this thread's train loop; None where nothing has asked for one."""
-    return _session.get()
 
 
 def session_of_new_model() -> Session:
@@ -54,36 +48,20 @@ def session_of_new_model() -> Session:
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
-    _session.set(session)
-    for late in earlier.late:
-        if (join := late()) is not None:
-            join(session)
-    leading = earlier.leading_loader
+    set_session(session)
+    for join in earlier.registry.loaders.late():
+        join(session)
+    leading = earlier.registry.loaders.leading
     if leading is not None:
-        session.before_first_epoch.append(lambda: _take_along(leading, session))
+        session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, lambda: _take_along(leading, session))
     return session
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
     """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
     loader = leading()
-    if loader is not None and session.loader is None:
+    if loader is not None and session.registry.loaders.info is None:
         loader.join(session)
-
-
-def check_present(session: Session) -> None:
-    """Raise RuntimeError if a later run of this process has taken the place of this one."""
-    present = _session.get()
-    if present is not None and present is not session:
-        raise RuntimeError(
-            "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
-            "begun another run of this process, so the loop of the run before cannot go on"
-        )
-
-
-def set_session(session: Session | None) -> None:
-    """Set (or forget) the session of this thread's train loop."""
-    _session.set(session)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,27 +78,27 @@ class ElasticContext:
 
     def get_world_size(self) -> int:
         """Number of workers of the present generation."""
-        return self._session.place.world_size
+        return self._session.group.place.world_size
 
     def get_world_rank(self) -> int:
         """Rank of this worker, from 0."""
-        return self._session.place.rank
+        return self._session.group.place.rank
 
     def get_local_rank(self) -> int:
         """Rank of this worker among those on its node."""
-        return self._session.place.local_rank
+        return self._session.group.place.local_rank
 
     def get_local_world_size(self) -> int:
         """Workers of the present generation on this worker's node."""
-        return self._session.place.local_world_size
+        return self._session.group.place.local_world_size
 
     def get_node_rank(self) -> int:
         """Index of this worker's node in the job."""
-        return self._session.place.node_rank
+        return self._session.group.place.node_rank
 
     def get_generation(self) -> int:
         """Number of the present generation: how often the group has changed, 0 before the first."""
-        return self._session.membership.generation
+        return self._session.group.generation
 
     def get_job_name(self) -> str:
         """Name of the job."""
@@ -160,13 +138,12 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to values, but got {type(metrics).__name__}")
     session = current_session()
-    if session.replaying:
+    if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
-    session.progress.reports = max(session.progress.reports, session.agreement.reports) + 1
-    session.agreement.reports = session.progress.reports
-    if session.place.rank == 0:
+    number = session.count_report()
+    if session.group.place.rank == 0:
         plain = plain_metrics(metrics)
-        session.link.report(plain, checkpoint, session.resume_point(), session.progress.reports)
+        session.controller.report(plain, checkpoint, session.resume_point(), number)
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -196,15 +173,13 @@ def remaining_epochs_until(epochs: int) -> Iterator[int]:
 
 
 def _epochs(session: Session, epochs: int) -> Iterator[int]:
-    session.in_epochs = True
-    session.sync_point()
-    session.progress.epochs = epochs
+    session.begin_epochs(epochs)
     while session.progress.epoch < epochs:
-        session.begin_epoch()
+        session.ledger.begin_epoch()
         yield session.progress.epoch
         check_present(session)
-        session.end_epoch()
-    session.begin_epoch()
+        session.passes.end_epoch()
+    session.ledger.begin_epoch()
 
 
 def current_epoch() -> int:

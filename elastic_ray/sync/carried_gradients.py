@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from elastic_ray.session.session import Session
-from elastic_ray.session.step import Step
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.context import SyncContext
 
 _TWICE = (
     "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "
@@ -23,24 +23,22 @@ class CarriedGradients:
     behind the optimizer's step, as a GAN's other loss does, and then throws them away, is found out at the first time.
 
     Args:
-        session: the run.
+        context: the run.
         optimizer: steps the model's parameters.
     """
 
-    def __init__(self, session: Session, optimizer: torch.optim.Optimizer) -> None:
-        self._session = session
+    def __init__(self, context: SyncContext, optimizer: torch.optim.Optimizer) -> None:
+        self._context = context
         self._optimizer = optimizer
         self._steps = 0  # whose gradients the optimizer was not asked to apply yet
         self._lost = 0  # of those, what the rank that this one's state is from could not pass on
-        self._step: Step | None = None
+        self._step: StepView | None = None
         self._asked = self._behind = self._throws_away = False
         self._local = False
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._left_behind = self._warned = False
         self.watched: torch.Tensor | None = None
-        self.applied = False  # the optimizer has stepped in the step in progress
-
-    # -- what the step in progress does ------------------------------------------------------------------------
+        self._applied = False  # the optimizer has stepped in the step in progress
 
     @property
     def is_open(self) -> bool:
@@ -52,15 +50,15 @@ class CarriedGradients:
         """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
         return self._local
 
-    def add(self, step: Step | None, *, local: bool = False) -> None:
+    def add(self, step: StepView | None, *, local: bool = False) -> None:
         """A backward pass adds to ``.grad``; ``local`` if it is not to be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
             self._step, self._steps = step, self._steps + 1
             if local:
-                self._session.trains()
-        self._local = self._local or (local and self._session.world_size > 1)
+                self._context.ledger.trains()
+        self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
     def look(self, param: torch.Tensor) -> None:
@@ -73,21 +71,23 @@ class CarriedGradients:
                 self._throws_away = thrown_away
             if not (thrown_away or self._warned) and self._step is not None and self._step.micro_steps > 1:
                 self._warned = True
-                self._session.tell("warning", _TWICE)
+                self._context.tell("warning", _TWICE)
 
     def reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
         self._local = False
 
+    def note_applied(self) -> None:
+        """The optimizer applies them in the step in progress."""
+        self._applied = True
+
     def taken(self) -> None:
         """The optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
 
-    # -- a step that is lost -----------------------------------------------------------------------------------
-
     def remember(self) -> Any:
         """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
-        self._asked = self.applied = False
+        self._asked = self._applied = False
         self.watched = None
         if not self._steps:
             return None
@@ -98,7 +98,7 @@ class CarriedGradients:
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step; one that the optimizer has applied has left nothing to carry."""
-        if remembered is None or self.applied:
+        if remembered is None or self._applied:
             self._take(0, {})
             return
         steps, local, gradients = remembered
@@ -111,8 +111,6 @@ class CarriedGradients:
                 self.watched, self._left = p, (weakref.ref(p.grad), p.grad._version)
                 return
 
-    # -- travelling --------------------------------------------------------------------------------------------
-
     def capture(self) -> Any:
         """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
         if self._local:
@@ -124,13 +122,13 @@ class CarriedGradients:
         self._take(tree.get("steps", 0), tree.get("gradients", {}))
         self._lost = tree.get("lost", 0)
 
-    def enter(self) -> None:
+    def enter_group(self) -> None:
         """A group was entered: what only some of its ranks hold counts no more."""
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:
             self._take(0, {})
         if lost:
-            self._session.tell(
+            self._context.tell(
                 "warning",
                 f"gradients of {lost} step{'s' if lost > 1 else ''} are lost: they were added up within no_sync(), "
                 "on each worker its own, when the group changed before they were synchronised",

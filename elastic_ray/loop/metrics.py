@@ -43,6 +43,7 @@ class _Budget:
 
 
 def _plain(value: Any, where: str, depth: int, budget: _Budget) -> Any:
+    """The value as plain data; ``where`` names it in errors."""
     if depth > _DEEPEST:
         raise ValueError(
             f"metrics must not be nested deeper than {_DEEPEST} levels, but {where[:80]}... is, or it holds itself"
@@ -87,6 +88,7 @@ def _leaf(value: Any, where: str, budget: _Budget) -> Any:
 
 
 def _dict(value: Mapping[Any, Any], where: str, depth: int, budget: _Budget) -> dict[str, Any]:
+    """A mapping as a plain dict."""
     budget.spend(0, value, where)
     found = {}
     for key, item in value.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
-from elastic_ray.parallel.refusals import check_gradients
+from elastic_ray.sync.gradient_checks import check_gradients
 
 # As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
 FIRST_BUCKET_BYTES = 1 << 20
@@ -27,7 +28,6 @@ class Bucket:
         flat: the buffer, followed by ``tail`` extra elements.
         body: the buffer without its tail.
         views: one view of ``body`` for each parameter, in its shape.
-        pending: gradients still missing in the present backward pass.
         complete: whether the pass has reached all parameters, so that none of ``grads`` is None.
         grads: the parameters' ``.grad`` when the buffer was filled.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
@@ -41,7 +41,6 @@ class Bucket:
     flat: torch.Tensor
     body: torch.Tensor
     views: list[torch.Tensor]
-    pending: int = 0
     complete: bool = True
     grads: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
     carried: torch.Tensor | None = None
@@ -55,12 +54,17 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.pending, self.complete = len(self.params), True
+        self.complete = True
 
-    def end_pass(self) -> None:
-        """The backward pass has ended, perhaps without having reached all parameters."""
-        if self.pending:
-            self.pending, self.complete = 0, False
+    def miss(self) -> None:
+        """The backward pass has ended without having reached all parameters."""
+        self.complete = False
+
+    def carry(self) -> None:
+        """Another micro-step begins: keep what the ones before have left in the buffer."""
+        if self.carried is None:
+            self.carried = torch.empty_like(self.body)
+        self.carried.copy_(self.body)
 
     def put(self, weight: float) -> None:
         """Weighted gradients into the buffer; zeros where there is none.
@@ -76,6 +80,7 @@ class Bucket:
             raise
 
     def _put(self, weight: float) -> None:
+        """As :meth:`put`, without its explanation of errors."""
         if self.complete:
             torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
             if weight != 1.0:
@@ -152,6 +157,7 @@ def build_buckets(groups: Sequence[Sequence[torch.nn.Parameter]], tail: int) -> 
 
 
 def _cut(params: list[torch.nn.Parameter], *, first: bool) -> list[list[torch.nn.Parameter]]:
+    """Parameters of one kind, bucket by bucket."""
     cuts: list[list[torch.nn.Parameter]] = [[]]
     size, limit = 0, FIRST_BUCKET_BYTES if first else BUCKET_BYTES
     for p in params:
@@ -175,3 +181,20 @@ def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tupl
     sizes = [p.numel() for p in params]
     body = flat[: sum(sizes)]
     return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
+
+
+def whole_is_finite(buckets: Sequence[Bucket]) -> bool:
+    """Whether all gradients in the buckets are finite, by one sum over each."""
+    if len(buckets) == 1:
+        total = float(buckets[0].body.sum())
+    else:
+        total = float(torch.stack([bucket.body.sum().to(torch.float32) for bucket in buckets]).sum())
+    # A sum may overflow where no gradient has.
+    return math.isfinite(total) or all(bool(bucket.body.isfinite().all()) for bucket in buckets)
+
+
+def own_is_finite(buckets: Sequence[Bucket]) -> bool:
+    """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+    tensors = [grad for bucket in buckets for grad in bucket.grads if grad is not None]
+    tensors += [bucket.carried for bucket in buckets if bucket.carried is not None]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

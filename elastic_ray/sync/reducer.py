@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.parallel.buckets import Bucket, build_buckets
-from elastic_ray.parallel.carried_gradients import CarriedGradients
-from elastic_ray.parallel.finite_watch import own_is_finite, whole_is_finite
-from elastic_ray.parallel.noise import NoiseTracker
-from elastic_ray.parallel.trainable import Trainable
-from elastic_ray.session.intents import Announced, Intent, digest
-from elastic_ray.session.session import Session
-from elastic_ray.session.step import Step
-from elastic_ray.session.vote import CONTROL_SIZE
+from elastic_ray.state.layout import digest
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.buckets import Bucket, build_buckets, own_is_finite, whole_is_finite
+from elastic_ray.sync.carried_gradients import CarriedGradients
+from elastic_ray.sync.context import SyncContext
+from elastic_ray.sync.noise import NoiseTracker
+from elastic_ray.sync.trainable import Trainable
 
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -42,7 +41,7 @@ class GradientReducer:
     Args:
         trainable: the model's trainable parameters.
         carried: what user code adds up over several steps.
-        session: the run.
+        context: the run.
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
@@ -53,7 +52,7 @@ class GradientReducer:
         self,
         trainable: Trainable,
         carried: CarriedGradients,
-        session: Session,
+        context: SyncContext,
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
         number: int,
@@ -62,11 +61,12 @@ class GradientReducer:
     ) -> None:
         self._number = number
         self._check_finite = check_finite
-        self._told = False
-        self._unmet = False  # announced, and not yet answered
+        self._warned = False
+        self._unanswered = False  # announced, and not yet answered
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
-        self.not_finite: list[int] | None = None  # ranks whose gradients were not, in this step
-        self._session = session
+        self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
+        self._context = context
+        self._ledger, self._group, self._consensus = context.ledger, context.group, context.consensus
         self._carried = carried
         self._noise = noise
         self._grad_scale = grad_scale
@@ -74,7 +74,7 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._build()
         self._works: list[Any] = []
-        self._step: Step | None = None
+        self._step: StepView | None = None
         self._micro = 0
         self._open = True  # until the optimizer steps
         self._carries = False  # earlier micro-steps have left something
@@ -92,12 +92,14 @@ class GradientReducer:
         params = sum(map(len, groups))
         # Control values, squared norms of local gradients, rank 0's noise scale, whose turn it is, and which parameters
         # were used.
-        self._norms = slice(CONTROL_SIZE, CONTROL_SIZE + len(groups))
+        self._norms = slice(self._consensus.control_size, self._consensus.control_size + len(groups))
         self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
         self._nothing_to_share = [0.0] * (2 * len(groups))
         self._all_used = [1.0] * params
         self._turn = slice(self._shared.stop, self._shared.stop + 2)
         self._buckets, self._tail = build_buckets(groups, self._turn.stop + params)
+        self._sizes = [len(bucket.params) for bucket in self._buckets]
+        self._pending = [0] * len(self._buckets)
         last = self._buckets[-1]
         self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
         self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
@@ -120,7 +122,7 @@ class GradientReducer:
         """The model is called: take in what was unfrozen, unless a pass of this step has used the present buckets."""
         if self._running or not self._trainable.changed():
             return
-        if self._session.step is not None and self._session.step is self._step:
+        if self._ledger.step is not None and self._ledger.step is self._step:
             return  # from the next step on; until then nobody trains it
         self.rebuild()
 
@@ -145,40 +147,41 @@ class GradientReducer:
         self._open = False
         self._carried.taken()
 
-    # -- during backward ---------------------------------------------------------------------------------------
-
     def _on_gradient(self, bucket: Bucket, param: torch.Tensor) -> None:
+        """A parameter's gradient is there; reduce what is full."""
         if self._carried.watched is param:
             self._carried.look(param)
         if not self._running:
             if not self._sync:
-                self._carried.add(self._session.step, local=True)
+                self._carried.add(self._ledger.step, local=True)
                 return
             self._begin()
-        bucket.pending -= 1
-        if bucket.pending == 0 and self._reduces:
+        pending = self._pending
+        pending[bucket.index] -= 1
+        if not pending[bucket.index] and self._reduces:
             self._launch_ready()
 
     def _begin(self) -> None:
-        session = self._session
-        session.moment("backward")
-        step = session.step
+        """The first gradient of a backward pass: find out what is to become of the pass."""
+        self._context.moment("backward")
+        step = self._ledger.step
         self._running = True
         self._launched = 0
         self._works = []
         self._goes_on, self._complete = False, True
+        self._pending = list(self._sizes)
         for bucket in self._buckets:
             bucket.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
         if step is None:
             self._step = None
-            self.not_finite = None
-            self._weight = 1.0 / session.world_size
-            self._reduces = session.world_size > 1 and not session.replaying
-            if self._reduces and not self._told:
-                self._told = True
-                session.tell("warning", _OUTSIDE)
+            self.nonfinite_ranks = None
+            self._weight = 1.0 / self._group.world_size
+            self._reduces = self._group.world_size > 1 and not self._ledger.replaying
+            if self._reduces and not self._warned:
+                self._warned = True
+                self._context.tell("warning", _OUTSIDE)
             self._announce()
             return
         if step is not self._step:
@@ -190,11 +193,11 @@ class GradientReducer:
         last = step.is_last_micro
         if not (last or self._open):
             return
-        self._weight = step.weight(session.rank)
+        self._weight = step.weight(self._group.rank)
         self._local_norms = list(self._no_norms)
-        self._reduces = last and session.world_size > 1 and not session.failed
+        self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
-        self._measures = self._measured_step and self._open and not session.failed
+        self._measures = self._measured_step and self._open and not self._ledger.failed
         self._announce()
 
     def _announce(self) -> None:
@@ -202,7 +205,7 @@ class GradientReducer:
         if not self._reduces:
             return
         try:
-            self._unmet = self._session.announce_reductions(self._announced, known=self._met_before())
+            self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
@@ -212,34 +215,32 @@ class GradientReducer:
         Only reductions share their lane, so that nothing else could meet them; reductions of another layout could, but
         there is none once all have had this one.
         """
-        met = self._met == (self._session.membership.generation, self._announced)
-        return met and len(self._session.models.told) == 1
+        met = self._met == (self._group.generation, self._announced)
+        return met and self._context.models == 1
 
     def _meet(self) -> None:
         """Wait until all ranks have announced the same."""
-        self._unmet = False
-        self._session.agreed()
-        self._met = (self._session.membership.generation, self._announced)
+        self._unanswered = False
+        self._consensus.agreed()
+        self._met = (self._group.generation, self._announced)
 
-    def _begin_step(self, step: Step) -> None:
+    def _begin_step(self, step: StepView) -> None:
+        """The first backward pass of a step begins."""
         self._step = step
-        self.not_finite = None
+        self.nonfinite_ranks = None
         self._open, self._carries = True, False
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
-        session = self._session
-        session.trains()
-        self._measured_step = self._noise.measures(session.progress.steps, session.world_size * step.micro_steps)
+        self._ledger.trains()
+        self._measured_step = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""
         self._open, self._carries = True, True
         self._carried_norms = [a + b for a, b in zip(self._carried_norms, self._local_norms, strict=True)]
         for bucket in self._buckets:
-            if bucket.carried is None:
-                bucket.carried = torch.empty_like(bucket.body)
-            bucket.carried.copy_(bucket.body)
+            bucket.carry()
 
     @torch.no_grad()
     def _fill(self, bucket: Bucket) -> None:
@@ -247,7 +248,7 @@ class GradientReducer:
         weight, rest, goes_on = self._weight, None, bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
-                rest = bucket.body * (1.0 / self._session.world_size - weight)
+                rest = bucket.body * (1.0 / self._group.world_size - weight)
             elif self._carries:
                 rest = bucket.carried
         self._goes_on = self._goes_on or goes_on
@@ -261,34 +262,34 @@ class GradientReducer:
 
     def _launch_ready(self) -> None:
         """Start reductions in the fixed order, as far as buckets are full."""
-        if self._session.failed:
+        if self._ledger.failed:
             return
         try:
-            if self._launched == 0 and self._buckets[0].pending == 0 and self._unmet and not self._met_before():
+            if self._launched == 0 and not self._pending[0] and self._unanswered and not self._met_before():
                 self._meet()
-            while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
+            while self._launched < len(self._buckets) and not self._pending[self._launched]:
                 bucket = self._buckets[self._launched]
                 self._fill(bucket)
                 self._launched += 1
                 last = self._launched == len(self._buckets)
                 if last:
                     self._fill_tail()
-                self._works.append(self._session.communicator.reduce_gradients(bucket.flat))
+                self._works.append(self._group.communicator.reduce_gradients(bucket.flat))
                 if last and not self._tail_rides:
-                    self._works.append(self._session.communicator.reduce_gradients(self._tail))
+                    self._works.append(self._group.communicator.reduce_gradients(self._tail))
                 if last:
-                    self._session.announcer.done()
+                    self._consensus.reductions_started()
                 if self._launched == 1:
-                    self._session.moment("allreduce")
+                    self._context.moment("allreduce")
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
     @torch.no_grad()
     def _fill_tail(self) -> None:
-        session = self._session
-        shared = self._noise.shared_values() if session.rank == 0 else self._nothing_to_share
-        turn = session.announcer.turn(session.progress.ticks)
-        head = [*session.agreement.values(session.rank), *self._no_norms, *shared, *turn]
+        """Write into the last bucket's tail what rides on the reduction."""
+        rank = self._group.rank
+        shared = self._noise.shared_values() if rank == 0 else self._nothing_to_share
+        head = [*self._consensus.control_values(rank), *self._no_norms, *shared, *self._consensus.turn()]
         if self._complete:
             flags = self._all_used
         else:
@@ -302,14 +303,15 @@ class GradientReducer:
         """Which parameters have a gradient on this rank, from any micro-step."""
         return bucket.used if self._accumulates else [grad is not None for grad in bucket.grads]
 
-    # -- at the end of backward --------------------------------------------------------------------------------
-
     def _finish(self) -> None:
+        """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
         self._running = False
         self._trainable.drop_strangers()
         step = self._step
         for bucket in self._buckets:
-            bucket.end_pass()
+            if self._pending[bucket.index]:
+                bucket.miss()
+        self._pending = [0] * len(self._buckets)
         if self._reduces:
             self._complete = all(bucket.complete for bucket in self._buckets)
             self._launch_ready()
@@ -319,41 +321,42 @@ class GradientReducer:
         elif self._accumulates:
             for bucket in self._buckets:
                 self._fill(bucket)
-            if step.is_last_micro and not self._session.failed:
+            if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
                 norms = zip(self._carried_norms, self._local_norms, strict=True)
                 self._statistics(step, [float(carried + local) for carried, local in norms])
         elif self._measures:
             self._pair(step)
 
-    def _collect(self, step: Step | None) -> None:
-        session = self._session
-        if session.failed:
+    def _collect(self, step: StepView | None) -> None:
+        """Wait for the reductions, conclude what rode on them, and write the mean back."""
+        if self._ledger.failed:
             return
         try:
-            if self._unmet:
+            if self._unanswered:
                 self._meet()
             for work in self._works:
-                session.announcer.wait(work)
+                self._consensus.wait(work)
             values = self._tail[: self._turn.stop].tolist()
-            session.announcer.check_turn(values[self._turn])
+            self._consensus.check_turn(values[self._turn])
             if self._check_finite and not whole_is_finite(self._buckets):
                 own = [int(not own_is_finite(self._buckets))]
-                rows = session.communicator.gather_ints(own, with_gradients=True)
-                self.not_finite = [rank for rank, (bad,) in enumerate(rows) if bad]
+                rows = self._group.communicator.gather_ints(own, with_gradients=True)
+                self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
-        session.agreement.conclude(values[:CONTROL_SIZE], session.world_size)
+        self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
         self._noise.take_shared(values[self._shared])
         self._write_back(lambda: [count > 0 for count in self._tail[self._turn.stop :].tolist()])
-        session.reduced()
+        self._ledger.reduced()
         self._carried.reduced()
         if step is not None:
             self._statistics(step, values[self._norms])
 
     def _give_up(self, cause: str) -> None:
-        self._session.fail_step(cause)
+        """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
+        self._ledger.fail(cause)
         for bucket in self._buckets:
             bucket.replace_buffer()
         last = self._buckets[-1]
@@ -371,7 +374,8 @@ class GradientReducer:
             bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
-    def _statistics(self, step: Step, local_norms: Sequence[float]) -> None:
+    def _statistics(self, step: StepView, local_norms: Sequence[float]) -> None:
+        """Take the step's statistics, where they can be told apart from what it had reduced before."""
         if not self._measures:
             return
         if self._goes_on and self._accumulates:
@@ -380,13 +384,13 @@ class GradientReducer:
             step,
             local_norms,
             self._buckets,
-            replicas=self._session.world_size,
+            replicas=self._group.world_size,
             grad_scale=self._grad_scale(),
             goes_on=self._goes_on,
         )
 
     @torch.no_grad()
-    def _pair(self, step: Step) -> None:
+    def _pair(self, step: StepView) -> None:
         for bucket in self._buckets:
             bucket.put(1.0)
         self._noise.pair(step, self._buckets, self._grad_scale())

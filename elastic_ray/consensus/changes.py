@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.consensus.announcer import ROOM
+from elastic_ray.consensus.ballot import agreed_lead, names_agree, names_ballot
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.membership.worker_side import Membership
-from elastic_ray.session.announcer import ROOM
-from elastic_ray.session.progress import agreed_lead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption, and
 # how often rank 0 has reported.
@@ -25,19 +24,46 @@ _SUMS_ROOM = ROOM - _NAMES_END
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
-class Agreement:
+class Wishes(Protocol):
+    """What the controller has told one rank, which takes effect when all ranks agree on the step."""
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation."""
+
+    @property
+    def prepared_ahead(self) -> int:
+        """How many generations ahead of it the prepared group is; 0 when none is prepared."""
+
+    @property
+    def wanted_batch(self) -> BatchChoice | None:
+        """The batch shape to change to, None to go on as it is."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the job is to end."""
+
+    @property
+    def preempting(self) -> bool:
+        """Whether it is to end, and to go on another time."""
+
+
+class AgreedChanges:
     """What the ranks of the present group have agreed on and not yet carried out.
 
     Attributes:
-        generation: generation to go to at the next edge, 0 for none.
-        stop: the job stops at the next edge, for good.
+        generation: generation to go to after this step, 0 for none.
+        stop: the job stops after this step, for good.
         preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
         reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
+
+    Args:
+        wishes: what the controller wants of this rank.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, wishes: Wishes) -> None:
+        self._wishes = wishes
         self.generation = 0
         self.stop = False
         self.preempted = False
@@ -53,18 +79,27 @@ class Agreement:
         generation, self.generation = self.generation, 0
         return generation
 
+    def take_batch(self) -> BatchChoice | None:
+        """The agreed batch shape, once."""
+        batch, self.batch = self.batch, None
+        return batch
+
+    def count_reports(self, reports: int) -> None:
+        """The run has made so many reports on this rank."""
+        self.reports = reports
+
     def values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
-        membership = self._membership
-        lead = float(membership.prepared_ahead)
-        wish = membership.wanted_batch if rank == 0 else None
+        wishes = self._wishes
+        lead = float(wishes.prepared_ahead)
+        wish = wishes.wanted_batch if rank == 0 else None
         return [
             lead,
             lead * lead,
-            float(membership.stop_requested),
+            float(wishes.stop_requested),
             float(wish.atomic_bsz) if wish else 0.0,
             float(wish.accum_steps) if wish else 0.0,
-            float(membership.preempting),
+            float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
         ]
 
@@ -72,7 +107,7 @@ class Agreement:
         """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
         lead = agreed_lead(sums[0], sums[1], world_size)
         if lead:
-            self.generation = self._membership.generation + lead
+            self.generation = self._wishes.generation + lead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
         self.reports = max(self.reports, round(sums[6]))

@@ -5,19 +5,39 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
-from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.session.link import LoaderInfo, StepReport
 from placement.goodput.fitting import Observation
-from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
 
 # A fit costs about 20 ms of the controller's thread.
-_FIT_EVERY_S = 2.0
+FIT_EVERY_S = 2.0
 _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still be on their way
 _TELL = 0.1  # relative change of a step time that is told
+
+
+class Group(Protocol):
+    """A generation of the job's workers, as far as its batch depends on it."""
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that its workers are on."""
+
+    @property
+    def world_size(self) -> int:
+        """Its workers."""
+
+    @property
+    def batch(self) -> BatchChoice | None:
+        """The batch it begins with, None for the loader's own."""
 
 
 class BatchPlanner:
@@ -28,10 +48,15 @@ class BatchPlanner:
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
         latest: the latest report.
+
+    Args:
+        fixed: the batch does not change, whatever the loader allows.
+        fit_every_s: least time between two fits [s].
     """
 
-    def __init__(self, *, fixed: bool) -> None:
+    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S) -> None:
         self._fixed = fixed
+        self._fit_every_s = fit_every_s
         self._tuners: dict[str | None, BatchTuner] = {}
         self._gpus: dict[int, str | None] = {}  # of the last generations that a batch was chosen for
         self._gpu: str | None = ""
@@ -103,28 +128,28 @@ class BatchPlanner:
             if gpu in self._priors:
                 tuner.set_prior(self._priors[gpu])
             if self._measured is not None and self._measured.noise is not None:
-                tuner.set_noise(NoiseScale(*self._measured.noise))
+                tuner.set_noise(self._measured.noise)
         return self._tuners[gpu]
 
-    def choose(self, plan: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
+    def choose(self, group: Group, gpu: str | None = "") -> BatchChoice | None:
         """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
         if self.loader is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)
         tuner = self._tuner_on(gpu, self.loader.limits)
-        decision = tuner.decide(plan.nodes, plan.world_size, self._choice, current_replicas=self._replicas)
-        self._choice, self._replicas, self._chosen_for = decision.choice, plan.world_size, plan.generation
-        self._gpu = self._gpus[plan.generation] = gpu
+        decision = tuner.decide(group.nodes, group.world_size, self._choice, current_replicas=self._replicas)
+        self._choice, self._replicas, self._chosen_for = decision.choice, group.world_size, group.generation
+        self._gpu = self._gpus[group.generation] = gpu
         for generation in sorted(self._gpus)[:-_GENERATIONS]:
             del self._gpus[generation]
         return decision.choice
 
-    def take_over(self, plan: GenerationSpec, gpu: str | None) -> None:
+    def take_over(self, group: Group, gpu: str | None) -> None:
         """The generation in effect was chosen for by a controller before this one."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
-        self._choice, self._replicas, self._chosen_for = plan.batch, plan.world_size, plan.generation
-        self._gpu = self._gpus[plan.generation] = gpu
+        self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
+        self._gpu = self._gpus[group.generation] = gpu
 
     def withdraw(self) -> None:
         """The generation that was chosen for last will not come to be, unless it has been reported from already."""
@@ -151,7 +176,7 @@ class BatchPlanner:
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
 
     def _learn(self, report: StepReport) -> None:
-        """Take a measurement into the tuner of the GPU type that it was made on."""
+        """Give the report to the tuner of the GPU type that it was measured on."""
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
         if tuner is None or report.shape is None:
             return
@@ -165,12 +190,12 @@ class BatchPlanner:
             grad_time=report.grad_time,
             steps=report.steps,
         )
-        tuner.set_noise(NoiseScale(*report.noise) if report.noise is not None else None)
+        tuner.set_noise(report.noise)
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
         """What to fit now; None while nothing new is known or the last fit is recent."""
-        if self.tuner is None or not self._fresh or now_s - self._fitted_s < _FIT_EVERY_S:
+        if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
         snapshot = self.tuner.snapshot()
@@ -196,7 +221,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """The batch to change to and why, None to go on as it is."""
+        """The batch to change to and why; None to go on as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

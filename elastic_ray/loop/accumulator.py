@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic_ray.session.api import current_session, session_of_thread
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.current import session_of_thread
 
 
 class _Sum(float):
@@ -55,21 +56,21 @@ class Accumulator(Mapping[str, float]):
     def add(self, name: str, value: float) -> None:
         """Add this rank's ``value``; the same as ``accumulator[name] += value``."""
         self._join_present_run()
-        if self._session.depth == 0:
+        if self._session.ledger.depth == 0:
             raise RuntimeError(
                 f"accumulator[{name!r}] must be added to inside a loop over an AdaptiveDataLoader, where each rank "
                 "has its own samples: a sum that a rank kept to itself until the loop's end would be lost with it. "
                 "What is the same on every rank needs no Accumulator"
             )
-        self._session.sums.add(self._session.depth, self._key, name, float(value))
+        self._session.add_to_sum(self._key, name, float(value))
 
     def reset(self) -> None:
         """Begin all sums anew; on every rank, between two passes of a loader."""
-        self._session.progress.sums.pop(self._key, None)
+        self._session.progress.reset_sums(self._key)
 
     def _sums(self) -> dict[str, float]:
-        if self._session.synced and self._session.depth == 1:
-            self._session.settle()
+        if self._session.synced and self._session.ledger.depth == 1:
+            self._session.passes.settle()
         return self._session.progress.sums.get(self._key, {})
 
     def __iter__(self) -> Iterator[str]:

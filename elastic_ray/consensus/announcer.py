@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from elastic_ray.consensus.intents import Announced, RanksDisagreeError, disagreement
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.session.intents import Announced, RanksDisagreeError, disagreement
 
 # Values that ride along, added up over the ranks.
 ROOM = 32
@@ -29,11 +29,11 @@ _TURN = 64
 class Announcer:
     """The announcements of one rank in one group.
 
-    Four numbers of each rank stand at its place: what it does, how many edges it has committed, a fingerprint of its
-    parameters (0 where none is asked for), and the number of its phase. A phase is what a rank announces, or might, and
-    the collectives that it is about; phases follow each other, and the next cannot begin before the last is over. An
-    announcement that was made while waiting may be outdated when the others come to make theirs: then the numbers of
-    the phases differ, and all repeat theirs.
+    Four numbers of each rank stand at its place: what it does, how many steps of loaders it has committed, a
+    fingerprint of its parameters (0 where none is asked for), and the number of its phase. A phase is what a rank
+    announces, or might, and the collectives that it is about; phases follow each other, and the next cannot begin
+    before the last is over. An announcement that was made while waiting may be outdated when the others come to make
+    theirs: then the numbers of the phases differ, and all repeat theirs.
 
     Args:
         communicator: the group, of at least two.
@@ -52,24 +52,24 @@ class Announcer:
         self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
 
-    def start(self, what: Announced, ticks: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
+    def start(self, what: Announced, loader_steps: int, *, fingerprint: int = 0, payload: Sequence[float] = ()) -> None:
         """Announce what comes next on this rank; :meth:`agree` must come before its collectives.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: this rank has not done what it announced before.
         """
-        self._begin(what, ticks, fingerprint, payload)
+        self._begin(what, loader_steps, fingerprint, payload)
         if self._work is None:
             self._post()
 
-    def start_quietly(self, what: Announced, ticks: int) -> None:
+    def start_quietly(self, what: Announced, loader_steps: int) -> None:
         """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
 
         Raises:
             RanksDisagreeError: this rank has not done what it announced before.
         """
-        self._begin(what, ticks, 0, ())
+        self._begin(what, loader_steps, 0, ())
 
     def agree(self) -> list[float]:
         """Wait for all ranks' announcements; returns the sums of what rode along.
@@ -115,7 +115,7 @@ class Announcer:
         """By rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
-    def part(self, what: Announced, ticks: int, wait_s: float) -> bool:
+    def part(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
         """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
 
         The announcement stands as long as the group does, for those that come to another one to find.
@@ -123,7 +123,7 @@ class Announcer:
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.
         """
-        self._begin(what, ticks, 0, ())
+        self._begin(what, loader_steps, 0, ())
         self._open = None
         until_s = time.monotonic() + wait_s
         self._work = None  # an outdated announcement, behind which these stand
@@ -164,17 +164,16 @@ class Announcer:
         if self._world * squares == total * total:
             return
         rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
-        self._refuse([code for code, _ in rows], [ticks for _, ticks in rows])
+        self._refuse([code for code, _ in rows], [loader_steps for _, loader_steps in rows])
 
     @staticmethod
-    def turn(ticks: int) -> tuple[float, float]:
+    def turn(loader_steps: int) -> tuple[float, float]:
         """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other."""
-        turn = float(ticks % _TURN)
+        turn = float(loader_steps % _TURN)
         return turn, turn * turn
 
-    # -- posting and hearing -----------------------------------------------------------------------------------
-
-    def _begin(self, what: Announced, ticks: int, fingerprint: int, payload: Sequence[float]) -> None:
+    def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
+        """A phase begins; raises where the one before was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:
@@ -182,7 +181,7 @@ class Announcer:
             raise self._refused
         self._open = what
         self._phase += 1
-        self._entry, self._payload = (what.code, ticks, fingerprint), payload
+        self._entry, self._payload = (what.code, loader_steps, fingerprint), payload
 
     def _post(self, *, timeout_s: float | None = None) -> None:
         values, world, rank = self._values, self._world, self.communicator.rank
@@ -193,6 +192,7 @@ class Announcer:
         self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
 
     def _speak(self) -> None:
+        """While waiting for long: say what for, and hear what the others say."""
         if self._work is not None:
             if not self._work.is_completed():
                 return
@@ -211,15 +211,15 @@ class Announcer:
             RanksDisagreeError: they have, but not the same in it.
         """
         values, world = self._values, self._world
-        codes, ticks, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
+        codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
         if (phases != self._phase).any():
             return False
-        if (codes != codes[0]).any() or (ticks != ticks[0]).any():
-            self._refuse([int(code) for code in codes], [int(tick) for tick in ticks])
+        if (codes != codes[0]).any() or (loader_steps != loader_steps[0]).any():
+            self._refuse([int(code) for code in codes], [int(steps) for steps in loader_steps])
         return True
 
-    def _refuse(self, codes: Sequence[int], ticks: Sequence[int]) -> None:
-        self._refused = RanksDisagreeError(disagreement(codes, ticks))
+    def _refuse(self, codes: Sequence[int], loader_steps: Sequence[int]) -> None:
+        self._refused = RanksDisagreeError(disagreement(codes, loader_steps))
         raise self._refused
 
     def _unfinished(self, what: Announced) -> RanksDisagreeError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 from collections.abc import Iterable, Sequence
 
 _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact in float64
@@ -16,10 +15,6 @@ _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact i
 
 class RanksDisagreeError(RuntimeError):
     """The ranks of a job make different calls in the same step, so that their collectives cannot be matched."""
-
-
-class ReplicasDifferError(RuntimeError):
-    """The ranks of a job hold different parameters, though each has applied the same steps."""
 
 
 class Intent(enum.IntEnum):
@@ -72,21 +67,16 @@ class Announced:
                 return "has returned from the train function"
 
 
-def digest(what: object) -> int:
-    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DETAIL_BITS // 8).digest(), "big")
-
-
-def disagreement(codes: Sequence[int], ticks: Sequence[int]) -> str:
-    """What the ranks are about to do, as the text of an error; by rank, with the committed edges of each."""
+def disagreement(codes: Sequence[int], loader_steps: Sequence[int]) -> str:
+    """What the ranks are about to do, as the text of an error; by rank, with the committed steps of each."""
     doing: dict[str, list[int]] = {}
-    several = len(set(ticks)) > 1
-    for rank, (code, tick) in enumerate(zip(codes, ticks, strict=True)):
+    several = len(set(loader_steps)) > 1
+    for rank, (code, steps) in enumerate(zip(codes, loader_steps, strict=True)):
         what = str(Announced.from_code(code)) if code else "has announced nothing"
-        doing.setdefault(f"{what} after {tick} edges" if several else what, []).append(rank)
+        doing.setdefault(f"{what} after {steps} steps" if several else what, []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
     return (
-        f"the ranks do different things in step {min(ticks)} (steps of all loaders counted), so that their "
+        f"the ranks do different things in step {min(loader_steps)} (steps of all loaders counted), so that their "
         f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
         "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
         "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"

@@ -4,17 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.session.progress import LoopProgress
+from elastic_ray.state.progress import PassProgress
+
+
+class StepView(Protocol):
+    """What others than its loader may see of a step: how gradients are synchronised and policies of the user's."""
+
+    @property
+    def sizes(self) -> Sequence[Sequence[int]]:
+        """``sizes[rank][micro]`` samples of each rank's micro-batches."""
+
+    @property
+    def count(self) -> int:
+        """Samples of the whole step."""
+
+    @property
+    def scale(self) -> float:
+        """Global / initial batch size, by the loader's setting."""
+
+    @property
+    def init_batch_size(self) -> int:
+        """Global batch that the user's learning rate belongs to."""
+
+    @property
+    def sample_scale(self) -> float:
+        """Samples of this very step / initial batch size."""
+
+    @property
+    def micro(self) -> int:
+        """The micro-step in progress."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches a rank takes in this step."""
+
+    @property
+    def is_last_micro(self) -> bool:
+        """Whether gradients are synchronised in this micro-step."""
+
+    def weight(self, rank: int) -> float:
+        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
 
 
 @dataclasses.dataclass(slots=True)
-class Step:
+class LoaderStep:
     """The step in progress of one loader pass.
 
     Attributes:
-        loop: the pass.
+        loader_pass: the pass.
         total: samples in the pass.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
         scale: global / initial batch size, by the loader's setting (a short last step does not change it).
@@ -27,7 +67,7 @@ class Step:
         count: samples of the whole step.
     """
 
-    loop: LoopProgress
+    loader_pass: PassProgress
     total: int
     sizes: Sequence[Sequence[int]]
     scale: float
@@ -42,6 +82,10 @@ class Step:
     def __post_init__(self) -> None:
         self.count = sum(map(sum, self.sizes))
 
+    def begin_micro(self, micro: int) -> None:
+        """The loader is about to hand out this micro-batch."""
+        self.micro = micro
+
     @property
     def sample_scale(self) -> float:
         """Samples of this very step / initial batch size."""
@@ -51,6 +95,11 @@ class Step:
     def micro_steps(self) -> int:
         """Micro-batches a rank takes in this step."""
         return len(self.sizes[0])
+
+    @property
+    def samples_left(self) -> int:
+        """Samples of the pass that are not used yet, those of this step included."""
+        return self.total - self.loader_pass.position
 
     @property
     def leaves_ranks_idle(self) -> bool:

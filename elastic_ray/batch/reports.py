@@ -1,13 +1,12 @@
-"""What a training session needs from outside: the job's controller, or nothing when the loop runs alone."""
+"""What a train loop tells its job: what it trains on, which models, and how its steps went (pure)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from placement.cluster.progress import Progress
+from placement.goodput.model import NoiseScale
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,40 +64,9 @@ class StepReport:
     steps: int
     step_time: float
     grad_time: float
-    noise: tuple[float, float] | None
+    noise: NoiseScale | None
     epoch: int
     epochs: int | None
     total_steps: int
     batch_size: int
     progress: Progress | None = None
-
-
-class Link(Protocol):
-    """The way out of a training session. All calls return at once unless they say otherwise."""
-
-    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        """This worker has built its model and waits for its first generation.
-
-        Args:
-            loader: the training loader's limits, if it has one.
-            has_state: it has kept a trained state in memory.
-            loaded: steps of the automatic checkpoint that it has loaded instead; 0 without one.
-        """
-
-    def failed(self, generation: int, cause: str) -> None:
-        """A collective of ``generation`` failed here; this worker waits for the next generation."""
-
-    def switched(self, generation: int, pause_s: float) -> None:
-        """This worker trains in ``generation`` now."""
-
-    def observe(self, report: StepReport) -> None:
-        """Rank 0's measurements."""
-
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: Mapping[str, Any], index: int) -> None:
-        """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
-
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        """What the job's user should know: the kind of event, a sentence, and numbers."""
-
-    def claim_fault(self, index: int) -> bool:
-        """Whether this process may carry out fault number ``index`` of the script."""

@@ -53,6 +53,7 @@ class Trainable:
                 p.grad = None
 
     def _lay_out(self, *, wrapped: bool) -> None:
+        """Sort the trainable parameters by group; raises ValueError where the optimizer holds others."""
         order = {id(p): i for i, p in enumerate(self._module.parameters())}
         trained = self._known | {id(p) for p in self._module.parameters() if p.requires_grad}
         groups = [
@@ -84,8 +85,6 @@ class Trainable:
         self._known = held
         self._left_out = [p for p in self._module.parameters() if id(p) not in held]
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-
-    # -- travelling --------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """By name: what requires a gradient, what is synchronised, and the optimizer's groups."""

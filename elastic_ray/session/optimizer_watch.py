@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ray.session.api import session_of_thread
+from elastic_ray.session.current import session_of_thread
 
 _installed = False
 
@@ -27,7 +28,15 @@ def watch_optimizers() -> None:
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     session = session_of_thread()
     if session is not None:
-        session.watched.look_at(optimizer)
+        session.optimizers.look_at(optimizer)
+
+
+class WatchedGroup(Protocol):
+    """The group that optimizers step in."""
+
+    @property
+    def world_size(self) -> int:
+        """Its workers."""
 
 
 class OptimizerWatch:
@@ -36,13 +45,15 @@ class OptimizerWatch:
     Each worker has its own samples, so that a model which nobody synchronises becomes another one on each of them.
 
     Args:
-        session: the run.
+        group: the present one.
+        tell: tells the job's user something.
     """
 
-    def __init__(self, session: Any) -> None:
-        self._session = weakref.ref(session)
+    def __init__(self, group: WatchedGroup, tell: Callable[[str, str], None]) -> None:
+        self._group = group
+        self._tell = tell
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """One that was wrapped."""
@@ -54,15 +65,15 @@ class OptimizerWatch:
         Raises:
             RuntimeError: no model was wrapped at all.
         """
-        session = self._session()
-        if session is None or session.world_size == 1 or optimizer in self._known or optimizer in self._told:
+        world_size = self._group.world_size
+        if world_size == 1 or optimizer in self._known or optimizer in self._warned:
             return
-        self._told.add(optimizer)
+        self._warned.add(optimizer)
         text = (
             f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
-            f"{session.world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
+            f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
             "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
         )
         if not self._known and not torch.distributed.is_initialized():  # it may be torch's own DDP, under torchrun
             raise RuntimeError(text)
-        session.tell("warning", text)
+        self._tell("warning", text)

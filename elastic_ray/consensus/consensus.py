@@ -1,0 +1,191 @@
+"""One rank's part in what the ranks agree on: announcements before collectives, votes, and what rides on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from elastic_ray.consensus.announcer import Announcer
+from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.membership.rendezvous import Communicator
+
+
+class Position(Protocol):
+    """How far this rank is."""
+
+    @property
+    def steps(self) -> int:
+        """Committed optimizer steps."""
+
+    @property
+    def loader_steps(self) -> int:
+        """Committed steps of any loader."""
+
+
+class ReplicaCheck(Protocol):
+    """Compares the ranks' parameters now and then."""
+
+    def begin(self) -> None:
+        """A group was entered: what was checked in another does not count."""
+
+    def due(self, steps: int, *, at_end: bool = False) -> bool:
+        """Whether they are to be compared after so many steps."""
+
+    def fingerprint(self, steps: int) -> int:
+        """Of this rank's parameters."""
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Whether all ranks announced the same."""
+
+
+class RankConsensus:
+    """See the module's text.
+
+    Args:
+        communicator: gives that of the present group.
+        changes: what is agreed on and not carried out.
+        replicas: compares parameters.
+        position: how far this rank is.
+    """
+
+    control_size = CONTROL_SIZE
+
+    def __init__(
+        self,
+        communicator: Callable[[], Communicator],
+        changes: AgreedChanges,
+        replicas: ReplicaCheck,
+        position: Position,
+    ) -> None:
+        self._communicator = communicator
+        self._changes = changes
+        self._replicas = replicas
+        self._position = position
+        self._announcer: Announcer | None = None
+
+    @property
+    def announcer(self) -> Announcer:
+        """What the ranks of the present generation tell each other before collectives."""
+        communicator = self._communicator()
+        if self._announcer is None or self._announcer.communicator is not communicator:
+            self._announcer = Announcer(communicator)
+        return self._announcer
+
+    def enter_group(self) -> None:
+        """A group was entered: what was agreed on, or compared, in another one does not count in it."""
+        self._replicas.begin()
+        self._changes.begin()
+
+    def announce(self, what: Announced, payload: Sequence[float] = ()) -> None:
+        """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: what was announced before was not done.
+        """
+        fingerprint = 0
+        if self._compares(what):
+            fingerprint = self._replicas.fingerprint(self._position.steps)
+        self.announcer.start(what, self._position.loader_steps, fingerprint=fingerprint, payload=payload)
+
+    def announce_reductions(self, what: Announced, *, known: bool) -> bool:
+        """Tell the other ranks that gradients are reduced next here, where that has to be said.
+
+        Args:
+            what: the reductions.
+            known: all ranks have made these before, and can make no others.
+
+        Returns:
+            Whether :meth:`agreed` must be asked before their results are used.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: what was announced before was not done.
+        """
+        if known and not self._compares(what):
+            self.announcer.start_quietly(what, self._position.loader_steps)
+            return False
+        self.announce(what)
+        return True
+
+    def _compares(self, what: Announced) -> bool:
+        """Whether parameters are compared with this announcement."""
+        at_end = what.intent is Intent.END_OF_PASS and what.index == 0
+        asked = at_end or what.intent is Intent.GRADIENTS
+        return asked and self._replicas.due(self._position.steps, at_end=at_end)
+
+    def agreed(self) -> list[float]:
+        """Wait until all ranks have announced the same; returns the sums of what rode along.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they have not; raised on every rank.
+            ReplicasDifferError: they hold different parameters; raised on every rank.
+        """
+        sums = self.announcer.agree()
+        self._replicas.compare(self._communicator(), self.announcer.fingerprints)
+        return sums
+
+    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+        """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
+        self.announce(what, payload)
+        sums = self.agreed()
+        self.announcer.done()
+        return sums
+
+    def part(self, what: Announced, wait_s: float) -> bool:
+        """Announce that this rank needs no other any more; see :meth:`Announcer.part`."""
+        return self.announcer.part(what, self._position.loader_steps, wait_s)
+
+    # What rides on reductions of gradients
+
+    def reductions_started(self) -> None:
+        """The reductions that were announced are all on their way."""
+        self.announcer.done()
+
+    def wait(self, work: Any) -> None:
+        """Wait for a reduction; see :meth:`Announcer.wait`."""
+        self.announcer.wait(work)
+
+    def control_values(self, rank: int) -> list[float]:
+        """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
+        return self._changes.values(rank)
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """Every rank draws the same conclusions from the sums of all ranks' control values."""
+        self._changes.conclude(sums, world_size)
+
+    def turn(self) -> tuple[float, float]:
+        """What each rank adds to a reduction, so that :meth:`check_turn` finds out those of another step."""
+        return Announcer.turn(self._position.loader_steps)
+
+    def check_turn(self, turns: Sequence[float]) -> None:
+        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_turn`."""
+        self.announcer.check_turn(turns)
+
+    # Votes
+
+    def vote(
+        self, what: Announced, added: Sums, *, some_are_idle: bool = False
+    ) -> list[tuple[tuple[int, int], str, float]]:
+        """Agree in a collective of its own, and add up what the ranks' accumulators were given.
+
+        Args:
+            what: where this rank is.
+            added: what it has added, by accumulator and name.
+            some_are_idle: ranks without samples cannot know the names of what the others have added to.
+
+        Returns:
+            Accumulator, name and sum over the ranks, in the same order everywhere.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: the ranks are not at the same place.
+            RuntimeError: the ranks have added to different names.
+        """
+        communicator = self._communicator()
+        if some_are_idle:
+            self.agree_on(what)
+            added = with_names_of_first_rank(communicator, added)
+        return self._changes.vote(communicator, added, lambda payload: self.agree_on(what, payload))

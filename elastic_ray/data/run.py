@@ -1,0 +1,114 @@
+"""What a loader needs of the run that it feeds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.steps.step import LoaderStep
+
+
+class LoaderPasses(Protocol):
+    """The passes of the run's loaders."""
+
+    @property
+    def step(self) -> LoaderStep | None:
+        """The innermost step in progress."""
+
+    @property
+    def next_ordinal(self) -> int:
+        """Ordinal that the next pass of this epoch would get."""
+
+    def begin_step(self, step: LoaderStep) -> None:
+        """The first micro-batch of a step is about to be handed out."""
+
+    def end_micro_step(self) -> None:
+        """A micro-step that does not synchronise was done."""
+
+    def edge(self, loader_pass: PassProgress) -> bool:
+        """The step's body has run; returns whether the step was committed, else it is drawn again."""
+
+    def end_pass(self, loader_pass: PassProgress, total: int) -> None:
+        """The pass has run out."""
+
+    def abandon(self, left: PassProgress) -> None:
+        """User code left the pass in the middle of a step."""
+
+
+class Loaders(Protocol):
+    """The run's loaders."""
+
+    @property
+    def info(self) -> LoaderInfo | None:
+        """What the one that leads tells the job."""
+
+    def lead(self, loader: object, info: LoaderInfo) -> None:
+        """This one leads."""
+
+    def leads(self, loader: object) -> bool:
+        """Whether it does."""
+
+    def add_late(self, join: weakref.WeakMethod[Callable[[Any], None]]) -> None:
+        """It was made after the run's first epoch."""
+
+
+class LoaderRegistry(Protocol):
+    """What the train function has built."""
+
+    @property
+    def loaders(self) -> Loaders:
+        """Its loaders."""
+
+
+class LoaderRun(Protocol):
+    """See the module's text."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the present group."""
+
+    @property
+    def shape(self) -> BatchChoice | None:
+        """Batch shape of the loader that leads, None where its own default holds."""
+
+    @property
+    def shape_changes(self) -> int:
+        """How often the group or the batch shape has changed."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the group may change."""
+
+    @property
+    def synced(self) -> bool:
+        """Whether the first epoch has begun."""
+
+    @property
+    def in_epochs(self) -> bool:
+        """Whether the loop uses ``remaining_epochs_until``."""
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+
+    @property
+    def registry(self) -> LoaderRegistry:
+        """What the train function has built."""
+
+    @property
+    def passes(self) -> LoaderPasses:
+        """The passes of its loaders."""
+
+    def check_group(self) -> None:
+        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+
+    def enter_loop(self) -> PassProgress:
+        """The next pass of this epoch, with the position that it has already reached."""

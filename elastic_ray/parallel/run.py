@@ -1,0 +1,115 @@
+"""What a wrapped model needs of the run that it is trained in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ray.batch.reports import ModelInfo
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.tree import Stateful
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.context import SyncContext, SyncLedger
+from placement.goodput.model import NoiseScale
+
+
+class UpdateLedger(SyncLedger, Protocol):
+    """Which step this rank is in, and whether its optimizers may step."""
+
+    @property
+    def outermost(self) -> StepView | None:
+        """The training step in progress, also while an evaluation pass runs inside it."""
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the micro-step in progress leaves its gradients to a later one."""
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs of data trained on so far."""
+
+    def may_apply(self) -> bool:
+        """Whether the optimizer step that user code asks for is to be applied now."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """The optimizer steps within."""
+
+    def applied(self) -> None:
+        """It has stepped, or its update was left out."""
+
+
+class SharedStates(Protocol):
+    """States that all ranks share."""
+
+    def register(self, key: str, state: Stateful) -> None:
+        """Make ``state`` part of what joiners receive."""
+
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Undo for small state that user code moves on even when its step is lost."""
+
+
+class GroupGradients(Protocol):
+    """Gradients that a change of group concerns."""
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank."""
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+
+
+class ModelParts(Protocol):
+    """Where a model registers what belongs to it."""
+
+    def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called at every such point."""
+
+    def call(self, point: HookPoint) -> None:
+        """The run is at such a point."""
+
+    def add_buffers(self, buffers: SyncedBuffers) -> None:
+        """A model's buffers."""
+
+    def add_gradients(self, gradients: GroupGradients) -> None:
+        """A model's gradients."""
+
+
+class SyncedBuffers(Protocol):
+    """Buffers that are made equal on all ranks."""
+
+    @property
+    def layout(self) -> object:
+        """What must be the same on all ranks."""
+
+    def __call__(self, communicator: Communicator) -> None:
+        """Synchronise."""
+
+
+class ModelRun(SyncContext, Protocol):
+    """See the module's text."""
+
+    @property
+    def ledger(self) -> UpdateLedger:
+        """Steps of this rank."""
+
+    @property
+    def states(self) -> SharedStates:
+        """States that all ranks share."""
+
+    @property
+    def registry(self) -> ModelParts:
+        """Hooks, buffers and gradients."""
+
+    def add_model(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        info: ModelInfo,
+        noise: Callable[[], NoiseScale | None],
+    ) -> int:
+        """Take part in the model's training; returns its number."""

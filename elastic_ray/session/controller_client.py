@@ -1,0 +1,40 @@
+"""What a session needs of its job's controller, or of what takes a controller's place where a loop runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.state.resume_point import ResumePoint
+
+
+class ControllerClient(Protocol):
+    """The way out of a training session. All calls return at once unless they say otherwise."""
+
+    def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
+        """This worker has built its model and waits for its first generation.
+
+        Args:
+            loader: the training loader's limits, if it has one.
+            has_state: it has kept a trained state in memory.
+            loaded: steps of the automatic checkpoint that it has loaded instead; 0 without one.
+        """
+
+    def failed(self, generation: int, cause: str) -> None:
+        """A collective of ``generation`` failed here; this worker waits for the next generation."""
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        """This worker trains in ``generation`` now."""
+
+    def observe(self, report: StepReport) -> None:
+        """Rank 0's measurements."""
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
+        """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        """What the job's user should know: the kind of event, a sentence, and numbers."""
+
+    def claim_fault(self, index: int) -> bool:
+        """Whether this process may carry out fault number ``index`` of the script."""

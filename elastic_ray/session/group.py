@@ -1,0 +1,80 @@
+"""The group that a worker is in now, to read only."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.membership.rendezvous import Communicator
+
+
+class CurrentGeneration(Protocol):
+    """The generation that a worker's side of the membership protocol is in."""
+
+    @property
+    def generation(self) -> int:
+        """Its number, 0 before the first."""
+
+    @property
+    def current(self) -> GenerationSpec | None:
+        """Its plan, None before the first."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """Its communicator, None before the first."""
+
+
+class Group:
+    """See the module's text.
+
+    Args:
+        worker: id of this worker.
+        membership: knows the generation.
+        expected: where this worker will stand in the first one, as far as that is known.
+    """
+
+    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo) -> None:
+        self._worker = worker
+        self._membership = membership
+        self._expected = expected
+
+    @property
+    def generation(self) -> int:
+        """How often the group has changed, 0 before the first."""
+        return self._membership.generation
+
+    @property
+    def plan(self) -> GenerationSpec | None:
+        """The present generation's plan, None before the first."""
+        return self._membership.current
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in the present generation; 0 before the first."""
+        communicator = self._membership.communicator
+        return communicator.rank if communicator is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the present generation; 1 before the first."""
+        communicator = self._membership.communicator
+        return communicator.world_size if communicator is not None else 1
+
+    @property
+    def place(self) -> RankInfo:
+        """Where this worker stands in the present generation; before the first, where it is expected to."""
+        plan = self._membership.current
+        if plan is None or self._membership.communicator is None:
+            return self._expected
+        return plan.place_of(self._worker)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The present generation's communicator.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self._membership.communicator is None:
+            raise RuntimeError("the session has not entered a generation yet")
+        return self._membership.communicator

@@ -1,0 +1,98 @@
+"""What a rank does in a freshly formed group: exchange state until all ranks are bit-identical."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.state.shared_state import Exchanged
+
+
+class ExchangedState(Protocol):
+    """The state that all ranks share."""
+
+    @property
+    def shape(self) -> BatchChoice | None:
+        """Batch shape that it was trained with last."""
+
+    def exchange(self, communicator: Communicator) -> Exchanged:
+        """Bring every rank to the furthest rank's state."""
+
+
+class GroupParts(Protocol):
+    """What a train function has registered, as far as it depends on the group."""
+
+    @property
+    def buffer_layout(self) -> int:
+        """What the ranks must have in common to synchronise buffers."""
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+
+    def sync_buffers(self, communicator: Communicator) -> None:
+        """Make all buffers equal on all ranks."""
+
+
+class Agreeing(Protocol):
+    """Announcements of this rank."""
+
+    def enter_group(self) -> None:
+        """What was agreed on, or compared, in another group does not count in this one."""
+
+    def agree_on(self, what: Announced) -> object:
+        """Announce what comes next, and wait for the others."""
+
+
+class GroupEntry:
+    """See the module's text; called with a group's plan and communicator.
+
+    Args:
+        state: what is exchanged.
+        parts: what depends on the group.
+        consensus: announces what the ranks do.
+        begin: called once the ranks are identical; returns how long no step was committed [s].
+        set_shape: takes the batch shape that the group begins with.
+        switched: takes the generation, and that time.
+        moment: a named moment of the run, for scripted faults.
+    """
+
+    def __init__(
+        self,
+        state: ExchangedState,
+        parts: GroupParts,
+        consensus: Agreeing,
+        *,
+        begin: Callable[[], float],
+        set_shape: Callable[[BatchChoice | None], None],
+        switched: Callable[[int, float], None],
+        moment: Callable[[str], None],
+    ) -> None:
+        self._state = state
+        self._parts = parts
+        self._consensus = consensus
+        self._begin = begin
+        self._set_shape = set_shape
+        self._switched = switched
+        self._moment = moment
+
+    def __call__(self, plan: GenerationSpec, communicator: Communicator) -> int:
+        """Enter; returns the loader passes that the group's furthest rank has ended.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile; this rank's state is whole, or it has none.
+        """
+        self._moment("receiving")
+        exchanged = self._state.exchange(communicator)
+        self._parts.enter_group()
+        self._consensus.enter_group()
+        if communicator.world_size > 1:
+            self._consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.buffer_layout))
+        self._parts.sync_buffers(communicator)
+        pause_s = self._begin()
+        self._set_shape(plan.batch or self._state.shape)
+        self._switched(plan.generation, pause_s)
+        return exchanged.passes

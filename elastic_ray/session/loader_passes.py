@@ -1,0 +1,174 @@
+"""SHELL: the passes of a run's loaders: each step's end, and each pass's, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.membership.rendezvous import CommunicationFailedError
+from elastic_ray.session.run_parts import RunParts
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.steps.step import LoaderStep
+
+
+class Changes(Protocol):
+    """Changes of group and batch."""
+
+    def between_steps(self, can_switch: Callable[[int], bool]) -> None:
+        """Carry out what the ranks have agreed on."""
+
+    def regroup(self, cause: str) -> int:
+        """Find a group to go on with; returns the loader passes that its furthest rank has ended."""
+
+
+class LoaderPasses:
+    """See the module's text.
+
+    Args:
+        parts: of the run.
+        changes: of group and batch.
+        moment: a named moment of the run, for scripted faults.
+    """
+
+    def __init__(self, parts: RunParts, changes: Changes, moment: Callable[[str], None]) -> None:
+        self._parts = parts
+        self._changes = changes
+        self._moment = moment
+        self._deferred_change: Callable[[int], bool] | None = None
+
+    @property
+    def _progress(self) -> RunProgress:
+        return self._parts.states.progress
+
+    @property
+    def step(self) -> LoaderStep | None:
+        """The innermost step in progress."""
+        return self._parts.ledger.step
+
+    @property
+    def next_ordinal(self) -> int:
+        """Ordinal that the next pass of this epoch would get."""
+        return self._parts.ledger.next_ordinal
+
+    def begin_step(self, step: LoaderStep) -> None:
+        """A loader is about to hand out the first micro-batch of a step."""
+        self._parts.ledger.begin(step)
+
+    def end_micro_step(self) -> None:
+        """A micro-step that does not synchronise was done."""
+        self._parts.clock.micro()
+
+    def abandon(self, left: PassProgress) -> None:
+        """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
+        only the former goes on, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
+        its epoch has been settled already."""
+        self._parts.ledger.abandon(left)
+
+    def enter(self) -> PassProgress:
+        """The next loader pass of this epoch, with the position that it has already reached.
+
+        Raises:
+            RuntimeError: a pass over whole batches is in progress.
+        """
+        self.settle()
+        ordinal = self._parts.ledger.begin_pass()
+        self._catch_up()
+        return self._progress.passes[ordinal]
+
+    def end_epoch(self) -> None:
+        """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
+        self._parts.ledger.abandon_all()
+        self.settle()
+        self._progress.keep_sums()
+        self._progress.end_epoch()
+        self._catch_up()
+
+    def edge(self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False) -> bool:
+        """The step's body has run: commit it, or find a group to go on with and have it drawn again.
+
+        Args:
+            loader_pass: the pass whose step it is; None for the innermost.
+            ends_pass: the loop was left in this step, and what happens between two steps is put off.
+
+        Returns:
+            Whether the step was committed (by this rank, or by a survivor whose state it took over).
+
+        Raises:
+            RuntimeError: another pass was begun within the step and has not ended.
+            WorkerDismissed: this worker leaves here, or the job was stopped.
+        """
+        self.settle()
+        parts, ledger = self._parts, self._parts.ledger
+        step = ledger.end(loader_pass)
+        before = ledger.loader_steps
+        self._moment("edge")
+        nested = ledger.step is not None
+        try:
+            if ledger.failure is not None:
+                raise CommunicationFailedError(ledger.failure)
+            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1), some_are_idle=step.leaves_ranks_idle)
+        except CommunicationFailedError as error:
+            self._recover(step, str(error))
+            return ledger.loader_steps > before
+        trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
+        if not nested:
+            parts.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
+            if not ends_pass:
+                self._changes.between_steps(step.can_switch)
+        return True
+
+    def end_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool = False) -> None:
+        """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
+
+        Args:
+            loader_pass: the pass.
+            total: its samples.
+            put_off: the user's code behind the loop has run already. What happens between two steps waits until that is
+                part of the progress, so that whoever goes on from there, a joiner or the job another time, does not run
+                it again.
+
+        Raises:
+            WorkerDismissed: as in :meth:`edge`.
+        """
+        parts, ended = self._parts, self._progress.ended_passes
+        while self._progress.ended_passes == ended:
+            try:
+                self._vote(Announced(Intent.END_OF_PASS, self._parts.ledger.depth, parts.registry.buffer_layout))
+                self._progress.end_pass()
+                parts.registry.sync_buffers(parts.group.communicator)
+            except CommunicationFailedError as error:
+                furthest = self._changes.regroup(str(error))
+                # Others are through: they only differ in code that this rank will run by itself.
+                self._progress.follow_passes(furthest)
+        self._parts.ledger.end_pass(loader_pass)
+        if self._parts.ledger.depth == 0:
+            self._deferred_change = lambda world_size: total >= world_size
+            if not put_off:
+                self._catch_up()
+
+    def settle(self) -> None:
+        """Commit steps that were left by ``break``, and end their passes."""
+        while (step := self._parts.ledger.take_abandoned()) is not None:
+            loader_pass, total = step.loader_pass, step.total
+            self.edge(ends_pass=True)
+            self.end_pass(loader_pass, total, put_off=True)
+
+    def _catch_up(self) -> None:
+        """Do what was put off at the end of a pass."""
+        can_switch, self._deferred_change = self._deferred_change, None
+        if can_switch is not None:
+            self._changes.between_steps(can_switch)
+
+    def _vote(self, what: Announced, *, some_are_idle: bool = False) -> None:
+        added = self._parts.sums.take(self._parts.ledger.depth + 1)
+        self._progress.add_sums(self._parts.consensus.vote(what, added, some_are_idle=some_are_idle))
+
+    def _recover(self, step: LoaderStep, cause: str) -> None:
+        """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
+        parts = self._parts
+        parts.sums.undo_beyond(parts.ledger.depth)
+        lost = parts.ledger.undo(step)
+        self._changes.regroup(cause)
+        parts.ledger.resume(lost, cause)

@@ -1,0 +1,174 @@
+"""What a train function has built and registered with its session: models, loaders, hooks, buffers (pure)."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.batch.scaling_rules import step_gain
+from elastic_ray.state.layout import digest
+from placement.goodput.model import NoiseScale
+
+if TYPE_CHECKING:
+    from elastic_ray.membership.rendezvous import Communicator
+
+Noise = Callable[[], "NoiseScale | None"]
+
+
+class Buffers(Protocol):
+    """What makes a model's buffers equal on all ranks, in collectives whose sizes follow from their layout."""
+
+    @property
+    def layout(self) -> object:
+        """What must be the same on all ranks."""
+
+    def __call__(self, communicator: Communicator) -> None:
+        """Synchronise."""
+
+
+class GroupDependent(Protocol):
+    """One model's gradients between two optimizer steps, as far as a change of group concerns them."""
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank, so that a planned change had better wait."""
+
+    def enter_group(self) -> None:
+        """A group was entered, and all ranks hold the same state."""
+
+
+class HookPoint(enum.Enum):
+    """When a hook is called."""
+
+    BEFORE_FIRST_EPOCH = enum.auto()
+    BETWEEN_STEPS = enum.auto()
+    UPDATE_LEFT_OUT = enum.auto()  # of whichever model
+    SHAPE_CHANGED = enum.auto()  # of the batch, or of the group
+    BEFORE_END = enum.auto()  # of the train function
+
+
+class ModelRegistry:
+    """The wrapped models in the order in which the loop wraps them; the first stands for the job's efficiency."""
+
+    def __init__(self) -> None:
+        self._noises: list[Noise] = []
+        self._infos: list[ModelInfo] = []
+
+    @property
+    def infos(self) -> tuple[ModelInfo, ...]:
+        """What they tell the job."""
+        return tuple(self._infos)
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def add(self, info: ModelInfo, noise: Noise) -> int:
+        """A newly wrapped model; returns its number."""
+        self._infos.append(info)
+        self._noises.append(noise)
+        return len(self._noises) - 1
+
+    def noise(self) -> NoiseScale | None:
+        """Of the first model; None before an estimate."""
+        return self._noises[0]() if self._noises else None
+
+    def gain(self, scale: float) -> float:
+        """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
+        return 1.0 if scale == 1.0 else step_gain(scale, self.noise())
+
+
+class LoaderRegistry:
+    """The loader that leads: its limits are the job's, and it follows the batch that the job chooses.
+
+    Attributes:
+        info: what it tells the job, None before there is one.
+    """
+
+    def __init__(self) -> None:
+        self.info: LoaderInfo | None = None
+        self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
+        self._late: list[weakref.WeakMethod[Any]] = []
+
+    def lead(self, loader: object, info: LoaderInfo) -> None:
+        """This loader leads from now on."""
+        self._leading, self.info = weakref.ref(loader), info
+
+    @property
+    def leading(self) -> weakref.ref[Any] | None:
+        """The loader that leads."""
+        return self._leading
+
+    def leads(self, loader: object) -> bool:
+        """Whether this one does."""
+        return self._leading is not None and self._leading() is loader
+
+    def add_late(self, join: weakref.WeakMethod[Any]) -> None:
+        """A loader was made after this run's first epoch; ``join`` takes it to another run."""
+        self._late = [known for known in self._late if known() is not None]
+        self._late.append(join)
+
+    def late(self) -> Iterator[Callable[[Any], None]]:
+        """How each of those that are still there joins another run."""
+        for reference in self._late:
+            if (join := reference()) is not None:
+                yield join
+
+
+class Registry:
+    """See the module's text.
+
+    Attributes:
+        models: the wrapped models.
+        loaders: the loaders.
+    """
+
+    def __init__(self) -> None:
+        self.models = ModelRegistry()
+        self.loaders = LoaderRegistry()
+        self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
+        self._buffers: list[Buffers] = []
+        self._gradients: list[GroupDependent] = []
+
+    def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called at every such point."""
+        self._hooks[point].append(hook)
+
+    def call(self, point: HookPoint) -> None:
+        """The run is at such a point."""
+        for hook in self._hooks[point]:
+            hook()
+
+    def add_buffers(self, buffers: Buffers) -> None:
+        """A model's buffers, synchronised at the end of every pass and in every new group."""
+        self._buffers.append(buffers)
+
+    @property
+    def buffer_layout(self) -> int:
+        """A digest of what the ranks must have in common to synchronise all buffers."""
+        return digest([buffers.layout for buffers in self._buffers])
+
+    def sync_buffers(self, communicator: Communicator) -> None:
+        """Make all buffers equal on all ranks.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for buffers in self._buffers:
+            buffers(communicator)
+
+    def add_gradients(self, gradients: GroupDependent) -> None:
+        """A model's gradients."""
+        self._gradients.append(gradients)
+
+    @property
+    def gradients_are_local(self) -> bool:
+        """Whether some differ from rank to rank."""
+        return any(each.local for each in self._gradients)
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+        for each in self._gradients:
+            each.enter_group()

@@ -1,0 +1,231 @@
+"""Where a training run stands, as plain values that travel to joiners and into checkpoints (pure)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_ray.state.resume_point import ResumePoint
+from placement.cluster.progress import Progress
+
+
+@dataclasses.dataclass(slots=True)
+class PassProgress:
+    """One pass of a loader within an epoch: samples consumed so far, and whether it has ended."""
+
+    position: int = 0
+    done: bool = False
+
+    def advance(self, samples: int) -> None:
+        """A step of the pass was committed."""
+        self.position += samples
+
+    def end(self) -> None:
+        """The pass has ended."""
+        self.done = True
+
+    def follow(self, other: PassProgress) -> None:
+        """Stand where the same pass of another rank stands."""
+        self.position, self.done = other.position, other.done
+
+
+_MOST_ENDS = 128
+"""Ends of epochs that are remembered: they travel with every heartbeat, and a run may have a million epochs."""
+
+_STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": "slot", "ended_passes": "passes"}
+"""Names of fields in automatic checkpoints and between workers, where they are others: those of the first version."""
+
+
+@dataclasses.dataclass(slots=True)
+class RunProgress:
+    """Everything but tensors that a rank must share with the others.
+
+    Attributes:
+        epoch: epoch in progress, from 0.
+        epochs: declared number of epochs, None before it is known.
+        passes: the loader passes of this epoch in the order the user's code started them.
+        loader_steps: committed steps of any loader since the start; orders the states of ranks.
+        steps: committed optimizer steps of the training loader.
+        lineage: generation in which the last step was committed.
+        ended_passes: loader passes that ended, counted when all ranks agreed on the end.
+        optimizers_stepped: optimizers stepped within the step in progress.
+        sums: what accumulators hold, by accumulator and name.
+        reports: calls of ``report`` that the run has made.
+        done: statistical progress of the committed steps, the sum of their gains: scale-invariant iterations, each
+            worth one step at the initial batch.
+        epoch_ends: ``done`` at the end of every ``stride``-th epoch.
+        stride: 1; doubled whenever there would be too many ends.
+    """
+
+    epoch: int = 0
+    epochs: int | None = None
+    passes: list[PassProgress] = dataclasses.field(default_factory=list)
+    loader_steps: int = 0
+    steps: int = 0
+    lineage: int = 0
+    ended_passes: int = 0
+    optimizers_stepped: int = 0
+    sums: dict[tuple[int, int], dict[str, float]] = dataclasses.field(default_factory=dict)
+    reports: int = 0
+    done: float = 0.0
+    epoch_ends: list[float] = dataclasses.field(default_factory=list)
+    stride: int = 1
+
+    def declare_epochs(self, epochs: int) -> None:
+        """The loop has said how many epochs it wants."""
+        self.epochs = epochs
+
+    def end_epoch(self) -> None:
+        """The epoch in progress is over."""
+        self.epoch += 1
+        self.passes.clear()
+        if self.epoch % self.stride == 0:
+            self.epoch_ends.append(self.done)
+        if len(self.epoch_ends) > _MOST_ENDS:
+            self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
+
+    def begin_pass(self, ordinal: int) -> None:
+        """The epoch's pass of this number begins, or goes on."""
+        if ordinal == len(self.passes):
+            self.passes.append(PassProgress())
+
+    def forget_passes(self, ordinal: int) -> None:
+        """Passes from this number on were nested in a step that is over, or lost."""
+        del self.passes[ordinal:]
+
+    def commit(self, generation: int) -> None:
+        """A step of any loader was committed in this generation."""
+        self.loader_steps += 1
+        self.lineage = generation
+
+    def commit_training(self, gain: float) -> None:
+        """That step trained, with this statistical gain."""
+        self.steps += 1
+        self.done += gain
+
+    def count_optimizers(self, stepped: int) -> None:
+        """So many optimizers have stepped in the step in progress."""
+        self.optimizers_stepped = stepped
+
+    def end_pass(self) -> None:
+        """All ranks have agreed on the end of a pass."""
+        self.ended_passes += 1
+
+    def follow_passes(self, furthest: int) -> None:
+        """Another rank has ended so many passes."""
+        self.ended_passes = max(self.ended_passes, furthest)
+
+    def count_report(self, agreed: int) -> int:
+        """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
+        self.reports = max(self.reports, agreed) + 1
+        return self.reports
+
+    def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
+        """What all ranks have added, by accumulator and name."""
+        for key, name, value in added:
+            sums = self.sums.setdefault(key, {})
+            sums[name] = sums.get(name, 0.0) + value
+
+    def keep_sums(self) -> None:
+        """Only this epoch's sums stay, for code after the loop to read; and those made outside of epochs."""
+        kept = (-1, self.epoch)
+        self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
+
+    def reset_sums(self, key: tuple[int, int]) -> None:
+        """An accumulator begins anew."""
+        self.sums.pop(key, None)
+
+    def restore_effects(self, effects: Effects) -> None:
+        """Return to what user code had left behind when ``effects`` were taken."""
+        self.sums, self.reports = effects.sums, effects.reports
+
+    def effects(self) -> Effects:
+        """What user code has left behind so far, as a copy."""
+        return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
+
+    def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
+        """A copy that counts the step in progress as done.
+
+        Args:
+            ordinal: loader passes of the epoch that had begun when the step did.
+            count: samples of the step.
+            gain: its statistical progress.
+        """
+        done = copy.deepcopy(self)
+        done.forget_passes(ordinal)
+        done.passes[-1].advance(count)
+        done.commit_training(gain)
+        return done
+
+    def summary(self) -> Progress:
+        """What the allocator hears of it, with ``stride`` epochs counted as one."""
+        epochs = None if not self.epochs else self.epochs / self.stride
+        return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
+
+    def resume_point(self, samples_left: int = 0) -> ResumePoint:
+        """Where a checkpoint of this state stands.
+
+        A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
+
+        Args:
+            samples_left: of the pass that it is taken in.
+        """
+        point = self
+        if self.passes and all(each.done for each in self.passes):
+            point = copy.deepcopy(self)
+            point.end_epoch()
+        return ResumePoint(
+            epoch=point.epoch,
+            epochs=point.epochs,
+            passes=tuple((each.position, each.done) for each in point.passes),
+            steps=point.steps,
+            reports=point.reports,
+            done=point.done,
+            epoch_ends=tuple(point.epoch_ends),
+            stride=point.stride,
+            samples_left=samples_left,
+        )
+
+    @classmethod
+    def from_resume_point(cls, point: ResumePoint) -> RunProgress:
+        """The inverse of :meth:`resume_point`."""
+        return cls(
+            epoch=point.epoch,
+            passes=[PassProgress(position, done) for position, done in point.passes],
+            steps=point.steps,
+            reports=point.reports,
+            epochs=point.epochs,
+            done=point.done,
+            epoch_ends=list(point.epoch_ends),
+            stride=point.stride,
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values, for joiners and automatic checkpoints."""
+        return {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
+        """The inverse of :meth:`to_state`.
+
+        Raises:
+            TypeError: it holds something else.
+        """
+        names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
+        values = {names.get(name, name): value for name, value in state.items()}
+        return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """What user code has left behind outside the model: sums of accumulators, and the number of reports."""
+
+    sums: dict[tuple[int, int], dict[str, float]]
+    reports: int
+
+
+def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored state as a new job takes it up, which counts its generations from the first again."""
+    return {**state, "lineage": 0, "slot": 0}

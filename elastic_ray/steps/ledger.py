@@ -1,0 +1,363 @@
+"""The ledger of one rank's steps: which one is in progress, what of it counts, what a lost one takes back (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from elastic_ray.state.progress import Effects, PassProgress, RunProgress
+from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.step import LoaderStep
+
+
+class RecoverableState(Protocol):
+    """The run's progress, and small state that a lost step takes back."""
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+
+    def snapshot(self) -> None:
+        """A step begins."""
+
+    def forget_snapshot(self) -> None:
+        """It was committed."""
+
+    def roll_back(self) -> None:
+        """It was lost."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostStep:
+    """A step that was taken back, as far as it matters once a group has been found to go on with.
+
+    Attributes:
+        nested: whether it lies within a step of another pass.
+        outer_lost: whether that one had failed as well.
+        before: committed steps, and optimizers stepped in the one in progress.
+    """
+
+    nested: bool
+    outer_lost: bool
+    before: tuple[int, int]
+
+
+class StepLedger:
+    """See the module's text. Nothing is sent here: the ledger is told what became of collectives.
+
+    Args:
+        state: of the run.
+        recoverable: whether a lost step is drawn again; else nothing is remembered for it.
+        moment: a named moment of the run, for scripted faults.
+
+    Attributes:
+        step: the innermost step in progress, None between steps.
+        replaying: the loop's code runs only to catch up with a pass that the others are in.
+    """
+
+    def __init__(
+        self, state: RecoverableState, *, recoverable: bool, moment: Callable[[str], None] = lambda name: None
+    ) -> None:
+        self._state = state
+        self._recoverable = recoverable
+        self._moment = moment
+        self.step: LoaderStep | None = None
+        self.replaying = False
+        self._outer: list[LoaderStep] = []
+        self._ordinal = 0
+        self._in_epoch = False
+        self._abandoned = 0
+        self._samples_left = 0
+        self._failure: str | None = None
+        self._reduced = False
+        self._trains = False
+        self._updates_asked = 0
+        self._updating = False
+        self._replay: tuple[int, Effects] | None = None
+
+    @property
+    def _progress(self) -> RunProgress:
+        return self._state.progress
+
+    @property
+    def steps(self) -> int:
+        """Committed optimizer steps."""
+        return self._progress.steps
+
+    @property
+    def loader_steps(self) -> int:
+        """Committed steps of any loader."""
+        return self._progress.loader_steps
+
+    @property
+    def outermost(self) -> LoaderStep | None:
+        """The training step in progress, also while an evaluation pass runs inside it."""
+        return self._outer[0] if self._outer else self.step
+
+    @property
+    def depth(self) -> int:
+        """Loader passes that are in the middle of a step (a nested evaluation makes it 2)."""
+        return len(self._outer) + (self.step is not None)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether the micro-step in progress leaves its gradients to a later one of its step."""
+        step = self.outermost
+        return step is not None and not step.is_last_micro and self._abandoned < self.depth
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs of data trained on so far, fractions included."""
+        step = self.outermost
+        fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
+        return self._progress.epoch + fraction
+
+    @property
+    def accumulator_scope(self) -> int:
+        """Epoch that an accumulator belongs to which is made now; -1 before the first."""
+        return self._progress.epoch if self._in_epoch else -1
+
+    # Passes
+
+    def begin_epoch(self) -> None:
+        """Count loader passes from the first again."""
+        self._in_epoch = True
+        self._ordinal = 0
+
+    def begin_replay(self) -> None:
+        """The others are within an epoch: what user code does up to their pass has had its effect already."""
+        progress = self._progress
+        if progress.passes:
+            self._state.snapshot()
+            self._replay = (len(progress.passes) - 1, progress.effects())
+            self.replaying = True
+
+    def begin_pass(self) -> int:
+        """The epoch's next loader pass begins; returns its number in the epoch.
+
+        Raises:
+            RuntimeError: a pass over whole batches is in progress.
+        """
+        if self.step is not None and self.step.whole:
+            raise RuntimeError(
+                "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
+                "batch there, and would miss that loop; iterate one after the other"
+            )
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        if self._replay is not None and ordinal >= self._replay[0]:
+            self._state.roll_back()
+            self._progress.restore_effects(self._replay[1])
+            self._replay, self.replaying = None, False
+        self._progress.begin_pass(ordinal)
+        return ordinal
+
+    @property
+    def next_ordinal(self) -> int:
+        """Ordinal that the next loader pass of this epoch would get."""
+        return self._ordinal
+
+    def end_pass(self, ended: PassProgress) -> None:
+        """All ranks have left a pass."""
+        ended.end()
+        if self.depth == 0:
+            self._samples_left = 0
+
+    def abandon(self, left: PassProgress) -> None:
+        """User code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later."""
+        if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
+            self._abandoned += 1
+
+    def abandon_all(self) -> None:
+        """The epoch is over, and with it passes whose iterators still wait for their ``next``."""
+        self._abandoned = self.depth
+
+    def take_abandoned(self) -> LoaderStep | None:
+        """The innermost of the steps that were left, to be committed now; None when there is no more."""
+        if not self._abandoned or self.step is None:
+            return None
+        self._abandoned -= 1
+        return self.step
+
+    # Steps
+
+    def begin(self, step: LoaderStep) -> None:
+        """A loader is about to hand out the first micro-batch of a step."""
+        if self.step is not None:
+            self._outer.append(self.step)
+        else:
+            self._updates_asked = 0
+            self._failure = None
+            self._reduced = self._trains = False
+            if self._recoverable:
+                self._state.snapshot()
+        self.step = step
+
+    def end(self, expected: PassProgress | None = None) -> LoaderStep:
+        """The body of the innermost step has run; returns it, to be committed or undone.
+
+        Args:
+            expected: the pass whose step it is; None for whichever is innermost.
+
+        Raises:
+            RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not
+                completed.
+        """
+        self._check_updated()
+        if expected is not None and self.step is None:
+            raise RuntimeError(
+                "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that is over: "
+                "call iter(loader) again in each epoch"
+            )
+        if expected is not None and self.step is not None and self.step.loader_pass is not expected:
+            raise RuntimeError(
+                "loops over AdaptiveDataLoaders may be nested but not interleaved, as zip(loader_a, loader_b) does: "
+                "use one loader over a dataset that gives both items"
+            )
+        if self.step is None:
+            raise AssertionError("an edge without a step")
+        step, self.step = self.step, self._outer.pop() if self._outer else None
+        return step
+
+    @property
+    def needs_vote(self) -> bool:
+        """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
+        return self.step is not None or not self._reduced
+
+    def commit(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> bool:
+        """Count a step that has ended.
+
+        Args:
+            step: it.
+            generation: the present one.
+            gain: statistical progress of a step at a scale.
+
+        Returns:
+            Whether it trained; never, if it was nested in another.
+        """
+        step.loader_pass.advance(step.count)
+        self._progress.commit(generation)
+        if self.step is not None:
+            return False
+        # Passes nested in the step are over with it: every step counts them from the same number again.
+        self._forget_nested(step)
+        self._state.forget_snapshot()
+        trained = self._updates_asked > 0 or self._trains
+        if trained:
+            self._progress.commit_training(gain(step.scale))
+        self._progress.count_optimizers(0)
+        self._samples_left = step.samples_left
+        return trained
+
+    def undo(self, step: LoaderStep) -> LostStep:
+        """A step that has ended was lost: take back what user code moved on in it. :meth:`resume` follows."""
+        nested, outer_lost = self.step is not None, self._failure is not None
+        if not nested:
+            self._state.roll_back()
+            self._forget_nested(step)
+        return LostStep(nested, outer_lost, (self._progress.loader_steps, self._progress.optimizers_stepped))
+
+    def resume(self, lost: LostStep, cause: str) -> None:
+        """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too."""
+        outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
+        if lost.nested and outer_lost and lost.before == (self.loader_steps, self._progress.optimizers_stepped):
+            self._failure = cause
+
+    def _forget_nested(self, step: LoaderStep) -> None:
+        self._progress.forget_passes(step.ordinal)
+        self._ordinal = step.ordinal
+
+    # What happens within a step
+
+    def trains(self) -> None:
+        """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
+
+        Raises:
+            RuntimeError: in a pass that only evaluates.
+        """
+        if self.step is not None and self.step.whole:
+            raise RuntimeError(
+                "backward() within a pass over whole_batches=True, which is for evaluation: towards its end some ranks "
+                "have no batch. To train, leave whole_batches out; where a loss needs several samples together, make "
+                "them one item of the dataset"
+            )
+        self._trains = True
+
+    def reduced(self) -> None:
+        """A gradient reduction of this step was completed."""
+        self._reduced = True
+
+    def fail(self, cause: str) -> None:
+        """A collective of the step in progress failed: nothing of it will be applied here."""
+        if self._failure is None:
+            self._failure = cause
+
+    def forgive(self) -> None:
+        """A group was entered: what failed in another one is over."""
+        self._failure = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the step in progress is lost and will be drawn again."""
+        return self._failure is not None
+
+    @property
+    def failure(self) -> str | None:
+        """Why it is lost; None where it is not."""
+        return self._failure
+
+    def may_apply(self) -> bool:
+        """Whether the optimizer step that user code asks for is to be applied now.
+
+        Not within an accumulation, not after a failure, and not again when a survivor already applied it before
+        this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
+        """
+        self._check_updated()
+        step = self.outermost
+        if step is None:
+            return not self.replaying  # else the state that the others hold would be stepped once more
+        if self._failure is not None or not step.is_last_micro:
+            return False
+        self._updates_asked += 1
+        if self._updates_asked <= self._progress.optimizers_stepped:
+            return False
+        self._moment("optimizer_step")
+        return True
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The optimizer steps within; if it fails half-way, this rank's state is of no step from then on."""
+        self._updating = True
+        yield
+        self._updating = False
+
+    @property
+    def half_updated(self) -> bool:
+        """Whether an optimizer step has begun and has not been completed."""
+        return self._updating
+
+    def _check_updated(self) -> None:
+        if self._updating:
+            raise RuntimeError(
+                "optimizer.step() failed half-way, and the error was caught: parameters and optimizer state of this "
+                "worker are of no step. Let errors inside optimizer.step() leave the train function"
+            )
+
+    def applied(self) -> None:
+        """The optimizer step was applied, or left out for good."""
+        if self.step is not None:
+            self._progress.count_optimizers(self._updates_asked)
+            self._moment("after_step")
+
+    def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
+        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done.
+
+        Args:
+            gain: statistical progress of a step at a scale.
+        """
+        step = self.outermost
+        if step is None or self.failed or self._progress.optimizers_stepped == 0:
+            return self._progress.resume_point(step.samples_left if step is not None else self._samples_left)
+        done = self._progress.after(step.ordinal, step.count, gain(step.scale))
+        return done.resume_point(step.total - done.passes[-1].position)

@@ -1,0 +1,64 @@
+"""The protocol between a wrapped model and the way its gradients are synchronised; today's only one is all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class GradientSync(Protocol):
+    """How the gradients of one model become the same on all ranks.
+
+    In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
+    :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
+    :meth:`no_sync`, ``.grad`` holds the mean over the step's samples.
+
+    Between two groups: ``local`` may put a planned change off; :meth:`capture` travels to ranks that are behind, into
+    their :meth:`restore`; then :meth:`enter_group` is called on all. What differs from rank to rank (residuals of a
+    compression, delayed gradients) has to be made equal, or given up, by then.
+
+    A lost step: :meth:`remember` at its beginning, :meth:`roll_back` before it is drawn again.
+    """
+
+    @property
+    def nonfinite_ranks(self) -> Sequence[int] | None:
+        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for the optimizer."""
+
+    @property
+    def local(self) -> bool:
+        """Whether what waits differs from rank to rank."""
+
+    def before_forward(self) -> None:
+        """The model is about to be called."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside only add to this rank's gradients."""
+
+    def before_update(self) -> None:
+        """The optimizer was asked to step."""
+
+    def applied(self) -> None:
+        """It steps."""
+
+    def rebuild(self) -> None:
+        """Other parameters are trainable than before."""
+
+    def enter_group(self) -> None:
+        """A group was entered, in which all ranks hold the same state."""
+
+    def remember(self) -> Any:
+        """A step begins: what it takes to undo it."""
+
+    def roll_back(self, remembered: Any) -> None:
+        """The step was lost."""
+
+    def capture(self) -> Any:
+        """State for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state."""

@@ -1,0 +1,306 @@
+"""The parts of a session, each alone between fakes of a few lines."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.membership.messages import Member, Place, Plan
+from elastic_ray.membership.rendezvous import CommunicationFailedError
+from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.session.group import Group
+from elastic_ray.session.group_entry import GroupEntry
+from elastic_ray.session.loader_passes import LoaderPasses
+from elastic_ray.session.registry import HookPoint, Registry
+from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.shared_state import Exchanged, SharedState
+from elastic_ray.steps.clock import StepClock
+from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.sums import StepSums
+from placement.goodput.model import NoiseScale
+from tests.loop.test_step_ledger import step_of
+
+PLAN = Plan(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
+
+
+class Peers:
+    """A communicator of which only the sizes matter."""
+
+    rank, world_size = 0, 1
+
+
+class Worker:
+    """A worker's side of the membership protocol, with the groups that it is going to find; None: none comes."""
+
+    worker, stop_requested, preempting, prepared_ahead, voided = "a", False, False, 0, False
+    wanted_batch: BatchChoice | None = None
+
+    def __init__(self, *groups: tuple[Plan, Any] | None) -> None:
+        self._groups = list(groups)
+        self.generation, self.current, self.communicator = 1, None, Peers()
+
+    def prepared_plan(self, generation: int) -> Plan | None:
+        return self._groups[0][0] if self._groups and self._groups[0] is not None else None
+
+    def take(self, generation: int) -> tuple[Plan, Any] | None:
+        return self._groups.pop(0)
+
+    def take_next(self, *, timeout_s: float) -> tuple[Plan, Any]:
+        if (found := self._groups.pop(0)) is None:
+            raise LostGroupError("none")
+        return found
+
+
+class Controller:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[int, str]] = []
+
+    def failed(self, generation: int, cause: str) -> None:
+        self.failures.append((generation, cause))
+
+
+def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Controller, list[int]]:
+    """With an exchange that fails so many times."""
+    controller, entered = Controller(), list[int]()
+
+    def enter(plan: Plan, communicator: Any) -> int:
+        entered.append(plan.generation)
+        if len(entered) <= failing:
+            raise CommunicationFailedError("broke")
+        return 5
+
+    made = GroupTransitions(worker, controller, enter, lambda moment: None, regroup_timeout_s=1.0)  # type: ignore[arg-type]
+    return made, controller, entered
+
+
+def test_a_member_tells_of_each_group_that_breaks_until_one_stands() -> None:
+    ways, controller, entered = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    assert ways.regroup("first", 1) == 5
+    assert entered == [2, 2] and controller.failures == [(1, "first"), (1, "broke")]
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_joiner_tells_of_a_failure_only_what_it_would_take_with_it(holds: bool) -> None:
+    ways, controller, _ = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    ways.join(lambda: holds, timeout_s=1.0)
+    assert controller.failures == ([(1, "broke")] if holds else [])
+
+
+def test_a_switch_waits_for_a_place_that_suits_its_size() -> None:
+    ways, _, entered = transitions(Worker((PLAN, Peers())))
+    ways.switch(2, lambda size: size < 2)
+    assert entered == []
+    ways.switch(2, lambda size: size == 2)
+    assert entered == [2]
+
+
+def test_a_group_that_was_called_off_after_it_was_agreed_on_is_replaced() -> None:
+    ways, controller, entered = transitions(Worker(None, (PLAN, Peers())))
+    ways.switch(2, lambda size: True)
+    assert entered == [2] and "called off" in controller.failures[0][1]
+
+
+def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_stops() -> None:
+    with pytest.raises(WorkerDismissed) as left:
+        transitions(Worker((PLAN, None)))[0].regroup("x", 1)
+    assert not left.value.stopped
+    stopping = Worker(None, None)
+    with pytest.raises(LostGroupError):
+        transitions(stopping)[0].regroup("x", 1)
+    stopping.stop_requested = True
+    with pytest.raises(WorkerDismissed) as stopped:
+        transitions(stopping)[0].regroup("x", 1)
+    assert stopped.value.stopped
+
+
+class Parts:
+    """What a group's entry goes through, in order."""
+
+    buffer_layout, shape = 7, BatchChoice(atomic_bsz=4)
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+
+    def exchange(self, communicator: Any) -> Exchanged:
+        self.done.append("exchange")
+        return Exchanged(received=True, passes=3)
+
+    def enter_group(self) -> None:
+        self.done.append("enter")
+
+    def agree_on(self, what: Announced) -> None:
+        self.done.append(what.intent)
+
+    def sync_buffers(self, communicator: Any) -> None:
+        self.done.append("buffers")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) -> None:
+    parts, peers = Parts(), Peers()
+    peers.world_size = world_size
+    entry = GroupEntry(
+        parts,
+        parts,
+        parts,
+        begin=lambda: 1.5,
+        set_shape=lambda shape: parts.done.append(shape),
+        switched=lambda generation, pause_s: parts.done.append((generation, pause_s)),
+        moment=lambda name: None,
+    )
+    assert entry(PLAN, peers) == 3  # type: ignore[arg-type]
+    announced = [Intent.BUFFERS] if world_size > 1 else []
+    assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", Parts.shape, (2, 1.5)]
+
+
+def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
+    worker = Worker()
+    group = Group("b", worker, Place(rank=1, world_size=3))  # type: ignore[arg-type]
+    assert group.place == Place(rank=1, world_size=3) and group.world_size == 1
+    worker.current = PLAN  # type: ignore[assignment]
+    assert group.place.world_size == 2 and group.place.rank == 1
+    worker.communicator = None  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="not entered a generation"):
+        _ = group.communicator
+
+
+class Loader:
+    def join(self, session: Any) -> None:
+        self.session = session
+
+
+def test_the_registry_calls_hooks_in_order_and_holds_no_loader() -> None:
+    registry, called, loader = Registry(), list[int](), Loader()
+    registry.add_hook(HookPoint.BETWEEN_STEPS, lambda: called.append(1))
+    registry.add_hook(HookPoint.BEFORE_END, lambda: called.append(2))
+    registry.add_hook(HookPoint.BETWEEN_STEPS, lambda: called.append(3))
+    registry.call(HookPoint.BETWEEN_STEPS)
+    assert called == [1, 3]
+    registry.loaders.lead(loader, LoaderInfo(limits=BatchLimits(init_batch_size=8)))
+    assert registry.loaders.leads(loader) and not registry.loaders.leads(Loader())
+    del loader
+    gc.collect()
+    assert registry.loaders.leading is not None and registry.loaders.leading() is None
+
+
+def test_the_first_model_stands_for_the_gain_of_a_step() -> None:
+    models = Registry().models
+    assert models.noise() is None and models.gain(1.0) == 1.0
+    assert models.add(ModelInfo(kind="A", details=""), lambda: NoiseScale(sqr=1.0, var=3.0)) == 0
+    assert models.add(ModelInfo(kind="B", details=""), lambda: None) == 1
+    assert models.gain(3.0) == pytest.approx((3.0 + 1.0) / (3.0 / 3.0 + 1.0))
+
+
+class Changes:
+    """Finds a group at once."""
+
+    def __init__(self) -> None:
+        self.between, self.causes = 0, list[str]()
+
+    def between_steps(self, can_switch: Callable[[int], bool]) -> None:
+        self.between += 1
+
+    def regroup(self, cause: str) -> int:
+        self.causes.append(cause)
+        return 0
+
+
+class Votes:
+    """All ranks agree, but for the first votes, which fail."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.failing, self.intents = failing, list[Intent]()
+
+    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
+        self.intents.append(what.intent)
+        if len(self.intents) <= self.failing:
+            raise CommunicationFailedError("broke")
+        return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
+
+
+def passes_of(votes: Votes) -> tuple[LoaderPasses, RunParts, Changes]:
+    states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
+    parts = RunParts(
+        group=Group("a", worker, Place()),  # type: ignore[arg-type]
+        states=states,
+        registry=Registry(),
+        ledger=StepLedger(states, recoverable=True),
+        sums=StepSums(),
+        agreed=AgreedChanges(worker),
+        consensus=votes,  # type: ignore[arg-type]
+        clock=StepClock(),
+    )
+    return LoaderPasses(parts, changes, lambda moment: None), parts, changes
+
+
+def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added() -> None:
+    passes, parts, changes = passes_of(votes := Votes())
+    loader_pass = passes.enter()
+    passes.begin_step(step_of(loader_pass))
+    parts.sums.add(1, (-1, 0), "loss", 1.5)
+    assert passes.edge(loader_pass)
+    assert votes.intents == [Intent.EDGE] and changes.between == 1
+    assert parts.states.progress.sums == {(-1, 0): {"loss": 3.0}}
+    passes.begin_step(step_of(loader_pass))
+    parts.ledger.reduced()
+    assert passes.edge(loader_pass) and votes.intents == [Intent.EDGE], "the vote has ridden on the gradients"
+
+
+def test_a_step_whose_vote_fails_is_drawn_again_with_another_group() -> None:
+    passes, parts, changes = passes_of(Votes(failing=1))
+    loader_pass = passes.enter()
+    passes.begin_step(step_of(loader_pass))
+    assert not passes.edge(loader_pass)
+    assert changes.causes == ["broke"] and (loader_pass.position, parts.ledger.depth) == (0, 0)
+    passes.begin_step(step_of(loader_pass))
+    assert passes.edge(loader_pass) and loader_pass.position == 8
+
+
+def test_a_pass_ends_when_all_ranks_have_said_so_however_often_that_fails() -> None:
+    passes, parts, changes = passes_of(votes := Votes(failing=2))
+    loader_pass = passes.enter()
+    passes.end_pass(loader_pass, 64)
+    assert votes.intents == [Intent.END_OF_PASS] * 3 and len(changes.causes) == 2
+    assert loader_pass.done and parts.states.progress.ended_passes == 1 and changes.between == 1
+
+
+def test_a_loop_that_was_left_is_ended_before_the_next_and_its_changes_are_put_off() -> None:
+    passes, _, changes = passes_of(votes := Votes())
+    first = passes.enter()
+    passes.begin_step(step_of(first))
+    passes.abandon(first)
+    passes.settle()
+    assert first.done and first.position == 8 and changes.between == 0
+    assert votes.intents == [Intent.EDGE, Intent.END_OF_PASS]
+    passes.enter()
+    assert changes.between == 1
+
+
+class NoCheck:
+    def begin(self) -> None: ...
+
+    def due(self, steps: int, *, at_end: bool = False) -> bool:
+        return False
+
+
+def test_one_rank_agrees_with_itself_and_takes_each_wish_once() -> None:
+    worker = Worker()
+    worker.wanted_batch, worker.prepared_ahead = BatchChoice(atomic_bsz=3, accum_steps=1), 2
+    agreed = AgreedChanges(worker)
+    consensus = RankConsensus(Peers, agreed, NoCheck(), StepLedger(SharedState(RunProgress()), recoverable=False))  # type: ignore[arg-type]
+    ballot = consensus.vote(Announced(Intent.EDGE, 1), {(0, 0): {"b": 1.0, "a": 2.0}})
+    assert ballot == [((0, 0), "a", 2.0), ((0, 0), "b", 1.0)]
+    assert agreed.take_generation() == 3 and agreed.take_generation() == 0
+    assert agreed.take_batch() == worker.wanted_batch and agreed.take_batch() is None

@@ -1,0 +1,202 @@
+"""The ledger of steps alone, on a state of a few lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.step import LoaderStep
+
+
+class State:
+    """Says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.progress, self.asked = RunProgress(), list[str]()
+
+    def snapshot(self) -> None:
+        self.asked.append("snapshot")
+
+    def forget_snapshot(self) -> None:
+        self.asked.append("forget")
+
+    def roll_back(self) -> None:
+        self.asked.append("roll back")
+
+
+def gain(scale: float) -> float:
+    return scale / 2
+
+
+def step_of(loader_pass: PassProgress, ordinal: int = 1, micro_steps: int = 1, *, whole: bool = False) -> LoaderStep:
+    return LoaderStep(
+        loader_pass=loader_pass,
+        total=64,
+        sizes=[[8] * micro_steps],
+        scale=2.0,
+        init_batch_size=4,
+        shape=BatchChoice(atomic_bsz=8),
+        ordinal=ordinal,
+        can_switch=lambda world_size: True,
+        whole=whole,
+    )
+
+
+def begun(ledger: StepLedger, state: State, **options: int) -> LoaderStep:
+    """A step of the epoch's next pass."""
+    step = step_of(state.progress.passes[ledger.begin_pass()], ledger.next_ordinal, **options)
+    ledger.begin(step)
+    return step
+
+
+@pytest.fixture
+def state() -> State:
+    return State()
+
+
+@pytest.fixture
+def ledger(state: State) -> StepLedger:
+    ledger = StepLedger(state, recoverable=True)
+    ledger.begin_epoch()
+    return ledger
+
+
+def test_a_committed_step_counts_its_samples_its_gain_and_its_generation(ledger: StepLedger, state: State) -> None:
+    step = begun(ledger, state)
+    assert ledger.may_apply()
+    ledger.applied()
+    assert ledger.commit(ledger.end(step.loader_pass), 7, gain)
+    run = state.progress
+    assert (run.steps, run.loader_steps, run.done, run.lineage, run.optimizers_stepped) == (1, 1, 1.0, 7, 0)
+    assert step.loader_pass.position == 8 and ledger.step is None
+    assert state.asked == ["snapshot", "forget"]
+
+
+def test_a_step_that_trains_nothing_is_no_optimizer_step(ledger: StepLedger, state: State) -> None:
+    begun(ledger, state)
+    assert not ledger.commit(ledger.end(), 1, gain)
+    assert (state.progress.steps, state.progress.loader_steps) == (0, 1)
+
+
+def test_a_backward_pass_without_an_update_trains(ledger: StepLedger, state: State) -> None:
+    begun(ledger, state)
+    ledger.trains()
+    assert ledger.commit(ledger.end(), 1, gain) and state.progress.steps == 1
+
+
+def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, state: State) -> None:
+    """The first of two optimizers has stepped when the gradients of the second are lost."""
+    first = begun(ledger, state)
+    assert ledger.may_apply()
+    ledger.applied()
+    ledger.fail("gone")
+    assert not ledger.may_apply(), "nothing more of a lost step"
+    lost = ledger.undo(ledger.end())
+    ledger.forgive()
+    ledger.resume(lost, "gone")
+    assert state.asked == ["snapshot", "roll back"] and not ledger.failed
+    ledger.begin(step_of(first.loader_pass))
+    assert not ledger.may_apply()
+    assert ledger.may_apply()
+
+
+def test_only_the_last_micro_step_applies(ledger: StepLedger, state: State) -> None:
+    step = begun(ledger, state, micro_steps=2)
+    assert ledger.accumulating and not ledger.may_apply()
+    step.begin_micro(1)
+    assert not ledger.accumulating and ledger.may_apply()
+
+
+def test_an_update_that_fails_half_way_ends_the_run(ledger: StepLedger, state: State) -> None:
+    begun(ledger, state)
+    with pytest.raises(ZeroDivisionError), ledger.updating():
+        raise ZeroDivisionError
+    assert ledger.half_updated
+    for call in (ledger.may_apply, ledger.end):
+        with pytest.raises(RuntimeError, match="failed half-way"):
+            call()
+
+
+def test_a_nested_pass_counts_no_step_and_is_forgotten_with_its_step(ledger: StepLedger, state: State) -> None:
+    outer = begun(ledger, state)
+    begun(ledger, state)
+    assert (ledger.depth, ledger.outermost, ledger.needs_vote) == (2, outer, True)
+    assert not ledger.commit(ledger.end(), 1, gain)
+    assert (ledger.step, len(state.progress.passes)) == (outer, 2)
+    ledger.reduced()
+    ledger.end()
+    assert not ledger.needs_vote
+    ledger.commit(outer, 1, gain)
+    assert len(state.progress.passes) == 1 and ledger.next_ordinal == 1
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_surrounding_step_is_lost_too_unless_its_gradients_are_there(
+    ledger: StepLedger, state: State, reduced: bool
+) -> None:
+    begun(ledger, state)
+    if reduced:
+        ledger.reduced()
+    begun(ledger, state)
+    lost = ledger.undo(ledger.end())
+    ledger.forgive()
+    ledger.resume(lost, "gone")
+    assert ledger.failure == (None if reduced else "gone")
+
+
+def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger, state: State) -> None:
+    state.progress.begin_pass(0)
+    state.progress.begin_pass(1)
+    state.progress.add_sums([((0, 0), "loss", 1.0)])
+    ledger.begin_replay()
+    assert ledger.replaying and not ledger.may_apply()
+    state.progress.add_sums([((0, 0), "loss", 5.0)])
+    state.progress.count_report(0)
+    assert ledger.begin_pass() == 0 and ledger.replaying
+    assert ledger.begin_pass() == 1 and not ledger.replaying
+    assert state.progress.sums == {(0, 0): {"loss": 1.0}} and state.progress.reports == 0
+    assert state.asked == ["snapshot", "roll back"]
+
+
+def test_steps_that_were_left_are_given_back_once_innermost_first(ledger: StepLedger, state: State) -> None:
+    outer, inner = begun(ledger, state), begun(ledger, state)
+    ledger.abandon(PassProgress())
+    assert ledger.take_abandoned() is None, "none of these"
+    ledger.abandon_all()
+    assert ledger.take_abandoned() is inner
+    ledger.end()
+    assert ledger.take_abandoned() is outer
+    ledger.end()
+    assert ledger.take_abandoned() is None
+
+
+def test_a_checkpoint_counts_a_step_whose_update_is_in_the_model(ledger: StepLedger, state: State) -> None:
+    begun(ledger, state)
+    assert (ledger.resume_point(gain).steps, ledger.resume_point(gain).samples_left) == (0, 64)
+    assert ledger.may_apply()
+    ledger.applied()
+    point = ledger.resume_point(gain)
+    assert (point.steps, point.done, point.samples_left, point.passes) == (1, 1.0, 56, ((8, False),))
+    assert state.progress.steps == 0, "the run itself has not gone on"
+
+
+def test_passes_that_are_no_loops_in_each_other_are_refused(ledger: StepLedger, state: State) -> None:
+    outer = begun(ledger, state)
+    begun(ledger, state)
+    with pytest.raises(RuntimeError, match="nested but not interleaved"):
+        ledger.end(outer.loader_pass)
+    ledger.end()
+    ledger.end(outer.loader_pass)
+    with pytest.raises(RuntimeError, match="belongs to the epoch"):
+        ledger.end(outer.loader_pass)
+
+
+def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, state: State) -> None:
+    ledger.begin_pass()
+    ledger.begin(step_of(state.progress.passes[0], whole=True))
+    with pytest.raises(RuntimeError, match="for evaluation"):
+        ledger.trains()
+    with pytest.raises(RuntimeError, match="no loader may be iterated"):
+        ledger.begin_pass()
