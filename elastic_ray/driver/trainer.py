@@ -31,7 +31,7 @@ from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.job.spec import JobSpec
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
-from placement.allocator.policy_parcel import pack_policy
+from placement.allocator.packed_policy import pack_policy
 
 logger = logging.getLogger(__name__)
 

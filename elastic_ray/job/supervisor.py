@@ -54,7 +54,7 @@ from elastic_ray.worker.messages import (
     WorkerTold,
 )
 from elastic_ray.worker_group.group import WorkerGroup
-from placement.allocator.actor import Answer
+from placement.allocator.actor import HeartbeatReply
 from placement.cluster.jobs import JobView
 
 logger = logging.getLogger("elastic_ray.job")
@@ -561,7 +561,7 @@ class RunningJob:
     async def _fit(self, snapshot: Any) -> None:
         self._change_batch(self._desk.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
 
-    def _hear_allocator(self, answer: Answer) -> None:
+    def _hear_allocator(self, answer: HeartbeatReply) -> None:
         self.record.cost_usd, self.record.note = answer.cost_usd, answer.note
         if answer.priors:
             self._change_batch(self._desk.advise(answer.priors))

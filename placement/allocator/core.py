@@ -71,7 +71,7 @@ class AllocatorCore:
         self._knowledge = knowledge
         self._config = config or AllocatorConfig()
         self._constraints = self._config.constraints
-        self._promised: frozenset[str] = frozenset()
+        self._guaranteed: frozenset[str] = frozenset()
         self._cluster = Cluster()
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
@@ -153,7 +153,7 @@ class AllocatorCore:
             self._take_nodes(event.cluster)
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
-                self._knowledge.recall(event.memory, now_s)
+                self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or "model"
         elif isinstance(event, Tick):
             self._drop_silent(now_s)
@@ -266,11 +266,11 @@ class AllocatorCore:
             for job in self._jobs.values():
                 job.target = self._surviving(job.target)
             return []
-        self._promised = plan.promised
+        self._guaranteed = plan.guaranteed
         return self._carry_out(plan, trigger, now_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._promised)
+        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed)
 
     def views(self, now_s: float) -> list[JobView]:
         """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""

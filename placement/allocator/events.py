@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
-from placement.knowledge.records import Memory
+from placement.knowledge.records import Measurements
 from placement.text import printable
 
 
@@ -62,7 +62,7 @@ class Tick:
 class Recalled:
     """What earlier jobs have measured was read from where it is kept."""
 
-    memory: Memory
+    measurements: Measurements
 
 
 Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick | Recalled

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, Want, choices
+from placement.autoscaling.objectives.base import Demand, Objective, Want, offers
 from placement.autoscaling.objectives.registry import make_objective
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
-from placement.goodput.speeds import Memory
+from placement.goodput.speeds import GoodputCache
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.policies.base import Policy
@@ -118,7 +118,7 @@ class Autoscaler:
         self._constraints = constraints
         self._launches = Launches(types, timeout_s=self._config.launch_timeout_s, retry_s=self._config.retry_s)
         self._lifetimes = Lifetimes(types)
-        self._memory = Memory()
+        self._cache = GoodputCache()
         self._wanted: Mapping[str, int] = {}
         self._released: tuple[str, ...] = ()
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
@@ -211,7 +211,7 @@ class Autoscaler:
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
             jobs=jobs,
-            choices={view.job: choices(view, types, lasts_h, self._memory) for view in jobs},
+            offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
         )

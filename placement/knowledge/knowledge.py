@@ -13,7 +13,7 @@ from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Memory, Shape, shape_of
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, Shape, shape_of
 
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
@@ -224,7 +224,7 @@ class Knowledge:
     # What is kept
     # ------------------------------------------------------------------------------------------------------------
 
-    def memory(self, fingerprints: Collection[str]) -> Memory:
+    def measurements(self, fingerprints: Collection[str]) -> Measurements:
         """All that is known of these models, for keeping."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
@@ -239,16 +239,16 @@ class Knowledge:
                 KnownNoise(fingerprint=name, gpu_type=gpu, epoch=epoch, noise=noise, batches=batches, seen_s=seen_s)
                 for epoch, (noise, batches, seen_s) in sorted(family.noise.items())
             ]
-        return Memory(steps=tuple(steps), noises=tuple(noises))
+        return Measurements(steps=tuple(steps), noises=tuple(noises))
 
-    def recall(self, memory: Memory, now_s: float) -> None:
+    def recall(self, measurements: Measurements, now_s: float) -> None:
         """Take in what was kept; what was measured on other machines than these, or too long ago, is left out."""
-        for step in memory.steps:
+        for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
                 continue
             self._family(step.fingerprint, step.gpu_type).take(step.observation, step.seen_s)
-        for noise in memory.noises:
+        for noise in measurements.noises:
             if self._is_old(noise.seen_s, now_s):
                 continue
             family = self._family(noise.fingerprint, noise.gpu_type)

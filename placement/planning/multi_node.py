@@ -12,7 +12,7 @@ from placement.cluster.free_slots import Room
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import Packing
 
-Place = Mapping[str, int]
+WorkersByNode = Mapping[str, int]
 """Workers by node id."""
 
 
@@ -76,7 +76,7 @@ def _move_some(
     wanted: Mapping[str, int],
     cluster: Cluster,
     spanned: Collection[str],
-) -> dict[str, Place]:
+) -> dict[str, WorkersByNode]:
     board = _Board(cluster, spanned)
     order = sorted(
         jobs.values(),
@@ -99,7 +99,7 @@ def _place_all(
     wanted: Mapping[str, int],
     cluster: Cluster,
     spanned: Collection[str],
-) -> dict[str, Place]:
+) -> dict[str, WorkersByNode]:
     board = _Board(cluster, spanned)
     empty = Room(cluster)
     largest = {job: int(empty.slots(view).max(initial=0)) for job, view in jobs.items()}
@@ -119,7 +119,7 @@ class _Board:
 
     def __init__(self, cluster: Cluster, spanned: Collection[str]) -> None:
         self.room = Room(cluster)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, WorkersByNode] = {}
         self._others = frozenset(spanned)
 
     @property
@@ -127,19 +127,19 @@ class _Board:
         """Nodes that carry a spanning job."""
         return set(self._others).union(*(place for place in self.places.values() if len(place) > 1))
 
-    def put(self, view: JobView, place: Place) -> None:
+    def put(self, view: JobView, place: WorkersByNode) -> None:
         """Seat a job; an empty place is none."""
         if place:
             self._take(view, place, 1)
             self.places[view.job] = place
 
-    def lift(self, view: JobView) -> Place:
+    def lift(self, view: JobView) -> WorkersByNode:
         """Take a job from its place."""
         place = self.places.pop(view.job, {})
         self._take(view, place, -1)
         return place
 
-    def find(self, view: JobView, wanted: int, own: Place) -> Place:
+    def find(self, view: JobView, wanted: int, own: WorkersByNode) -> WorkersByNode:
         """The best place for as many of the wanted workers as possible; empty if it is below the job's minimum."""
         fits = self.room.slots(view)
         single = self._on_one_node(fits, wanted, own)
@@ -148,7 +148,7 @@ class _Board:
             single = several if sum(several.values()) > sum(single.values()) else single
         return single if sum(single.values()) >= view.min_workers else {}
 
-    def _on_one_node(self, fits: NDArray[np.int64], wanted: int, own: Place) -> Place:
+    def _on_one_node(self, fits: NDArray[np.int64], wanted: int, own: WorkersByNode) -> WorkersByNode:
         """Its own node if that takes all, else the tightest that does, else the roomiest."""
         enough = fits >= wanted
         if not enough.any():
@@ -158,7 +158,7 @@ class _Board:
         at = mine[0] if mine else int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max)))
         return {self.room.node_ids[at]: wanted}
 
-    def _on_quiet_nodes(self, fits: NDArray[np.int64], wanted: int, own: Place) -> Place:
+    def _on_quiet_nodes(self, fits: NDArray[np.int64], wanted: int, own: WorkersByNode) -> WorkersByNode:
         """Its own nodes, then the roomiest, without those that carry a spanning job."""
         busy = self.spanned
         quiet = [i for i in np.flatnonzero(fits).tolist() if self.room.node_ids[i] not in busy]
@@ -170,7 +170,7 @@ class _Board:
             place[self.room.node_ids[i]] = here
         return place
 
-    def _take(self, view: JobView, place: Place, sign: int) -> None:
+    def _take(self, view: JobView, place: WorkersByNode, sign: int) -> None:
         for node, workers in place.items():
             index = self.room.index(node)
             assert index is not None, f"job {view.job} is placed on {node}, which offers nothing"

@@ -14,7 +14,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
-from placement.planning.problem import Plan, Question
+from placement.planning.problem import Plan, Problem
 from placement.policies.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -29,7 +29,7 @@ def make_plan(
     cluster: Cluster,
     now_s: float,
     constraints: Constraints = NO_CONSTRAINTS,
-    promised: Collection[str] = (),
+    guaranteed: Collection[str] = (),
 ) -> Plan:
     """Decide the counts, check them, and place them, under all constraints.
 
@@ -39,33 +39,33 @@ def make_plan(
         cluster: the nodes.
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
-        promised: ``Plan.promised`` of the last decision.
+        guaranteed: ``Plan.guaranteed`` of the last decision.
 
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
     apart = constraints.one_multi_node_job_per_node
 
-    def ask(question: Question) -> Plan:
-        return _ask(policy, question, now_s)
+    def solve(problem: Problem) -> Plan:
+        return _ask_policy(policy, problem, now_s)
 
-    question = Question(views=views, cluster=cluster, apart=apart)
+    problem = Problem(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
-        return ask(question)
-    plan = decide(question, ask, constraints, now_s, promised)
+        return solve(problem)
+    plan = decide(problem, solve, constraints, now_s, guaranteed)
     check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
     return plan
 
 
-def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
+def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
     """Ask a policy, hold its answer to the rules, and place it.
 
     Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
     sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
     may use it.
     """
-    cluster = question.cluster
-    asked = {view.job: view for view in question.views}
+    cluster = problem.cluster
+    asked = {view.job: view for view in problem.views}
     reasons: dict[str, str] = {}
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
@@ -74,11 +74,11 @@ def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
-        if question.apart:
-            packing = keep_apart(packing, order, cluster, question.spanned)
+        if problem.apart:
+            packing = keep_apart(packing, order, cluster, problem.spanned)
         if not packing.short:
             break
-        alone = " that no other job spans" if question.apart else ""
+        alone = " that no other job spans" if problem.apart else ""
         for job, short in packing.short.items():
             fits = targets[job].workers - short
             reasons[job] = (
@@ -88,7 +88,7 @@ def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
             if fits >= view.min_workers:
                 held = None if view.held_at is None else min(view.held_at, fits)
                 asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
-    check(packing.allocation, {view.job: view.bundle for view in question.views}, cluster)
+    check(packing.allocation, {view.job: view.bundle for view in problem.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
 

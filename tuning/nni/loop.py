@@ -12,7 +12,7 @@ from elastic_ray.worker.train_loop import Packed
 from tuning.nni.wire import TrialId
 
 PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
-_CHANNEL = "import://tuning.nni.channel.ElasticChannel"
+_CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 
 class TrialLoop(Packed):

@@ -12,7 +12,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.free_slots import Room
 from placement.cluster.jobs import JobView
 from placement.policies.base import Admission, Target, admit, held_reason
-from placement.policies.baselines.knapsack import Choice, knapsack
+from placement.policies.baselines.knapsack import SizeOptions, knapsack
 from placement.policies.growing import grow_in_turn
 from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
 from placement.policies.shapes import Shape, shapes, speeds_of
@@ -95,7 +95,7 @@ class PolluxPolicy:
             )
         return targets
 
-    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> Choice:
+    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> SizeOptions:
         """Sizes and what each is worth; the present place comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
@@ -119,7 +119,7 @@ class PolluxPolicy:
         worth = view.weight * np.sign(self.power) * utility**self.power
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
-        return Choice(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
+        return SizeOptions(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
 
     def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
         workers = sum(place.values())

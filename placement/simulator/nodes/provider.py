@@ -20,7 +20,7 @@ _HORIZON_S = 60 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Autoscaling:
+class AutoscaledCluster:
     """How the cluster's size follows the jobs; the cluster string is then the most nodes of each type.
 
     Attributes:
@@ -43,6 +43,11 @@ class Autoscaling:
                 raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
         if not self.expected_h > 0:
             raise InputError(f"expected_h must be above 0 hours, but got {self.expected_h}")
+
+    def __str__(self) -> str:
+        """As reports of simulations have it, from the first on."""
+        fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
+        return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Whether these rules know of such things.

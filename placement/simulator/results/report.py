@@ -66,7 +66,7 @@ class Rented:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class SimulationReport:
     """One trace under one policy. Times in seconds; decision times are CPU time and the only part that differs
     between two runs with the same seed.
 
@@ -169,3 +169,7 @@ class Report:
     def log_lines(self) -> Sequence[str]:
         """The decision log as text; the same seed gives the same lines, byte for byte."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
+
+
+Report = SimulationReport
+"""The name that users import from ``placement.simulator``."""

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-Place = Mapping[int, int]
+WorkersByIndex = Mapping[int, int]
 """Workers by node index."""
 
 
-def seat(slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[Place]) -> list[dict[int, int]]:
+def assign_nodes(
+    slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
+) -> list[dict[int, int]]:
     """Where each job's workers go.
 
     A job that keeps its size stays; one that shrinks keeps its fullest nodes. The others are placed largest first:
@@ -47,7 +49,7 @@ def seat(slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[Place
     return [board.places.get(j, {}) for j in range(len(sizes))]
 
 
-def _part(here: Place, size: int) -> dict[int, int]:
+def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
     """The fullest nodes of a place, up to so many workers; one node that holds them all is best."""
     if size == sum(here.values()):
         return dict(here)
@@ -71,19 +73,19 @@ class _Board:
         self._here: dict[int, set[int]] = {}
 
     def put(self, j: int, place: dict[int, int]) -> None:
-        """Seat a job."""
+        """Put a job onto nodes."""
         self.places[j] = place
         for i, workers in place.items():
             self.free[i] -= workers
             self._here.setdefault(i, set()).add(j)
 
     def lift(self, j: int) -> None:
-        """Take a job from its seat."""
+        """Take a job from its nodes."""
         for i, workers in self.places.pop(j).items():
             self.free[i] += workers
             self._here[i].discard(j)
 
-    def find(self, j: int, size: int, here: Place, sizes: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+    def find(self, j: int, size: int, here: WorkersByIndex, sizes: Sequence[int]) -> tuple[dict[int, int], list[int]]:
         """A place, and the jobs that have to be moved for it."""
         place: dict[int, int] = {}
         moved: list[int] = []
@@ -108,7 +110,7 @@ class _Board:
             missing -= chunk
         return place, moved
 
-    def _tightest(self, taken: NDArray[np.int64], chunk: int, here: Place) -> int | None:
+    def _tightest(self, taken: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
         """Its own node that takes the chunk whole, else the tightest."""
         own = [i for i in here if taken[i] >= chunk]
         if own:
