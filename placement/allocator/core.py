@@ -24,7 +24,7 @@ from placement.allocator.events import (
 )
 from placement.allocator.explaining import Explanation, explain
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
 from placement.planning.plan import is_news, make_plan, unsatisfiable
 from placement.planning.problem import Plan
@@ -317,7 +317,7 @@ class AllocatorCore:
         reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
-            kind = tuple(view.bundle.items()), tuple(view.selector.items()), view.min_workers
+            kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
             reason = reasons[kind]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ SpotUse = Literal["avoid", "prefer", "mixed"]
 """How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
 
 SPOT_USES: tuple[str, ...] = get_args(SpotUse)
+
+WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
+"""Bundle and label selector: jobs of one kind of worker have interchangeable workers."""
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
@@ -222,6 +225,16 @@ class JobView:
         if self.goodput is None:
             most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
         return max(most, self.min_workers)
+
+
+def worker_kind(view: JobView) -> WorkerKind:
+    """What decides where a job's workers fit; thousands of jobs share a few kinds."""
+    return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
+
+
+def alike(views: Iterable[JobView]) -> bool:
+    """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
+    return len({worker_kind(view) for view in views}) <= 1
 
 
 def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
 from placement.goodput.remaining import remaining
 from placement.planning.problem import Problem, by_precedence, secured
@@ -83,7 +83,7 @@ def guarantee(
     dated = {view.job for view in views if view.deadline_s is not None}
     if not dated:
         return Problem(views=views, cluster=cluster), {}
-    empty, room = Room(cluster), Room(cluster)
+    empty, room = FreeResources(cluster), FreeResources(cluster)
     order = by_precedence(Problem(views=views, cluster=cluster, guaranteed=frozenset(dated)))
     safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
     raised: dict[str, JobView] = {}

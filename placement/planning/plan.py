@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView, speeds
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
@@ -117,8 +117,8 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
     for job in targets:
         if job not in known:
             raise AllocationError("known job", f"a target for {job!r}, which is not one of {sorted(known)}")
-    room = Room(cluster)
-    fits: dict[tuple[object, object], int] = {}  # by bundle and selector: thousands of jobs share a few
+    room = FreeResources(cluster)
+    fits: dict[WorkerKind, int] = {}
     used: dict[str, float] = {}
     nodes = cluster.by_id()
     for job, view in known.items():
@@ -129,10 +129,10 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         _check_nodes(view, targets[job], nodes)
         if not workers:
             continue
-        breed = tuple(view.bundle.items()), tuple(view.selector.items())
-        if breed not in fits:
-            fits[breed] = int(room.slots(view).sum())
-        if workers > fits[breed]:
+        kind = worker_kind(view)
+        if kind not in fits:
+            fits[kind] = int(room.slots(view).sum())
+        if workers > fits[kind]:
             raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
@@ -168,7 +168,7 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
                 )
 
 
-def _fits(view: JobView, room: Room) -> str:
+def _fits(view: JobView, room: FreeResources) -> str:
     return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import keep_apart
@@ -95,7 +95,7 @@ def by_precedence(problem: Problem) -> list[JobView]:
     )
 
 
-def serve(view: JobView, room: Room) -> bool:
+def serve(view: JobView, room: FreeResources) -> bool:
     """Take room for the job's minimum, where its workers are as far as possible; all of it or nothing."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
@@ -116,7 +116,7 @@ def serve(view: JobView, room: Room) -> bool:
 
 def minimums(problem: Problem) -> Allocation:
     """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
-    room = Room(problem.cluster)
+    room = FreeResources(problem.cluster)
     served = [view for view in by_precedence(problem) if serve(view, room)]
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -127,7 +127,7 @@ def minimums(problem: Problem) -> Allocation:
         served.pop()  # scattered room: the last one gives way
 
 
-def usable(view: JobView, room: Room) -> int:
+def usable(view: JobView, room: FreeResources) -> int:
     """How many workers the job could make use of in this room."""
     most = view.held_at if view.held_at is not None else view.useful_workers
     fits = min(most, int(room.slots(view).sum()))

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import shared
@@ -62,7 +62,7 @@ def on_firm_ground(problem: Problem, solve: Solver, least: Mapping[str, int]) ->
 def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
     """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
     ground = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
-    room = Room(ground)
+    room = FreeResources(ground)
     shut = set()
     for view in by_precedence(problem):
         served = view.spot == "prefer" or room.add(_grounded(view), least.get(view.job, view.min_workers))

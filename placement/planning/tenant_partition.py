@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources, slots, used_on_nodes
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, worker_kind
 from placement.planning.problem import Problem
 
 
@@ -45,7 +45,7 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
 def _order(problem: Problem) -> list[Node]:
     """Nodes that some job can use: those with most of the jobs' workers, then the roomiest."""
-    room = Room(problem.cluster)
+    room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
     for view in _kinds(problem.views):
         for node_id, workers in zip(room.node_ids, room.slots(view).tolist(), strict=True):
@@ -60,7 +60,7 @@ def _order(problem: Problem) -> list[Node]:
 
 def _kinds(views: Sequence[JobView]) -> list[JobView]:
     """One job of each bundle and label selector."""
-    return list({(tuple(v.bundle.items()), tuple(v.selector.items())): v for v in views}.values())
+    return list({worker_kind(view): view for view in views}.values())
 
 
 class _Partition:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Resources
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
 from placement.planning.tenant_partition import within
@@ -68,7 +68,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
     ceilings, floors = share_out(problem, known)
     kept = minimums(problem.only(floors))
     jobs = {name: [view for view in problem.views if view.tenant == name] for name in names}
-    room = Room(problem.cluster)
+    room = FreeResources(problem.cluster)
     reach = {name: sum(int(room.slots(view).sum()) * room.share(view) for view in jobs[name]) for name in names}
     plan = Plan(allocation={}, reasons={})
     waiting = sorted(names, key=lambda name: (reach[name], name))
@@ -113,7 +113,9 @@ def _lend(
 
 
 def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
-    room = Room(problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster)
+    room = FreeResources(
+        problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
+    )
     for view in problem.views:
         has = sum(allocation.get(view.job, {}).values())
         fits = int(room.slots(view).sum())
@@ -126,7 +128,7 @@ def _notes(
     problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> dict[str, str]:
     """What to say to jobs that their tenant's limits hold back."""
-    room = Room(problem.beside(plan.allocation).cluster)
+    room = FreeResources(problem.beside(plan.allocation).cluster)
     notes: dict[str, str] = {}
     for name, tenant in tenants.items():
         used = _used(jobs[name], plan.allocation)
@@ -215,7 +217,7 @@ class _Filling:
         self._order = by_precedence(problem)
         self._tenants = tenants
         self._totals = totals
-        self._room = Room(problem.cluster)
+        self._room = FreeResources(problem.cluster)
         self._counts: dict[str, int] = {}
         self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb
         self.floors: dict[str, int] = {}
@@ -295,7 +297,7 @@ class _Filling:
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
     """What the tenant's jobs could use if the cluster were theirs, within the quota."""
-    room = Room(problem.cluster)
+    room = FreeResources(problem.cluster)
     wanted: dict[str, float] = {}
     for view in problem.views:
         if view.tenant == tenant.name:

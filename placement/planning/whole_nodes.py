@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from placement.cluster.cluster import Allocation, Cluster, slots
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import shared
@@ -36,7 +36,7 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
         for view in problem.views
     ]
     rounded_plan = solve(dataclasses.replace(problem, views=views))
-    room = Room(problem.beside(rounded_plan.allocation).cluster)
+    room = FreeResources(problem.beside(rounded_plan.allocation).cluster)
     idle = any(room.slots(view).any() for view in views if view.job in limits)
     return plan if idle else rounded_plan
 

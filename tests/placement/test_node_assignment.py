@@ -1,4 +1,4 @@
-"""Who sits where: conservation, staying, and whole nodes."""
+"""Who is where: conservation, staying, and whole nodes."""
 
 from __future__ import annotations
 

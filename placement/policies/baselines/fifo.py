@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ class FifoPolicy:
 
 
 def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    board = Board(cluster)
+    placer = WorstFitPlacer(cluster)
     targets: dict[str, Target] = {}
-    kept = {view.job: board.keep(view) for view in order if view.workers}
+    kept = {view.job: placer.keep(view) for view in order if view.workers}
     blocked = ""
     for view in order:
         asks = view.requested_workers or view.held_at or view.min_workers
-        nodes = kept.get(view.job) or (None if blocked else board.spread(view, asks))
+        nodes = kept.get(view.job) or (None if blocked else placer.spread(view, asks))
         if nodes is None:
             blocked = blocked or view.job
             reason = f"fifo: waits for {asks} workers, behind {blocked}"

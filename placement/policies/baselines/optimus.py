@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.policies.base import Admission, Target, admit, held_reason
 from placement.policies.growing import climb
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 
@@ -61,7 +61,7 @@ class OptimusPolicy:
 
 def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """Minimums strictly in the order of submission, as published."""
-    admission = Admission(empty=Room(cluster), room=Room(cluster), floors={}, waiting={})
+    admission = Admission(empty=FreeResources(cluster), room=FreeResources(cluster), floors={}, waiting={})
     for view in sorted(jobs, key=lambda view: view.arrival):
         if admission.room.add(view, view.min_workers):
             admission.floors[view.job] = view.min_workers
@@ -72,7 +72,7 @@ def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admission) -> dict[str, NDArray[np.float64]]:
     """Per job, remaining time [s] on 0..n workers (entry 0 is never)."""
-    empty = Room(cluster)
+    empty = FreeResources(cluster)
     admitted = [view for view in jobs if view.job in admission.floors]
     rates = {view.job: _rates(view, empty) for view in admitted if view.oracle is None}
     work = {view.job: _remaining_s(view) for view in admitted if view.oracle is None}
@@ -88,7 +88,7 @@ def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admis
     return times
 
 
-def _rates(view: JobView, empty: Room) -> NDArray[np.float64]:
+def _rates(view: JobView, empty: FreeResources) -> NDArray[np.float64]:
     return np.maximum(speeds(view, empty.slots(view).tolist()), 1.0 / _NEVER_S)
 
 
@@ -108,17 +108,17 @@ def _remaining_s(view: JobView) -> float | None:
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
     """Who keeps its count keeps its nodes; the others are placed smallest first, on the roomiest nodes."""
-    board = Board(cluster)
+    placer = WorstFitPlacer(cluster)
     placed: dict[str, Mapping[str, int]] = {}
     waiting: list[JobView] = []
     for view in jobs:
-        kept = board.keep(view) if view.job in counts and counts[view.job] == view.workers else None
+        kept = placer.keep(view) if view.job in counts and counts[view.job] == view.workers else None
         if kept:
             placed[view.job] = kept
         elif counts.get(view.job):
             waiting.append(view)
     for view in sorted(waiting, key=lambda view: (counts[view.job], view.arrival)):
-        nodes = board.spread(view, counts[view.job])
+        nodes = placer.spread(view, counts[view.job])
         if nodes is not None:
             placed[view.job] = nodes
     return placed

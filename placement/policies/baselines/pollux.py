@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, alike
 from placement.policies.base import Admission, Target, admit, held_reason
 from placement.policies.baselines.knapsack import SizeOptions, knapsack
 from placement.policies.growing import grow_in_turn
-from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.settling import Settler, growth_limit, present_place, restart_factor, use_idle
 from placement.policies.shapes import Shape, shapes, speeds_of
 
 _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
@@ -72,7 +72,7 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        room = Room(cluster)
+        room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))
         choices = [self._choice(view, admission.floors[view.job], share, room, now_s) for view in running]
@@ -95,7 +95,7 @@ class PolluxPolicy:
             )
         return targets
 
-    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> SizeOptions:
+    def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
         """Sizes and what each is worth; the present place comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))

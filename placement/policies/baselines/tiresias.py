@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -65,13 +66,13 @@ class TiresiasPolicy:
 
     def _share_time(self, order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
         """Who runs is decided on the cluster's sum, then running jobs stay and others are spread."""
-        totals = Board(cluster).room
+        totals = FreeResources(cluster)
         runs = [view for view in order if totals.add(view, _asks(view))]
-        board = Board(cluster)
-        places = {view.job: board.keep(view) for view in runs if view.workers == _asks(view)}
+        placer = WorstFitPlacer(cluster)
+        places = {view.job: placer.keep(view) for view in runs if view.workers == _asks(view)}
         targets: dict[str, Target] = {}
         for view in runs:
-            nodes = places.get(view.job) or board.spread(view, _asks(view))
+            nodes = places.get(view.job) or placer.spread(view, _asks(view))
             if nodes is not None:
                 reason = f"tiresias: {self._served(view)}"
                 targets[view.job] = Target(workers=_asks(view), reason=reason, nodes=nodes)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.base import Target, count
@@ -64,7 +64,7 @@ class UtilityCostPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        room = Room(cluster)
+        room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
 
@@ -81,7 +81,7 @@ class UtilityCostPolicy:
 
         return decide_by_worth(self.name, jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
-    def _price(self, view: JobView, room: Room, types: Mapping[str, str]) -> float:
+    def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
         """USD of one worker for one hour."""
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.policies.base import describe
 from placement.policies.goodput.tables import Instance, Placement
 
@@ -15,7 +15,7 @@ class PoolCapacity:
     def __init__(self, instance: Instance) -> None:
         self._case = instance
         self._left = instance.capacities.copy()
-        self._rooms = [] if instance.alike else [Room(pool.cluster) for pool in instance.pools]
+        self._rooms = [] if instance.alike else [FreeResources(pool.cluster) for pool in instance.pools]
 
     def left(self, job: int, pool: int) -> int:
         """How many more of the job's workers fit."""

@@ -11,13 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, WorkerKind
 
 Ints: TypeAlias = NDArray[np.int64]
-WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
-"""Bundle and label selector: jobs of one kind have interchangeable workers."""
-
 _EVERY = 8  # sizes up to here are all tried, and all up to a whole node
 _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of by a node
 
@@ -42,11 +39,6 @@ class GpuPool:
     shares: dict[WorkerKind, float]
 
 
-def worker_kind(view: JobView) -> WorkerKind:
-    """The kind of a job's workers."""
-    return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
-
-
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
     """Pools of the cluster in the order of their types, with the slots of these kinds of workers."""
     groups: dict[str, list[int]] = {}
@@ -56,7 +48,7 @@ def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuP
     pools = []
     for gpu, indices in sorted(groups.items()):
         part = Cluster(nodes=tuple(cluster.nodes[i] for i in indices))
-        room = Room(part)
+        room = FreeResources(part)
         slots = {kind: room.slots(view) for kind, view in samples.items()}
         shares = {kind: room.share(view) for kind, view in samples.items()}
         pools.append(GpuPool(gpu=gpu, cluster=part, node_ids=room.node_ids, slots=slots, shares=shares))

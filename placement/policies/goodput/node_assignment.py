@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cluster.occupancy import FreeSlots, Occupancy, best_fit, worst_fit
+
 WorkersByIndex = Mapping[int, int]
 """Workers by node index."""
 
@@ -29,24 +31,24 @@ def assign_nodes(
     Returns:
         Workers by node index, one a job; all workers are placed.
     """
-    board = _Board(slots)
+    assignment = _Assignment(slots, sizes)
     waiting: list[int] = []
     for j, (size, here) in enumerate(zip(sizes, present, strict=True)):
         have = sum(here.values())
-        if 0 < size <= have and all(board.free[i] >= workers for i, workers in here.items()):
-            board.put(j, _part(here, size))
+        if 0 < size <= have and assignment.holds(here):
+            assignment.occupied.put_all(j, _part(here, size))
         elif size:
             waiting.append(j)
     queue = sorted(waiting, key=lambda j: (-sizes[j], j))
     while queue:
         j = queue.pop(0)
-        place, moved = board.find(j, sizes[j], present[j], sizes)
+        place, moved = assignment.find(j, present[j])
         for other in moved:
-            board.lift(other)
+            assignment.occupied.lift(other)
         if moved:
             queue = sorted([*queue, *moved], key=lambda k: (-sizes[k], k))
-        board.put(j, place)
-    return [board.places.get(j, {}) for j in range(len(sizes))]
+        assignment.occupied.put_all(j, place)
+    return [dict(assignment.occupied.place(j)) for j in range(len(sizes))]
 
 
 def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
@@ -62,78 +64,71 @@ def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
     return part
 
 
-class _Board:
-    """Free slots per node while jobs are seated."""
+class _Assignment:
+    """Places for jobs of given sizes, one after the other; whole nodes first, by best fit.
 
-    def __init__(self, slots: NDArray[np.int64]) -> None:
-        self.slots = slots
-        self.free = slots.copy()
-        self.node = int(slots.max(initial=1))
-        self.places: dict[int, dict[int, int]] = {}
-        self._here: dict[int, set[int]] = {}
+    Attributes:
+        occupied: the nodes so far.
+    """
 
-    def put(self, j: int, place: dict[int, int]) -> None:
-        """Put a job onto nodes."""
-        self.places[j] = place
-        for i, workers in place.items():
-            self.free[i] -= workers
-            self._here.setdefault(i, set()).add(j)
+    def __init__(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> None:
+        self.occupied = Occupancy(FreeSlots(slots))
+        self._slots = slots
+        self._sizes = sizes
+        self._node = int(slots.max(initial=1))
 
-    def lift(self, j: int) -> None:
-        """Take a job from its nodes."""
-        for i, workers in self.places.pop(j).items():
-            self.free[i] += workers
-            self._here[i].discard(j)
+    def holds(self, place: WorkersByIndex) -> bool:
+        """Whether all of a place is still free."""
+        free = self.occupied.slots(0)
+        return all(free[i] >= workers for i, workers in place.items())
 
-    def find(self, j: int, size: int, here: WorkersByIndex, sizes: Sequence[int]) -> tuple[dict[int, int], list[int]]:
+    def find(self, j: int, here: WorkersByIndex) -> tuple[dict[int, int], list[int]]:
         """A place, and the jobs that have to be moved for it."""
         place: dict[int, int] = {}
         moved: list[int] = []
-        taken = self.free.copy()
-        missing = size
+        free = self.occupied.slots(j)
+        missing = self._sizes[j]
         while missing > 0:
-            chunk = min(missing, self.node)
-            i = self._tightest(taken, chunk, here)
+            chunk = min(missing, self._node)
+            i = _tightest(free, chunk, here)
             if i is None:
-                i, away = self._clear(taken, chunk, sizes, moved)
-                if i is None:
-                    i = int(np.argmax(taken))
-                    chunk = min(chunk, int(taken[i]))
-                else:
-                    moved += away
-                    for other in away:
-                        for node, workers in self.places[other].items():
-                            taken[node] += workers
-            assert chunk > 0, f"job {j} finds no room for {missing} of {size} workers"
+                i, away = self._clear(free, chunk, moved)
+                moved += away
+                for other in away:
+                    for node, workers in self.occupied.place(other).items():
+                        free[node] += workers
+            if i is None:
+                i = worst_fit(free)
+                assert i is not None, f"job {j} finds no room for {missing} of {self._sizes[j]} workers"
+                chunk = min(chunk, int(free[i]))
             place[i] = place.get(i, 0) + chunk
-            taken[i] -= chunk
+            free[i] -= chunk
             missing -= chunk
         return place, moved
 
-    def _tightest(self, taken: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
-        """Its own node that takes the chunk whole, else the tightest."""
-        own = [i for i in here if taken[i] >= chunk]
-        if own:
-            return min(own, key=lambda i: (-here[i], int(taken[i]), i))
-        enough = np.flatnonzero(taken >= chunk)
-        return int(enough[np.argmin(taken[enough])]) if len(enough) else None
-
-    def _clear(
-        self, taken: NDArray[np.int64], chunk: int, sizes: Sequence[int], moved: Sequence[int]
-    ) -> tuple[int | None, list[int]]:
+    def _clear(self, free: NDArray[np.int64], chunk: int, moved: Sequence[int]) -> tuple[int | None, list[int]]:
         """The node that takes the chunk whole once the fewest workers of jobs at most half as large left it."""
         best: tuple[int, int, list[int]] | None = None
-        for i in np.argsort(-taken, kind="stable")[:8].tolist():
-            if self.slots[i] < chunk:
+        sizes = self._sizes
+        for i in np.argsort(-free, kind="stable")[:8].tolist():
+            if self._slots[i] < chunk:
                 continue
-            room, away, cost = int(taken[i]), [], 0
-            small = [k for k in self._here.get(i, ()) if 2 * sizes[k] <= chunk and k not in moved]
+            room, away, cost = int(free[i]), [], 0
+            small = [k for k in self.occupied.on(i) if 2 * sizes[k] <= chunk and k not in moved]
             for k in sorted(small, key=lambda k: (sizes[k], k)):
                 if room >= chunk:
                     break
-                room += self.places[k][i]
+                room += self.occupied.place(k)[i]
                 away.append(k)
                 cost += sizes[k]
             if room >= chunk and (best is None or cost < best[0]):
                 best = cost, i, away
         return (None, []) if best is None else (best[1], best[2])
+
+
+def _tightest(free: NDArray[np.int64], chunk: int, here: WorkersByIndex) -> int | None:
+    """Its own node that takes the chunk whole, else the tightest."""
+    own = [i for i in here if free[i] >= chunk]
+    if own:
+        return min(own, key=lambda i: (-here[i], int(free[i]), i))
+    return best_fit(free, chunk)

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import FIRST_WORKERS, JobView
+from placement.cluster.jobs import FIRST_WORKERS, JobView, WorkerKind, worker_kind
 from placement.goodput.speeds import GoodputCache, table
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints
-from placement.policies.goodput.gpu_pools import GpuPool, WorkerKind, nodes_needed, size_grid, split, worker_kind
+from placement.policies.goodput.gpu_pools import GpuPool, nodes_needed, size_grid, split
 
 WorkersByIndex = Mapping[int, int]
 """Workers by index of the node within a pool."""
