@@ -19,6 +19,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from placement.checks import check_number
+
 _MOST = 4.0
 
 
@@ -49,8 +51,7 @@ class Promise:
             raise ValueError(
                 f"grace_period must be between 1 and max_t ({self.max_t}) reports, but got {self.grace_period}"
             )
-        if not self.reduction_factor > 1:
-            raise ValueError(f"reduction_factor must be above 1, but got {self.reduction_factor}")
+        check_number("reduction_factor", self.reduction_factor, above=1)
 
     @property
     def patience(self) -> int:

@@ -15,6 +15,7 @@ from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
 from placement.autoscaling.objectives.base import Demand, Objective, Want, offers
 from placement.autoscaling.objectives.registry import make_objective
+from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
@@ -41,8 +42,7 @@ class AutoscalerConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) >= 0:
-                raise ValueError(f"{field.name} must be 0 seconds or more, but got {getattr(self, field.name)}")
+            check_number(field.name, getattr(self, field.name), least=0, unit="seconds")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Autoscaler:
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
         order = self._order(there, views)
         surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
-        target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)
+        target = self._used(fleet.nodes, there, views, cluster.draining(surplus), now_s)
         keep = self._kept(target, present, now_s)
         release = self._give_up(keep, target, order, views, cluster, now_s)
         leaving = tuple(sorted(surplus - set(release)))
@@ -307,7 +307,7 @@ class Autoscaler:
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
         """Whether every running job would still run without these nodes."""
-        plan = self._plan(views, _draining(cluster, without), now_s)
+        plan = self._plan(views, cluster.draining(without), now_s)
         return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
@@ -354,15 +354,6 @@ class Autoscaler:
             notes=notes,
             usd_per_h=sum(each.usd_per_h * nodes[each.name] for each in self._types),
         )
-
-
-def _draining(cluster: Cluster, nodes: Collection[str]) -> Cluster:
-    """The cluster with these nodes on their way out."""
-    if not nodes:
-        return cluster
-    return Cluster(
-        nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in nodes else n for n in cluster.nodes)
-    )
 
 
 def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.checks import check_number
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
 from placement.cluster.labels import check_selector
 from placement.cluster.progress import Oracle, Progress
@@ -140,10 +141,8 @@ class JobView:
             )
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
-        if self.most_workers < 0:
-            raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
-        if not self.resize_cost_s >= 0:
-            raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
+        check_number(f"most_workers {where}", self.most_workers, least=0)
+        check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
@@ -170,16 +169,16 @@ class JobView:
             ("stop_cost_s", 0),
         ):
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
+            if value is not None:
+                check_number(f"{name} {where}", value, least=least)
         if any(not factor >= 1 for factor in self.slow_nodes.values()):
             raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} {where} must be 1 sample or more, but got {value}")
+            if value is not None:
+                check_number(f"{name} {where}", value, least=1, unit="sample")
         bounds = self.atomic_bsz_range
         if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
             raise ValueError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from placement.checks import check_number
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
@@ -27,16 +29,14 @@ class Progress:
     usual_epoch: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.done >= 0:
-            raise ValueError(f"done must be 0 iterations or more, but got {self.done}")
+        check_number("done", self.done, least=0, unit="iterations")
         if any(b < a for a, b in itertools.pairwise((0.0, *self.epoch_ends))):
             raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs must be above 0, but got {self.epochs}")
-        if self.stride < 1:
-            raise ValueError(f"stride must be 1 epoch or more, but got {self.stride}")
-        if self.usual_epoch is not None and not self.usual_epoch > 0:
-            raise ValueError(f"usual_epoch must be above 0 iterations, but got {self.usual_epoch}")
+        if self.epochs is not None:
+            check_number("epochs", self.epochs, above=0)
+        check_number("stride", self.stride, least=1, unit="epoch")
+        if self.usual_epoch is not None:
+            check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,5 +56,4 @@ class Oracle:
     def __post_init__(self) -> None:
         if not self.step_s or any(not step_s > 0 for step_s in self.step_s):
             raise ValueError(f"step_s must hold one time above 0 seconds or more, but got {self.step_s}")
-        if not self.remaining_steps >= 0:
-            raise ValueError(f"remaining_steps must be 0 or more, but got {self.remaining_steps}")
+        check_number("remaining_steps", self.remaining_steps, least=0)

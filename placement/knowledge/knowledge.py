@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
@@ -32,10 +33,8 @@ class KnowledgeConfig:
     refit: float = 1.25
 
     def __post_init__(self) -> None:
-        if not self.forget_s > 0:
-            raise ValueError(f"forget_s must be above 0 seconds, but got {self.forget_s}")
-        if not self.refit >= 1:
-            raise ValueError(f"refit must be 1 or more, but got {self.refit}")
+        check_number("forget_s", self.forget_s, above=0, unit="seconds")
+        check_number("refit", self.refit, least=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.checks import is_whole
 from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
@@ -143,7 +144,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
 
 
 def _check_count(view: JobView, workers: int) -> None:
-    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 0:
+    if not is_whole(workers):
         raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
     if 0 < workers < view.min_workers:
         raise AllocationError(

@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Resources
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
@@ -35,8 +36,7 @@ class Tenant:
         if not (self.weight > 0 and math.isfinite(self.weight)):
             raise ValueError(f"weight of tenant {self.name!r} must be above 0 and finite, but got {self.weight}")
         for resource, amount in self.quota.items():
-            if not amount >= 0:
-                raise ValueError(f"quota[{resource!r}] of tenant {self.name!r} must be 0 or more, but got {amount}")
+            check_number(f"quota[{resource!r}] of tenant {self.name!r}", amount, least=0)
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:

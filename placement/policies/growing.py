@@ -95,9 +95,8 @@ def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cl
     job would not run at all any more, all nodes stay in use.
     """
     slow = {node for view in jobs for node, times in view.slow_nodes.items() if times >= factor}
-    nodes = tuple(dataclasses.replace(n, draining=True) if n.node_id in slow else n for n in cluster.nodes)
-    rest = Cluster(nodes=nodes)
-    if nodes == cluster.nodes or admit(jobs, rest).floors != admit(jobs, cluster).floors:
+    rest = cluster.draining(slow)
+    if rest == cluster or admit(jobs, rest).floors != admit(jobs, cluster).floors:
         return cluster
     return rest
 

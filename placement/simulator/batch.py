@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.autoscaling.objectives import make_objective
+from placement.checks import check_number
 from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
@@ -73,8 +74,8 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
         InputError: bad input of any task.
         ValueError: an unknown policy.
     """
-    if processes is not None and processes < 1:
-        raise InputError(f"processes must be 1 or more, but got {processes}")
+    if processes is not None:
+        check_number("processes", processes, least=1, error=InputError)
     for task in tasks:
         task.check()
     workers = min(processes or os.cpu_count() or 1, len(tasks))

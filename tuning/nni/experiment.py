@@ -18,6 +18,7 @@ from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.access import join
 from elastic_ray.driver.trainer import check_resources
+from placement.checks import is_whole
 from tuning.nni.algorithms import check_together, read_assessor, read_tuner
 from tuning.nni.manager import HOSTS, ExperimentConfig, ExperimentState, Manager
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
@@ -288,7 +289,7 @@ def _agreed(promise: Promise | None, mode: str) -> Promise | None:
 
 
 def _check_count(label: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{label} must be a whole number from 1, but got {value!r}")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, Offer, Want, work_left
+from placement.checks import check_number
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.base import count
@@ -62,8 +63,7 @@ class CostPerProgress:
 
     def __post_init__(self) -> None:
         for field in ("value_usd_per_h", "hysteresis"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
@@ -50,8 +51,7 @@ class PolluxPolicy:
     def __post_init__(self) -> None:
         if not (self.power < 1 and self.power != 0):
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
-        if self.most_nodes < 1:
-            raise ValueError(f"most_nodes must be 1 or more, but got {self.most_nodes}")
+        check_number("most_nodes", self.most_nodes, least=1)
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
@@ -58,8 +59,7 @@ class SiaPolicy:
         if not self.power < 0:
             raise ValueError(f"power must be below 0, but got {self.power}")
         for field in ("unallocated", "most_nodes", "gap"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be above 0, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), above=0)
 
     @property
     def name(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
@@ -32,8 +33,7 @@ class TiresiasPolicy:
     _entered: dict[str, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.threshold_s > 0:
-            raise ValueError(f"threshold_s must be above 0 GPU-seconds, but got {self.threshold_s}")
+        check_number("threshold_s", self.threshold_s, above=0, unit="GPU-seconds")
 
     @property
     def name(self) -> str:

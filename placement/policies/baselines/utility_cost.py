@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
@@ -45,13 +46,10 @@ class UtilityCostPolicy:
 
     def __post_init__(self) -> None:
         for field in ("value", "price"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be above 0 USD, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), above=0, unit="USD")
         for gpu, price in self.prices.items():
-            if not price >= 0:
-                raise ValueError(f"prices[{gpu!r}] must be 0 USD or more, but got {price}")
-        if not self.slow_factor > 1:
-            raise ValueError(f"slow_factor must be above 1, but got {self.slow_factor}")
+            check_number(f"prices[{gpu!r}]", price, least=0, unit="USD")
+        check_number("slow_factor", self.slow_factor, above=1)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
@@ -72,18 +73,14 @@ class GoodputPolicy:
     _cache: GoodputCache = dataclasses.field(default_factory=GoodputCache, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.horizon_s > 0:
-            raise ValueError(f"horizon_s must be above 0 seconds, but got {self.horizon_s}")
-        if not self.crowd > 0:
-            raise ValueError(f"crowd must be above 0 jobs for each worker, but got {self.crowd}")
+        check_number("horizon_s", self.horizon_s, above=0, unit="seconds")
+        check_number("crowd", self.crowd, above=0, unit="jobs for each worker")
         for field in ("hysteresis", "exponent"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0)
         for field in ("power", "fair_power"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} must be between 0 and 1, but got {getattr(self, field)}")
-        if not self.late >= 1:
-            raise ValueError(f"late must be 1 or more, but got {self.late}")
+        check_number("late", self.late, least=1)
 
     @property
     def name(self) -> str:
