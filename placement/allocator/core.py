@@ -20,13 +20,15 @@ from placement.allocator.events import (
     NodesChanged,
     Recalled,
     Tick,
+    Trigger,
     Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
+from placement.allocator.news import is_news
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
-from placement.planning.plan import is_news, make_plan, unsatisfiable
+from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.base import Policy
 
@@ -49,8 +51,7 @@ class AllocatorCore:
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
     rarely without a cause. Heartbeats without news decide nothing. The plan may count on what shrinking jobs
-    still
-    hold: a growing job's reservation simply stays pending until they have given it back.
+    still hold: a growing job's reservation simply stays pending until they have given it back.
 
     Args:
         policy: decides the counts.
@@ -83,8 +84,8 @@ class AllocatorCore:
         self._decided_s = float("-inf")
         self._changed_s = float("-inf")
         self._unjudged = False
-        self._urgent: str | None = None
-        self._pending: str | None = None
+        self._urgent: Trigger | None = None
+        self._pending: Trigger | None = None
 
     @property
     def log(self) -> tuple[DecisionRecord, ...]:
@@ -143,7 +144,7 @@ class AllocatorCore:
                 self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
             if self._jobs.pop(event.job, None) is not None:
-                self._urgent = "end"
+                self._urgent = Trigger.END
                 if self._knowledge is not None:
                     if event.view is not None:
                         self._knowledge.learn(event.view, now_s)
@@ -154,7 +155,7 @@ class AllocatorCore:
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
-                self._pending = self._pending or "model"
+                self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, Tick):
             self._drop_silent(now_s)
         if self._settling:
@@ -181,7 +182,7 @@ class AllocatorCore:
             self._settling, self._settled_s = True, None
         if self._settling and self._settled_s is not None and now_s >= self._settled_s:
             self._settling, self._settled_s = False, None
-            self._pending = self._pending or "refresh"
+            self._pending = self._pending or Trigger.REFRESH
 
     def _hear(self, view: JobView, now_s: float) -> None:
         if self._settling and self._settled_s is None:
@@ -195,7 +196,7 @@ class AllocatorCore:
             self._jobs[view.job] = _Job(
                 view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s
             )
-            self._urgent = "arrival"
+            self._urgent = Trigger.ARRIVAL
             return
         job.view, job.heard_s = view, now_s
         if self._settling:  # nothing was decided yet: what it has is what it is to have
@@ -203,7 +204,7 @@ class AllocatorCore:
         if self._config.rounds:
             return  # the next round looks at everything anyway
         news = is_news(job.decided_on, view, self._config.model_change)
-        if news == "limits":
+        if news == Trigger.LIMITS:
             self._urgent = self._urgent or news
         elif news:
             self._pending = self._pending or news
@@ -221,22 +222,22 @@ class AllocatorCore:
         except AllocationError:
             urgent = True
         if urgent:
-            self._urgent = self._urgent or "nodes"
+            self._urgent = self._urgent or Trigger.NODES
         else:
-            self._pending = self._pending or "nodes"
+            self._pending = self._pending or Trigger.NODES
 
     def _drop_silent(self, now_s: float) -> None:
         for name in [n for n, job in self._jobs.items() if now_s - job.heard_s > self._config.silence_s]:
             job = self._jobs.pop(name)
             silent_s = now_s - job.heard_s
             reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
-            self._record(now_s, "silence", name, sum(job.target.values()), {}, reason)
-            self._urgent = "end"
+            self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
+            self._urgent = Trigger.END
 
     # What to do
     # ----------------------------------------------------------------------------------------------
 
-    def _due(self, now_s: float) -> str | None:
+    def _due(self, now_s: float) -> Trigger | None:
         """The trigger of a decision that is due now."""
         if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
@@ -247,9 +248,9 @@ class AllocatorCore:
         if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
         rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
-        return "refresh" if rested else None
+        return Trigger.REFRESH if rested else None
 
-    def _decide(self, trigger: str, now_s: float) -> list[Allocate]:
+    def _decide(self, trigger: Trigger, now_s: float) -> list[Allocate]:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
         self._decided_s = now_s
@@ -262,7 +263,7 @@ class AllocatorCore:
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
             if not self._log or self._log[-1].reason != reason:
-                self._record(now_s, "refused", "", 0, {}, reason)
+                self._record(now_s, Trigger.REFUSED, "", 0, {}, reason)
             for job in self._jobs.values():
                 job.target = self._surviving(job.target)
             return []
@@ -281,7 +282,7 @@ class AllocatorCore:
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
-    def _carry_out(self, plan: Plan, trigger: str, now_s: float) -> list[Allocate]:
+    def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float) -> list[Allocate]:
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
             reason = plan.reasons.get(name, job.reason)
@@ -326,7 +327,7 @@ class AllocatorCore:
                 job.impossible_since_s = now_s if job.impossible_since_s is None else job.impossible_since_s
             elif job.impossible_since_s is not None:
                 job.impossible_since_s, job.told_impossible = None, False
-                self._urgent = self._urgent or "nodes"
+                self._urgent = self._urgent or Trigger.NODES
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
         """Tell such jobs so, once; nodes that are just joining get some time."""
@@ -345,7 +346,9 @@ class AllocatorCore:
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}
 
-    def _record(self, now_s: float, trigger: str, job: str, before: int, nodes: Mapping[str, int], reason: str) -> None:
+    def _record(
+        self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: str
+    ) -> None:
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

@@ -63,6 +63,10 @@ class Node:
         """Whether the node may be taken away; one that does not say so stays."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
+    def slots(self, bundle: Resources) -> int:
+        """How many workers of these resources fit into what is ``free``."""
+        return slots(self.free, bundle)
+
     def matches(self, label_selector: Mapping[str, str]) -> bool:
         """Whether this node satisfies every condition of the selector (``placement.cluster.labels``)."""
         return matches(self.labels, label_selector)

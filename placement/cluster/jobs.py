@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from placement.checks import check_number
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
 from placement.cluster.labels import check_selector
-from placement.cluster.progress import Oracle, Progress
+from placement.cluster.progress import Progress
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
@@ -58,19 +58,15 @@ class JobView:
             only limits, room and the user may stop it.
         label_selector: conditions on the labels of a worker's node (``placement.cluster.labels``); the types of GPU
             that it accepts are ``{"ray.io/accelerator-type": "in(T4,A100)"}``.
-        requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
         growth_limit: the most workers that exploration allows now, for policies that only know what the job has
             run itself; None where nothing limits it.
         attained_s: worker-seconds that the job has held so far.
         restarts: changes of its workers so far, the first start not counted.
-        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
-            left, where that was seen.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
         progress: how far it is; None if it does not tell.
         models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
-        oracle: what only a simulator can know.
         priority: higher ones get their minimum, and then their growth, before lower ones.
         tenant: whose job it is; tenants share the cluster by their weights.
         preemptible: whether it may be stopped, once it runs, for a job that comes before it.
@@ -98,17 +94,14 @@ class JobView:
     resize_cost_s: float = 0.2
     stop_cost_s: float | None = None
     label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    requested_workers: int | None = None
     growth_limit: int | None = None
     attained_s: float = 0.0
     restarts: int = 0
-    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     progress: Progress | None = None
     models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
     observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    oracle: Oracle | None = None
     priority: int = 0
     tenant: str = ""
     preemptible: bool = True
@@ -162,7 +155,6 @@ class JobView:
 
     def _check_history(self, where: str) -> None:
         for name, least in (
-            ("requested_workers", 1),
             ("growth_limit", 1),
             ("attained_s", 0),
             ("restarts", 0),
@@ -171,8 +163,6 @@ class JobView:
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)
-        if any(not factor >= 1 for factor in self.slow_nodes.values()):
-            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):

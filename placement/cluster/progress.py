@@ -1,4 +1,4 @@
-"""What a job may tell of itself beyond its limits: how far it is, and what only a simulator can know."""
+"""How far a job is, as it may tell."""
 
 from __future__ import annotations
 
@@ -37,23 +37,3 @@ class Progress:
         check_number("stride", self.stride, least=1, unit="epoch")
         if self.usual_epoch is not None:
             check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Oracle:
-    """Truth that no live job knows, for policies that were published with it.
-
-    Attributes:
-        step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes
-            as possible; it ends at the most workers that the batch can be split over.
-        remaining_steps: optimizer steps at the requested batch from the end of the present epoch to the end of the
-            last one; at least 1.
-    """
-
-    step_s: tuple[float, ...]
-    remaining_steps: float
-
-    def __post_init__(self) -> None:
-        if not self.step_s or any(not step_s > 0 for step_s in self.step_s):
-            raise ValueError(f"step_s must hold one time above 0 seconds or more, but got {self.step_s}")
-        check_number("remaining_steps", self.remaining_steps, least=0)

@@ -7,8 +7,9 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.cluster.jobs import JobView, SpotUse
-from placement.cluster.progress import Oracle, Progress
+from placement.cluster.jobs import SpotUse
+from placement.cluster.oracle import Oracle, TraceJobView
+from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -309,14 +310,14 @@ class SimulatedJob:
     # What it tells
     # ------------------------------------------------------------------------------------------------------------
 
-    def view(self) -> JobView:
+    def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
             cap = 1
         models = {g: model for g in self._measured if (model := self._model(g)) is not None}
-        return JobView(
+        return TraceJobView(
             job=self.name,
             bundle={"GPU": 1.0},
             max_workers=max(cap, self.trace.num_replicas) if self.requested else cap,

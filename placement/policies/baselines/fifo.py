@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.oracle import requested_workers
 from placement.policies.base import Target, admit, grow, held_reason
 from placement.policies.placing import WorstFitPlacer
 
@@ -29,7 +30,7 @@ class FifoPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
         order = sorted(jobs, key=lambda view: view.arrival)
-        if any(view.requested_workers is not None for view in jobs):
+        if any(requested_workers(view) is not None for view in jobs):
             return _in_line(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
@@ -48,7 +49,7 @@ def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
     kept = {view.job: placer.keep(view) for view in order if view.workers}
     blocked = ""
     for view in order:
-        asks = view.requested_workers or view.held_at or view.min_workers
+        asks = requested_workers(view) or view.held_at or view.min_workers
         nodes = kept.get(view.job) or (None if blocked else placer.spread(view, asks))
         if nodes is None:
             blocked = blocked or view.job

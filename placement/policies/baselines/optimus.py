@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.cluster.oracle import oracle_of
 from placement.policies.base import Admission, Target, admit, held_reason
 from placement.policies.growing import climb
 from placement.policies.placing import WorstFitPlacer
@@ -38,7 +39,7 @@ class OptimusPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        told = any(view.oracle is not None for view in jobs)
+        told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
         curves = _remaining_times(jobs, cluster, admission)
@@ -74,14 +75,15 @@ def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admis
     """Per job, remaining time [s] on 0..n workers (entry 0 is never)."""
     empty = FreeResources(cluster)
     admitted = [view for view in jobs if view.job in admission.floors]
-    rates = {view.job: _rates(view, empty) for view in admitted if view.oracle is None}
-    work = {view.job: _remaining_s(view) for view in admitted if view.oracle is None}
+    rates = {view.job: _rates(view, empty) for view in admitted if oracle_of(view) is None}
+    work = {view.job: _remaining_s(view) for view in admitted if oracle_of(view) is None}
     equal = any(each is None for each in work.values())
     times: dict[str, NDArray[np.float64]] = {}
     for view in admitted:
-        if view.oracle is not None:
-            steps = np.array([_NEVER_S, *view.oracle.step_s[: view.max_workers]])
-            times[view.job] = steps * view.oracle.remaining_steps
+        oracle = oracle_of(view)
+        if oracle is not None:
+            steps = np.array([_NEVER_S, *oracle.step_s[: view.max_workers]])
+            times[view.job] = steps * oracle.remaining_steps
         else:
             remaining_s = work[view.job]
             times[view.job] = np.minimum(1.0 / rates[view.job], _NEVER_S) * (1.0 if equal else remaining_s or 1.0)

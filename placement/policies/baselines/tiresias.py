@@ -9,6 +9,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.oracle import requested_workers
 from placement.policies.base import Target, admit, grow, held_reason
 from placement.policies.placing import WorstFitPlacer
 
@@ -19,7 +20,7 @@ class TiresiasPolicy:
 
     A job starts in the first queue and enters the second, for good, once it has held GPUs for
     ``threshold_s`` GPU-seconds. Each queue is first in, first out. A job that asks for a fixed number
-    (``JobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
+    (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
     ones keep their nodes. Jobs that ask for no number keep their minimum and grow in the order of the queues.
 
     It remembers in which order jobs entered the second queue.
@@ -43,7 +44,7 @@ class TiresiasPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
         order = self._queue(jobs)
-        if any(view.requested_workers is not None for view in jobs):
+        if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
@@ -88,4 +89,4 @@ class TiresiasPolicy:
 
 
 def _asks(view: JobView) -> int:
-    return view.requested_workers or view.held_at or view.min_workers
+    return requested_workers(view) or view.held_at or view.min_workers

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.allocator.events import DecisionRecord
+from placement.allocator.events import DecisionRecord, Trigger
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class SimulationReport:
             "cost_usd": self.cost,
             "rented_usd": self.rented.usd,
             "node_hours": dict(self.rented.node_hours),
-            "refused_decisions": sum(1 for record in self.log if record.trigger == "refused"),
+            "refused_decisions": sum(1 for record in self.log if record.trigger is Trigger.REFUSED),
             "decision_ms_mean": float(decision_ms.mean()),
             "decision_ms_p99": float(np.percentile(decision_ms, 99)),
             "decision_ms_max": float(decision_ms.max()),
