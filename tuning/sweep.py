@@ -152,8 +152,6 @@ class Sweep:
             self._idle[run] = ended
             self._ended(run, ended)
 
-    # -- for controllers ---------------------------------------------------------------------------------------
-
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """A worker process on the node, and whether it has ever answered; None for a run that nobody has told of."""
         return await self._processes.lend(run, node)
@@ -173,8 +171,6 @@ class Sweep:
         """
         if run in self._busy:
             self._held.hold(run, path, held[0])
-
-    # -- inside ------------------------------------------------------------------------------------------------
 
     def _runs(self, trial: str) -> bool:
         return any(each.trial == trial for each in self._busy.values())

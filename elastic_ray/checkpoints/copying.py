@@ -91,4 +91,4 @@ def copy_directory(
             each.answer.result()
     finally:
         for each in copies:
-            pool.give_up(each)
+            each.give_up()

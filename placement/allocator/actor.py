@@ -12,21 +12,20 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import RayActorError
 
 from placement.allocator.config import AllocatorConfig
+from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import (
-    Allocate,
     CoreSnapshot,
     DecisionRecord,
     Event,
-    Instruction,
     JobEnded,
     JobHeartbeat,
     NodesChanged,
@@ -51,12 +50,11 @@ NAME = "allocator"
 NAMESPACE = "elastic_ray"
 
 _POLL_S = 0.5
-_CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
+_READ_TIMEOUT_S = 5.0
 _HISTORY = 3  # snapshots of the nodes that are compared
 _ATTEMPTS = 5  # to replace an allocator that has no jobs
 _HEARINGS = 10
 _ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
-_QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
 _NO_PRICES = "budget_usd={:g} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
 
@@ -202,14 +200,10 @@ class Allocator:
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
-        self._controllers: dict[str, ActorHandle[Any]] = {}
+        self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
-        self._heard_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
         self._logged: DecisionRecord | None = None
-        self._calls: set[asyncio.Task[None]] = set()
-        self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
-        self._sending: set[tuple[str, type[Instruction]]] = set()
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
@@ -228,8 +222,7 @@ class Allocator:
         if root is not None and not self._knowledge_sync.knows(view.job):
             await self._knowledge_sync.open(view.job, root)  # before anything is decided about it
         self._knowledge_sync.heard(view)
-        self._controllers[view.job] = controller
-        self._heard_s[view.job] = time.time()
+        self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
         cluster = None if view.job in core.jobs else self._usable(view.job)
@@ -285,8 +278,6 @@ class Allocator:
                 await self._scaler.withdraw()
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
-    # ------------------------------------------------------------------------------------------------ inside
-
     async def _start(self) -> AllocatorCore:
         """The core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
         async with self._started:
@@ -309,15 +300,15 @@ class Allocator:
                     self._take_nodes()
                 self._handle(Tick())
                 self._scale()
-                self._ask_the_quiet()
-                self._spawn(self._knowledge_sync.save())
-                self._spawn(self._orphans.look(self._known(), time.time()))
+                self._controllers.ask_the_quiet()
+                self._controllers.spawn(self._knowledge_sync.save())
+                self._controllers.spawn(self._orphans.look(self._known(), time.time()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
         try:
-            nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_CALL_TIMEOUT_S)
+            nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays
             logger.warning("Ray's nodes could not be read: %s", error)
             return None
@@ -361,49 +352,20 @@ class Allocator:
             self._scaler.look(self._core.views(now_s), self._present(), now_s)
 
     def _forget(self, job: str, view: JobView | None = None) -> None:
-        self._controllers.pop(job, None)
-        self._heard_s.pop(job, None)
+        self._controllers.forget(job)
         self._ended_s[job] = time.time()
         if self._scaler is not None:
             logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
         self._handle(JobEnded(job=job, view=view))
         self._knowledge_sync.ended(job)
-        self._spawn(self._knowledge_sync.save())
+        self._controllers.spawn(self._knowledge_sync.save())
 
     def _handle(self, event: Event) -> None:
         assert self._core is not None, "events come after the start"
         instructions = self._core.handle(event, time.time())
         self._log_news()
         for instruction in instructions:
-            self._post(instruction)
-
-    def _post(self, instruction: Instruction) -> None:
-        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
-        address = (instruction.job, type(instruction))
-        self._outbox[address] = instruction
-        if address not in self._sending:
-            self._sending.add(address)
-            self._spawn(self._send(address))
-
-    async def _send(self, address: tuple[str, type[Instruction]]) -> None:
-        try:
-            while (instruction := self._outbox.pop(address, None)) is not None:
-                await self._carry_out(instruction)
-        finally:
-            self._sending.discard(address)
-
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        # The loop keeps only weak references to its tasks.
-        task = asyncio.get_running_loop().create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-    def _ask_the_quiet(self) -> None:
-        """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
-        now_s = time.time()
-        for job, heard_s in self._heard_s.items():
-            if now_s - heard_s > _QUIET_S and job in self._controllers:
-                self._spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
+            self._controllers.post(instruction)
 
     def _log_news(self) -> None:
         """One line per decision that was made since the last call."""
@@ -419,24 +381,7 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
         self._logged = log[-1] if log else None
 
-    async def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Allocate):
-            nodes = dict(instruction.nodes)
-            await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
-        else:
-            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
-
-    async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
-        """Call one controller; never wait for a slow one, and never let a broken one harm the others."""
-        controller = self._controllers.get(job)
-        if controller is None:
-            return
-        try:
-            await asyncio.wait_for(call(controller), timeout=_CALL_TIMEOUT_S)
-        except ActorDiedError:  # not ActorUnavailableError: that one may come back
-            if self._controllers.get(job) is controller:
-                logger.warning("job %s: its controller is gone", job)
-                self._forget(job)
-                self._spawn(self._orphans.release(job))
-        except Exception as error:  # also a time-out: the next heartbeat leads to a reminder
-            logger.warning("job %s: its controller did not answer: %r", job, error)
+    def _mourn(self, job: str) -> None:
+        """A job's controller is gone for good: what it held is given back for it."""
+        self._forget(job)
+        self._controllers.spawn(self._orphans.release(job))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +23,7 @@ from placement.allocator.events import (
     Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
+from placement.allocator.known_job import KnownJob
 from placement.allocator.news import is_news
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
@@ -31,19 +31,6 @@ from placement.knowledge.knowledge import Knowledge
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.base import Policy
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Job:
-    """Soft state about one job; the controller's next heartbeat could rebuild all of it."""
-
-    view: JobView
-    decided_on: JobView  # the view that the last decision saw; news is what differs from it
-    target: Mapping[str, int]
-    reason: str
-    heard_s: float
-    impossible_since_s: float | None = None
-    told_impossible: bool = False
 
 
 class AllocatorCore:
@@ -76,7 +63,7 @@ class AllocatorCore:
         self._cluster = Cluster()
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, KnownJob] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._settling = settling
         self._settled_s: float | None = None
@@ -169,16 +156,13 @@ class AllocatorCore:
             changed += self._remind(event.view.job, changed)
         return [*told, *changed]
 
-    # What happened
-    # -------------------------------------------------------------------------------------------
-
     def _watch_the_clock(self, now_s: float) -> None:
         gap = now_s - self._event_s if self._event_s is not None else 0.0
         self._event_s = now_s
         if gap > self._config.silence_s and self._jobs:
             # Not the jobs were silent: this process slept. Listen again before judging anybody.
             for job in self._jobs.values():
-                job.heard_s = now_s
+                job.excuse(now_s)
             self._settling, self._settled_s = True, None
         if self._settling and self._settled_s is not None and now_s >= self._settled_s:
             self._settling, self._settled_s = False, None
@@ -192,15 +176,12 @@ class AllocatorCore:
             self._knowledge.learn(view, now_s)
         job = self._jobs.get(view.job)
         if job is None:
-            reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
-            self._jobs[view.job] = _Job(
-                view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s
-            )
+            self._jobs[view.job] = KnownJob.arrived(view, now_s)
             self._urgent = Trigger.ARRIVAL
             return
-        job.view, job.heard_s = view, now_s
+        job.hear(view, now_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
-            job.target = dict(view.allocation)
+            job.give(dict(view.allocation))
         if self._config.rounds:
             return  # the next round looks at everything anyway
         news = is_news(job.decided_on, view, self._config.model_change)
@@ -234,9 +215,6 @@ class AllocatorCore:
             self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
             self._urgent = Trigger.END
 
-    # What to do
-    # ----------------------------------------------------------------------------------------------
-
     def _due(self, now_s: float) -> Trigger | None:
         """The trigger of a decision that is due now."""
         if not self._jobs or not self._cluster.nodes:
@@ -256,7 +234,7 @@ class AllocatorCore:
         self._decided_s = now_s
         views = self.views(now_s)
         for job in self._jobs.values():
-            job.decided_on = job.view
+            job.decided()
         try:
             plan = self._plan(views, self._cluster, now_s)
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
@@ -265,7 +243,7 @@ class AllocatorCore:
             if not self._log or self._log[-1].reason != reason:
                 self._record(now_s, Trigger.REFUSED, "", 0, {}, reason)
             for job in self._jobs.values():
-                job.target = self._surviving(job.target)
+                job.give(self._surviving(job.target))
             return []
         self._guaranteed = plan.guaranteed
         return self._carry_out(plan, trigger, now_s)
@@ -288,11 +266,11 @@ class AllocatorCore:
             reason = plan.reasons.get(name, job.reason)
             if reason != job.reason and not job.target and name not in plan.allocation:
                 instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
-            job.reason = reason
+            job.explain(reason)
         for change in diff(self._targets(), plan.allocation):
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
-            job.target = change.after
+            job.give(change.after)
             self._changed_s = now_s
             instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason))
         return instructions
@@ -321,24 +299,16 @@ class AllocatorCore:
             kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
-            reason = reasons[kind]
-            if reason is not None:
-                job.reason = reason
-                job.impossible_since_s = now_s if job.impossible_since_s is None else job.impossible_since_s
-            elif job.impossible_since_s is not None:
-                job.impossible_since_s, job.told_impossible = None, False
+            if job.judge(reasons[kind], now_s):
                 self._urgent = self._urgent or Trigger.NODES
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
         """Tell such jobs so, once; nodes that are just joining get some time."""
-        told: list[Instruction] = []
-        for name, job in self._jobs.items():
-            since_s = job.impossible_since_s
-            if since_s is None or job.told_impossible or now_s - since_s < self._config.unsatisfiable_s:
-                continue
-            job.told_impossible = True
-            told.append(Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable)))
-        return told
+        return [
+            Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
+            for name, job in self._jobs.items()
+            if job.tell_impossible(now_s, self._config.unsatisfiable_s)
+        ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
         return {node: workers for node, workers in target.items() if node in self._node_ids}

@@ -171,9 +171,6 @@ class Autoscaler:
         leaving = tuple(sorted(surplus - set(release)))
         return self._decided(target, release, leaving, fleet, wants, there, now_s)
 
-    # What is there
-    # ------------------------------------------------------------------------------------------------------------
-
     def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
         """Nodes by type, without those on their way out."""
         there: dict[str, list[Node]] = {each.name: [] for each in self._types}
@@ -243,9 +240,6 @@ class Autoscaler:
             bill.attained_s = view.attained_s
         self._forgotten -= forgotten
 
-    # What should be there
-    # ------------------------------------------------------------------------------------------------------------
-
     def _used(
         self,
         target: Mapping[str, int],
@@ -312,9 +306,6 @@ class Autoscaler:
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
         return make_plan(self._policy, views, cluster, now_s, self._constraints).allocation
-
-    # What is said
-    # ------------------------------------------------------------------------------------------------------------
 
     def _decided(
         self,

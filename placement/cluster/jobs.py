@@ -278,7 +278,7 @@ def _fitted_speeds(
     values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
     positive = values[values > 0]
     speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
-    speed.flags.writeable = False
+    speed.setflags(write=False)
     return speed
 
 
@@ -298,5 +298,5 @@ def _fitted_goodputs(
         accumulation=accumulation,
     )
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
-    values.flags.writeable = False
+    values.setflags(write=False)
     return values

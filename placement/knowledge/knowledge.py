@@ -73,6 +73,15 @@ class _Family:
         self.most = max(self.most, observation.replicas)
         return True
 
+    def observations(self, now_s: float, forget_s: float) -> tuple[Observation, ...]:
+        """What was measured, shape by shape; what is older than ``forget_s`` is forgotten."""
+        old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
+        for shape in old:
+            del self.seen[shape]
+        if self.told is None or old:
+            self.told = tuple(observation for _, (observation, _) in sorted(self.seen.items()))
+        return self.told
+
 
 class Knowledge:
     """Observations of all jobs that were heard of, by fingerprint and GPU type.
@@ -145,9 +154,6 @@ class Knowledge:
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
-    # What others may know of it
-    # ------------------------------------------------------------------------------------------------------------
-
     def complete(self, view: JobView, now_s: float) -> JobView:
         """The view with what others have measured where the job itself has not.
 
@@ -167,7 +173,7 @@ class Knowledge:
         for gpu, family in families.items():
             if not family.seen:
                 continue
-            told = self._told(family, now_s)
+            told = family.observations(now_s, self._config.forget_s)
             model = self._model(family, told, fixed_batch=view.max_batch_size is None)
             own = models.get(gpu, view.goodput)
             noise = own.noise if own is not None else _noise(family, view)
@@ -203,14 +209,6 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
-    def _told(self, family: _Family, now_s: float) -> tuple[Observation, ...]:
-        old = [shape for shape, (_, seen_s) in family.seen.items() if now_s - seen_s > self._config.forget_s]
-        for shape in old:
-            del family.seen[shape]
-        if family.told is None or old:
-            family.told = tuple(observation for _, (observation, _) in sorted(family.seen.items()))
-        return family.told
-
     def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
         if not told:
             return None
@@ -219,9 +217,6 @@ class Knowledge:
             model = fit(told, fixed_batch=fixed_batch)
             family.fits[fixed_batch] = model, len(told)
         return model
-
-    # What is kept
-    # ------------------------------------------------------------------------------------------------------------
 
     def measurements(self, fingerprints: Collection[str]) -> Measurements:
         """All that is known of these models, for keeping."""

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Knowledge
@@ -34,6 +34,37 @@ class _RootState:
     saved_s: float = 0.0
     hurry: bool = False
     saving: bool = False
+
+    def know(self, fingerprints: Iterable[str]) -> None:
+        """Jobs of these models use it."""
+        self.fingerprints.update(fingerprints)
+
+    def is_due(self, version: int, *, now: bool) -> bool:
+        """Whether news is to be written there now; then it counts as being written."""
+        if version == self.version:
+            self.hurry = False
+            return False
+        due = now or self.hurry or time.monotonic() - self.saved_s >= _EVERY_S
+        if not due or self.saving or not self.loading.done():
+            return False
+        self.saving = True
+        return True
+
+    def begin(self) -> None:
+        """What is known now is being written."""
+        self.hurry, self.saved_s = False, time.monotonic()
+
+    def written(self, version: int) -> None:
+        """So much of what is known is written."""
+        self.version = version
+
+    def over(self) -> None:
+        """The writing has come to its end, well or not."""
+        self.saving = False
+
+    def hurry_up(self) -> None:
+        """Its cluster may be gone soon."""
+        self.hurry = True
 
 
 class KnowledgeSync:
@@ -76,44 +107,40 @@ class KnowledgeSync:
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
-        self._roots[key].fingerprints |= {step.fingerprint for step in measurements.steps}
+        self._roots[key].know(step.fingerprint for step in measurements.steps)
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
         """A job's heartbeat."""
         if view.fingerprint is not None and view.job in self._root_of_job:
-            self._root_of_job[view.job].fingerprints.add(view.fingerprint)
+            self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
         """A job is over: its cluster may be gone soon, so what it has measured is written at once."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
-            root.hurry = True
+            root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
         """Write what is new, where that is due (or everywhere, and wait for that a little)."""
         for key, root in self._roots.items():
-            due = now or root.hurry or time.monotonic() - root.saved_s >= _EVERY_S
-            if due and root.version != self._knowledge.version and root.loading.done() and not root.saving:
-                root.saving = True
+            if root.is_due(self._knowledge.version, now=now):
                 task = asyncio.get_running_loop().create_task(self._save(key, root))
                 self._saves.add(task)
                 task.add_done_callback(self._saves.discard)
-            elif root.version == self._knowledge.version:
-                root.hurry = False
         if now and self._saves:
             await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
     async def _save(self, key: tuple[str, str], root: _RootState) -> None:
         version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints)
-        root.hurry, root.saved_s = False, time.monotonic()
+        root.begin()
         try:
             if measurements.steps:
                 await root.calls.run(
                     "writing what jobs have measured", lambda: root.store.save(measurements), timeout_s=_CALL_TIMEOUT_S
                 )
-            root.version = version
+            root.written(version)
         except Exception as error:  # the next round tries again
             logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)
         finally:
-            root.saving = False
+            root.over()

@@ -23,10 +23,10 @@ from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
-from placement.simulator.nodes.scaling import ScalingDriver
 from placement.simulator.results.fairness import rho
 from placement.simulator.results.report import JobReport, Rented, SimulationReport
 from placement.simulator.rules import Rules, make_rules
+from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
 from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
@@ -266,7 +266,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
             raise RuntimeError(f"{len(present)} jobs never end, the first is {present[0].name!r}; is it ever served?")
         while arriving and arriving[0].trace.time_s <= now_s:
             present.append(arriving.popleft())
-            present[-1].now_s = now_s - round_s
+            present[-1].arrive(now_s - round_s)
         for job in present:
             job.advance(now_s - job.now_s)
             if job.finished_s is not None:

@@ -127,6 +127,14 @@ class SimulatedJob:
         """The global batch it may not leave [samples]; None adapts."""
         return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
 
+    def arrive(self, now_s: float) -> None:
+        """It comes, or its clock starts with the round before it was seen."""
+        self.now_s = now_s
+
+    def share(self, models: Mapping[str, GoodputModel]) -> None:
+        """What jobs of the same application know together, by GPU type."""
+        self.shared = models
+
     def place(self, location: Location | None) -> None:
         """Give it other workers, or none; what that costs is for the rules to say."""
         before, self.location = self.location, location
@@ -147,9 +155,6 @@ class SimulatedJob:
         else:
             self.restarts += 1
         self._choose_batch()
-
-    # Time
-    # ------------------------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
         """Let time pass under the present placement; stops at its completion."""
@@ -175,6 +180,10 @@ class SimulatedJob:
         own_s = min(self.now_s + self.restart_left_s + missing / self._rate(), self.joined_s)
         return max(own_s, self.now_s + _SOON_S)
 
+    def leave(self) -> None:
+        """It is done, and gives its GPUs back."""
+        self.location = None
+
     def lose_workers(self) -> None:
         """All its workers died at once: it goes on from the end of the last epoch."""
         self.progress = self.app.progress_at(self.epoch)
@@ -190,6 +199,10 @@ class SimulatedJob:
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
         self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
         self.slowdown = max(nodes.values(), default=1.0)
+
+    def see_shared_link(self, loss: float) -> None:
+        """Another job on its nodes takes this part of its speed."""
+        self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
         """Slow nodes that it has or remembers, by how much."""
@@ -278,9 +291,6 @@ class SimulatedJob:
                 self._learn(gpu, (1, 1, local), *table.times((1,), local))
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
-    # What it does with its workers
-    # ------------------------------------------------------------------------------------------------------------
-
     def _choose_batch(self) -> None:
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         replicas, gpu = self.training.workers, self.training.gpu
@@ -306,9 +316,6 @@ class SimulatedJob:
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
         return GoodputModel(fitted(tuple(known.values())), noise, self.app.init_batch_size)
-
-    # What it tells
-    # ------------------------------------------------------------------------------------------------------------
 
     def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""

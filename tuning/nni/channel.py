@@ -11,8 +11,7 @@ import nni.trial
 from nni.runtime.trial_command_channel import TrialCommandChannel, set_default_trial_command_channel
 
 import elastic_ray
-from tuning.nni.loop import PARAMETER
-from tuning.nni.wire import DEFAULT, FINAL, TrialId
+from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
 class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types

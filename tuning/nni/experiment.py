@@ -219,8 +219,6 @@ class Experiment:
         ordered = tuple(sorted(trials, key=lambda each: each.sequence))
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _context(self) -> ExperimentContext:
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:

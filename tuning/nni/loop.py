@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.worker.train_loop import Packed
-from tuning.nni.wire import TrialId
+from tuning.nni.wire import PARAMETER, TrialId
 
-PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
 _CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 

@@ -143,8 +143,6 @@ class TrialServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _accept(self) -> None:
         while self._open:
             try:

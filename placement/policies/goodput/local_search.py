@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from placement.cluster.packing import pack
 from placement.goodput.table import Ints
@@ -14,6 +16,8 @@ from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes
 from placement.policies.goodput.objective import UtilityFunction, worth_of
 from placement.policies.goodput.tables import UNPLACED, Instance, Placement
+
+_T = TypeVar("_T", bound=np.generic)
 
 _RUNNING = 1.5  # a waiting job must weigh so many times more than a running one to take its place
 _ROUNDING = 1e-9
@@ -150,6 +154,7 @@ def _alternatives(
     valid: Sequence[bool],
     floors: Mapping[int, tuple[int, int]],
 ) -> _Alternatives:
+    """What the admitted jobs may have, and what each of it is worth."""
     jobs = sorted(floors)
     rows = np.array(jobs, dtype=np.int64)
     here = np.array([present[j].workers for j in jobs], dtype=np.int64)
@@ -161,37 +166,16 @@ def _alternatives(
     if not instance.alike:
         possible &= instance.pool_of == floor_pool[:, np.newaxis]  # room on real nodes was promised in that pool
     width = (len(jobs), len(instance.sizes))
-    workers = np.concatenate(
-        [np.broadcast_to(instance.sizes, width), floor[:, np.newaxis], np.maximum(here, 1)[:, np.newaxis]], axis=1
-    )
-    pool_of = np.concatenate(
-        [np.broadcast_to(instance.pool_of, width), floor_pool[:, np.newaxis], np.maximum(pool, 0)[:, np.newaxis]],
-        axis=1,
-    )
-    speed_here = instance.speed_at(present)[rows]
-    speed = np.concatenate(
-        [
-            instance.speed[rows],
-            _floor_speed(instance, rows, floor, floor_pool)[:, np.newaxis],
-            speed_here[:, np.newaxis],
-        ],
-        1,
-    )
-    allowed = np.concatenate(
-        [possible, np.ones((len(jobs), 1), np.bool_), (stays & (~held | (here == floor)))[:, np.newaxis]], 1
-    )
+    workers = _columns(np.broadcast_to(instance.sizes, width), floor, np.maximum(here, 1))
+    pool_of = _columns(np.broadcast_to(instance.pool_of, width), floor_pool, np.maximum(pool, 0))
+    floor_speed = _floor_speed(instance, rows, floor, floor_pool)
+    speed = _columns(instance.speed[rows], floor_speed, instance.speed_at(present)[rows])
+    allowed = _columns(possible, np.ones(len(jobs), np.bool_), stays & (~held | (here == floor)))
     same = np.zeros_like(allowed)
     same[:, -1] = True
     fewer = (here[:, np.newaxis] > 0) & (workers <= here[:, np.newaxis])
-    part = dataclasses.replace(
-        utility,
-        weight=utility.weight[rows],
-        left_s=utility.left_s[rows],
-        cost_s=utility.cost_s[rows],
-        horizon_s=utility.horizon_s[rows],
-    )
     same[here == 0] = True  # a start costs the same now and later
-    values = np.where(allowed, part.values(speed, fewer, same), -np.inf)
+    values = np.where(allowed, utility.of(rows).values(speed, fewer, same), -np.inf)
     sizes = workers * np.take_along_axis(instance.unit[rows], pool_of, axis=1)
     base = np.full(len(jobs), len(instance.sizes), dtype=np.int64)
     # Shares of different resources may add up to more than 1; the floors do fit, since they were put on nodes.
@@ -203,6 +187,11 @@ def _alternatives(
     return _Alternatives(
         instance=instance, present=present, floors=floors, jobs=jobs, options=options, workers=workers, regular=regular
     )
+
+
+def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:
+    """A table of all options: those of the instance, then each job's floor, then staying as it is."""
+    return np.concatenate([options, floor[:, np.newaxis], stay[:, np.newaxis]], axis=1)
 
 
 def _floor_speed(

@@ -35,6 +35,11 @@ class UtilityFunction:
     hysteresis: float
     crowded: bool
 
+    def of(self, jobs: NDArray[np.int64]) -> UtilityFunction:
+        """The same for some of the jobs."""
+        parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
+        return dataclasses.replace(self, **parts)
+
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
         """weight x phi(speed x discount), (J, C).
 

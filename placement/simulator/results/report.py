@@ -9,15 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement.allocator.events import DecisionRecord, Trigger
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """From this moment on, the job has these workers per node id (none: it waits, or is over)."""
-
-    time_s: float
-    job: str
-    nodes: Mapping[str, int]
+from placement.simulator.world import Placed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
