@@ -80,11 +80,12 @@ def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGri
     """
     top = min(total, most)
     wanted = tuple(sorted({size for size in extra if 1 <= size <= top}))
-    return _menu(node, top, wanted)
+    return _size_grid(node, top, wanted)
 
 
 @functools.lru_cache(maxsize=256)
-def _menu(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
+def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
+    """The grid up to ``top``; decisions ask for the same few again and again."""
     regular = set(wanted)
     size = 1
     while size <= min(node, top):

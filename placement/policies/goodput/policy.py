@@ -138,6 +138,7 @@ class GoodputPolicy:
         speed: float,
         waits: str | None,
     ) -> Target:
+        """What one job is to have, where, and why."""
         before, after = placements
         if not after.place:
             return Target(workers=0, reason=f"goodput: {waits or 'waits: nothing is left'}")

@@ -200,6 +200,7 @@ def _speeds(
     low: Ints,
     cache: GoodputCache,
 ) -> tuple[Floats, Floats]:
+    """Speed of every option, and each job's goodput on its smallest size [samples/s], 0 without a model."""
     rates = np.full(nodes.shape, np.nan)
     if not nodes.size:
         return rates, np.zeros(len(views))
