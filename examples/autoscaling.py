@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # One thread per worker, for eight of them share two cores; read when torch is imported, here and in workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +35,7 @@ from placement import AllocatorConfig, AutoscalerConfig, Autoscaling, NodeType, 
 
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # as Ray's provider of logical nodes has it
 MARKET = "ray.io/market-type"
+SpotUse = Literal["avoid", "prefer", "mixed"]
 TIME_LIMIT_S = 300.0
 COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"),
@@ -140,7 +141,7 @@ class LocalAutoscalingCluster:
         return self
 
     def __exit__(self, *error: object) -> None:
-        nodes = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != HEAD_ID]  # type: ignore[no-untyped-call]
+        nodes = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != HEAD_ID]
         ray.shutdown()
         if self._process is not None:
             self._process.terminate()
@@ -194,7 +195,7 @@ def train(config: dict[str, Any]) -> None:
         er.report({"epoch": epoch, "samples": sums["samples"], "loss": sums["loss"] / sums["samples"]})
 
 
-def submit(name: str, folder: str, *, workers: tuple[int, int], epochs: int, spot: str) -> er.JobHandle:
+def submit(name: str, folder: str, *, workers: tuple[int, int], epochs: int, spot: SpotUse) -> er.JobHandle:
     """One job."""
     return er.ElasticTrainer(
         train,
@@ -203,7 +204,7 @@ def submit(name: str, folder: str, *, workers: tuple[int, int], epochs: int, spo
         run_config=ray.train.RunConfig(
             name=name, storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=3)
         ),
-        scheduling_config=er.SchedulingConfig(spot=spot),  # type: ignore[arg-type]
+        scheduling_config=er.SchedulingConfig(spot=spot),
     ).submit()
 
 
@@ -222,7 +223,7 @@ class Story:
 
     def look(self, jobs: Mapping[str, er.JobHandle], allocator: Any) -> None:
         """Say what is new about nodes and jobs."""
-        there = {n["NodeID"]: n["Labels"].get(MARKET, "head") for n in ray.nodes() if n["Alive"]}  # type: ignore[no-untyped-call]
+        there = {n["NodeID"]: n["Labels"].get(MARKET, "head") for n in ray.nodes() if n["Alive"]}
         for node in there.keys() - self._nodes.keys():
             self.say(f"node {node[-5:]} ({there[node]}) is there")
         for node in self._nodes.keys() - there.keys():

@@ -13,31 +13,33 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in workers
 
-from placement.cluster.cluster import slots
+from placement import Cluster, JobView, get_or_create_allocator
 
 
-def least_left_first(jobs: Any, cluster: Any, now_s: float) -> dict[str, int]:
+def least_left_first(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
     """Everybody's minimum; what is left goes to the job that has the fewest epochs to go, then to the next one.
 
     Answers with a number of workers for every job, 0 to let it wait. What a job tells of itself is described in
-    ``placement.cluster.jobs.JobView``; a number that breaks a rule is refused, and jobs keep what they have.
+    ``placement.JobView``; a number that breaks a rule is refused, and jobs keep what they have.
     """
-    room = sum(slots(node.free, jobs[0].bundle) for node in cluster.nodes if not node.draining)
+    room = sum(node.slots(jobs[0].bundle) for node in cluster.nodes if not node.draining)
     sizes = {job.job: 0 for job in jobs}
-    for wanted in (lambda job: job.min_workers, lambda job: job.useful_workers):
+    for growing in (False, True):
         for job in sorted(jobs, key=epochs_left):
-            more = min(wanted(job) - sizes[job.job], room)
+            wanted = job.useful_workers if growing else job.min_workers
+            more = min(wanted - sizes[job.job], room)
             if sizes[job.job] + more >= job.min_workers:
                 sizes[job.job] += more
                 room -= more
     return sizes
 
 
-def epochs_left(job: Any) -> float:
+def epochs_left(job: JobView) -> float:
     """As declared with ``remaining_epochs_until``, less those finished; a job that has not begun comes first."""
     return (job.progress.epochs or float("inf")) - len(job.progress.epoch_ends) if job.progress else 0.0
 
@@ -73,15 +75,15 @@ def main() -> None:
     import elastic_ray as er
 
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    get_or_create_allocator(least_left_first)  # before the first job; it holds for all jobs of the cluster
     folder = tempfile.mkdtemp()
 
-    def submit(name: str, epochs: int) -> Any:
+    def submit(name: str, epochs: int) -> er.JobHandle:
         return er.ElasticTrainer(
             train,
             train_loop_config={"epochs": epochs},
             scaling_config=ray.train.ScalingConfig(num_workers=(1, 4), resources_per_worker={"CPU": 1}),
             run_config=ray.train.RunConfig(name=name, storage_path=folder),
-            policy=least_left_first,
         ).submit()
 
     begin_s, shown = time.monotonic(), ""

@@ -207,7 +207,7 @@ def summary(demo: Demo) -> bool:
         count = [event.kind for event in job.events].count
         pause = max(event.pause_s for event in job.events)
         show(
-            f"  {name:<5} {job.ended_s - job.submitted_s:>4.0f} s {count(er.EventKind.RESIZE):>8} "
+            f"  {name:<5} {(job.ended_s or 0.0) - job.submitted_s:>4.0f} s {count(er.EventKind.RESIZE):>8} "
             f"{count(er.EventKind.FAILURE):>9} {pause:>12.2f} s {accuracy:>9.3f}  {batch_sizes(job)}"
         )
     return good

@@ -68,7 +68,7 @@ def digits() -> dict[str, Any]:
     return {"images": images.astype("uint8"), "labels": labels.astype("uint8")}
 
 
-def split(images: Any, labels: Any) -> tuple[Subset, Subset]:
+def split(images: Any, labels: Any) -> tuple[Subset[Any], Subset[Any]]:
     """1437 digits to train on, 360 held out."""
     dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels, dtype=torch.int64))
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()

@@ -108,7 +108,8 @@ def neighbour(directory: str, constants: dict[str, Any]) -> er.JobHandle:
 def show(grid: tune.ResultGrid, job: er.JobHandle, took_s: float) -> None:
     """Sizes of all trials epoch by epoch, the other job, and the best configuration."""
     print(f"\n{'trial':<6} {'lr':>7} {'width':>6} {'batch':>6} {'accuracy':>9}  workers after each epoch")
-    for number, result in enumerate(grid):
+    results = [grid[number] for number in range(len(grid))]
+    for number, result in enumerate(results):
         config, sizes = result.config, [int(size) for size in result.metrics_dataframe["workers"]]
         print(
             f"{number:<6} {config['lr']:>7.4f} {config['width']:>6} {config['batch_size']:>6} "
@@ -119,7 +120,7 @@ def show(grid: tune.ResultGrid, job: er.JobHandle, took_s: float) -> None:
     print(f"neighbour: accuracy {job.result().metrics['accuracy']:.3f}, sizes {' '.join(map(str, sizes))}")
     moved = sum(
         before != after
-        for result in grid
+        for result in results
         for before, after in itertools.pairwise(result.metrics_dataframe["workers"].tolist())
     )
     best = grid.get_best_result()

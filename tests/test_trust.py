@@ -16,7 +16,7 @@ ALLOWED = {
     "elastic_ray/sealed.py": "what the user's function returned, in the user's driver; a copy of an exception",
     "elastic_ray/data/arrow.py": "a copy of an object of this process",
     "elastic_ray/driver/trainer.py": "a copy of an object of this process: whether it can be sent at all",
-    "placement/allocator/policy_parcel.py": "the user's policy, which came through Ray to be run in the allocator",
+    "placement/allocator/packed_policy.py": "the user's policy, which came through Ray to be run in the allocator",
     "tuning/nni/searching.py": "the tuner's memory that Tuner.restore() asks for, as it does of every Searcher: Tune "
     "itself unpickles the files beside it",
 }

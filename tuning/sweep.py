@@ -19,8 +19,8 @@ from elastic_ray.job_spec import JobSpec
 from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
 from tuning.held import HeldCheckpoints
-from tuning.process_pool import ProcessPool
-from tuning.trials import Promise, Standing, weights
+from tuning.sweep_processes import SweepProcesses
+from tuning.trials import Promise, TrialRecord, weights
 
 logger = logging.getLogger("tuning.sweep")
 
@@ -86,12 +86,12 @@ class Sweep:
         self._start = start
         self._name = name
         self._promise = promise
-        self._standings: dict[str, Standing] = {}
+        self._records: dict[str, TrialRecord] = {}
         self._told: dict[str, float] = {}
         self._busy: dict[str, _Run] = {}
         self._idle: dict[str, _Run] = {}
         self._ending: dict[str, _Run] = {}  # take no other trial
-        self._processes = ProcessPool(name)
+        self._processes = SweepProcesses(name)
         self._held = HeldCheckpoints()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
@@ -133,15 +133,15 @@ class Sweep:
     def _begun(self, run: str, begun: _Run) -> None:
         self._busy[run] = begun
         self._since_s = time.monotonic()
-        standing = self._standings.get(begun.trial, Standing(trial=begun.trial))
-        self._standings[begun.trial] = dataclasses.replace(standing, running=True)
+        record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
+        self._records[begun.trial] = dataclasses.replace(record, running=True)
         self._told.pop(begun.trial, None)
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
         """A trial has reported: the compared metric after each report of this run, which went on after ``before``."""
-        standing = self._standings.get(trial, Standing(trial=trial)).told(before, values)
-        self._standings[trial] = dataclasses.replace(standing, running=self._runs(trial))
+        record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
+        self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
 
     async def closed(self, run: str) -> None:
@@ -150,8 +150,6 @@ class Sweep:
         if ended is not None:
             self._idle[run] = ended
             self._ended(run, ended)
-
-    # -- for controllers ---------------------------------------------------------------------------------------
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """A worker process on the node, and whether it has ever answered; None for a run that nobody has told of."""
@@ -173,20 +171,18 @@ class Sweep:
         if run in self._busy:
             self._held.hold(run, path, held[0])
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _runs(self, trial: str) -> bool:
         return any(each.trial == trial for each in self._busy.values())
 
     def _ended(self, run: str, ended: _Run) -> None:
         trial, keep_s = ended.trial, ended.kind.trial.keep_s if ended.kind.trial is not None else 0.0
         self._held.over(run, time.monotonic() + keep_s)  # the process that owns it waits as long, too
-        if trial in self._standings:
-            self._standings[trial] = dataclasses.replace(self._standings[trial], running=self._runs(trial))
+        if trial in self._records:
+            self._records[trial] = dataclasses.replace(self._records[trial], running=self._runs(trial))
         self._weigh()
 
     def _weigh(self) -> None:
-        weighed = weights(list(self._standings.values()), self._promise)
+        weighed = weights(list(self._records.values()), self._promise)
         for each in self._busy.values():
             weight, before = weighed.get(each.trial), self._told.get(each.trial, 1.0)
             if weight is not None and abs(weight.value - before) > _NEWS * before:

@@ -189,8 +189,6 @@ class TrialJob:
         self._run = f"{self._sweep}-{secrets.token_hex(4)}"  # of this job, which may be one of several of the trial
         self._handle = self._find() or self._start(config)
 
-    # -- a front's side ----------------------------------------------------------------------------------------
-
     @property
     def status(self) -> JobStatus:
         """The job, as the last renewal of its lease found it."""
@@ -243,8 +241,6 @@ class TrialJob:
                 return
         self._delete_untaken()
         self._tell("closed", self._run)
-
-    # -- inside ------------------------------------------------------------------------------------------------
 
     def _compare(self, report: Report, promise: Promise) -> None:
         """Let the sweep know how good the trial is by now."""

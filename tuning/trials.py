@@ -19,6 +19,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from placement.checks import check_number
+
 _MOST = 4.0
 
 
@@ -49,8 +51,7 @@ class Promise:
             raise ValueError(
                 f"grace_period must be between 1 and max_t ({self.max_t}) reports, but got {self.grace_period}"
             )
-        if not self.reduction_factor > 1:
-            raise ValueError(f"reduction_factor must be above 1, but got {self.reduction_factor}")
+        check_number("reduction_factor", self.reduction_factor, above=1)
 
     @property
     def patience(self) -> int:
@@ -66,7 +67,7 @@ class Promise:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class TrialRecord:
     """How far a trial is, and how good it was on the way.
 
     Attributes:
@@ -79,35 +80,35 @@ class Standing:
     values: tuple[float, ...] = ()
     running: bool = True
 
-    def told(self, before: int, values: tuple[float, ...]) -> Standing:
+    def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
         """As a run of the trial leaves it that has gone on after so many reports, and has made these since."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class TrialWeight:
     """What a running trial's speed is to count, and why."""
 
     value: float
     reason: str
 
 
-def weights(standings: Sequence[Standing], promise: Promise | None) -> dict[str, Weight]:
+def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
     """A weight for every running trial; the better of two that are equally far never weighs less.
 
     Args:
-        standings: all trials of the sweep that are known, also those that do not run any more.
+        records: all trials of the sweep that are known, also those that do not run any more.
         promise: by what they are compared; None weighs all alike.
     """
-    running = [each for each in standings if each.running]
+    running = [each for each in records if each.running]
     if promise is None:
-        return {each.trial: Weight(value=1.0, reason="trials are not compared") for each in running}
-    chances = {each.trial: chance(each, standings, promise) for each in running}
+        return {each.trial: TrialWeight(value=1.0, reason="trials are not compared") for each in running}
+    chances = {each.trial: chance(each, records, promise) for each in running}
     expected = {each.trial: _expected(each, chances[each.trial], promise) for each in running}
     mean = sum(expected.values()) / len(expected) if expected else 1.0
     return {
-        each.trial: Weight(
+        each.trial: TrialWeight(
             value=min(_MOST, max(1.0 / _MOST, expected[each.trial] / mean)) if mean > 0 else 1.0,
             reason=f"passes rung {promise.next_rung(len(each.values))} with a chance of {chances[each.trial]:.2f}: "
             f"{expected[each.trial]:.1f} more reports expected, {mean:.1f} on average",
@@ -116,13 +117,13 @@ def weights(standings: Sequence[Standing], promise: Promise | None) -> dict[str,
     }
 
 
-def chance(trial: Standing, standings: Sequence[Standing], promise: Promise) -> float:
+def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
     """s, the chance that the trial passes its next rung, from its rank among those that have come as far."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
     own = _score(trial, at, promise)
-    peers = [_score(each, at, promise) for each in standings if each.trial != trial.trial and len(each.values) >= at]
+    peers = [_score(each, at, promise) for each in records if each.trial != trial.trial and len(each.values) >= at]
     if not at or not peers:
         return prior
     beaten = sum(1.0 if own > peer else 0.5 if own == peer else 0.0 for peer in peers) / len(peers)
@@ -130,7 +131,7 @@ def chance(trial: Standing, standings: Sequence[Standing], promise: Promise) -> 
     return (len(peers) * ranked + eta * prior) / (len(peers) + eta)
 
 
-def _score(trial: Standing, at: int, promise: Promise) -> float:
+def _score(trial: TrialRecord, at: int, promise: Promise) -> float:
     """The metric after ``at`` reports, larger is better; what is no number is worst."""
     value = trial.values[at - 1] if at else math.nan
     if math.isnan(value):
@@ -138,7 +139,7 @@ def _score(trial: Standing, at: int, promise: Promise) -> float:
     return value if promise.mode == "max" else -value
 
 
-def _expected(trial: Standing, s: float, promise: Promise) -> float:
+def _expected(trial: TrialRecord, s: float, promise: Promise) -> float:
     at = min(len(trial.values), promise.max_t)
     rung = promise.next_rung(at)
     return max(rung - at, 0) + s * (promise.max_t - rung)

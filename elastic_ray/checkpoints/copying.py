@@ -87,7 +87,7 @@ def copy_directory(
             each.answer.result()
     finally:
         for each in copies:
-            pool.give_up(each)
+            each.give_up()
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:

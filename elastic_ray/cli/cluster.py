@@ -24,9 +24,11 @@ from elastic_ray.access import AccessRefusedError, check_access, find_address, s
 from elastic_ray.cli.rows import JobAnswers
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
+from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
 from placement.allocator.events import CoreSnapshot
 from placement.allocator.explaining import Explanation
 from placement.autoscaling.autoscaler import ScalingDecision
+from placement.policies import make_policy
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
 HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
@@ -222,6 +224,24 @@ def scaling() -> ScalingDecision | None:
     """The last decision about the cluster's size; None where the allocator does not decide about it."""
     answer: tuple[ScalingDecision | None, Mapping[str, float]] | None = _ask_allocator("scaling")
     return answer[0] if answer is not None else None
+
+
+def set_policy(policy: str) -> None:
+    """Let this policy share the cluster out among all its jobs.
+
+    Raises:
+        click.UsageError: there is no such policy.
+        click.ClickException: jobs run under another one.
+    """
+    try:
+        make_policy(policy)
+    except (ValueError, TypeError) as error:
+        raise click.UsageError(str(error)) from None
+    connect()
+    try:
+        get_or_create_allocator(policy)
+    except PolicyConflictError as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:

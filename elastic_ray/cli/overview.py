@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,12 +49,37 @@ def nodes(as_json: bool) -> None:
         show_table(NODE_COLUMNS, [node_cells(row) for row in rows], empty="no nodes")
 
 
-@click.command(short_help="Show decisions and their reasons.")
+@click.command(short_help="Choose the cluster's policy.")
+@click.argument("policy")
+def allocator_set(policy: str) -> None:
+    """Let POLICY share the cluster out among all jobs from now on; while jobs run under another one it stays.
+
+    POLICY is a registered name, such as goodput or fair_share, or one of your own as module:name or file.py:name.
+    """
+    from elastic_ray.cli import cluster
+
+    cluster.set_policy(policy)
+    say(f"policy {policy} shares the cluster out")
+
+
+class _ShowOrSet(click.Command):
+    """``allocator [JOB]``, and ``allocator set POLICY``."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
+        if args[:1] == ["set"]:
+            return allocator_set.make_context(f"{info_name} set", args[1:], *more, **extra)
+        return super().make_context(info_name, args, *more, **extra)
+
+
+@click.command(cls=_ShowOrSet, short_help="Show decisions and their reasons, or set the policy.")
 @click.argument("job", required=False)
 @click.option("--last", default=20, show_default=True, type=click.IntRange(min=0), help="Decisions to show.")
 @json_option
 def allocator(job: str | None, last: int, as_json: bool) -> None:
-    """Show who shares the cluster out, and the last decisions with their reasons; of a JOB also what more would do."""
+    """Show who shares the cluster out, and the last decisions with their reasons; of a JOB also what more would do.
+
+    `elastic-ray allocator set POLICY` chooses the policy (see its --help).
+    """
     from elastic_ray.cli import cluster
 
     cluster.connect()

@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
-from placement.allocator.policy_parcel import pack_policy
+from placement.allocator.packed_policy import pack_policy
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,11 @@ _ARGUMENTS = (
     "policy",
 )
 _STOP_TIMEOUT_S = 30.0
+
+_POLICY_IS_THE_CLUSTERS = (
+    "ElasticTrainer(policy=...) is deprecated: a policy holds for all jobs of a cluster. Say it once, before the first "
+    "job, with `elastic-ray allocator set POLICY` or placement.get_or_create_allocator(policy)"
+)
 
 
 class ElasticTrainer:
@@ -85,9 +91,8 @@ class ElasticTrainer:
             model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
                 whose workers have the same resources, share how long their steps take, also beyond their end. By
                 default it is derived from the model, see ``elastic_ray.record.fingerprint``.
-            policy: how the cluster is shared out among all its jobs: a registered name (``"goodput"``, the default,
-                ``"fair_share"``...), ``module:name`` or ``file.py:name``, or a function ``(jobs, cluster, now_s) ->
-                {job: workers or Target}``, class or object of your own. None takes the one that there is.
+            policy: deprecated, for it holds for all jobs of the cluster: say it with ``elastic-ray allocator set``
+                or ``placement.get_or_create_allocator(policy)`` before the first job. None takes what there is.
             **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
 
         Raises:
@@ -106,6 +111,8 @@ class ElasticTrainer:
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = scheduling_config or SchedulingConfig()
         self._fingerprint = _check_fingerprint(model_fingerprint)
+        if policy is not None:
+            warnings.warn(_POLICY_IS_THE_CLUSTERS, DeprecationWarning, stacklevel=2)
         self._policy = None if policy is None else pack_policy(policy)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)

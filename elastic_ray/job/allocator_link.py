@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
-from placement.allocator.actor import Answer, find_allocator
+from placement.allocator.actor import HeartbeatReply, find_allocator
 from placement.cluster.jobs import JobView
 from placement.knowledge.store import StorageRoot
 
@@ -39,7 +39,7 @@ class AllocatorLink:
         spec: JobSpec,
         controller: Any,
         view: Callable[[], JobView],
-        hear: Callable[[Answer], None],
+        hear: Callable[[HeartbeatReply], None],
     ) -> None:
         self._spec = spec
         self._controller = controller

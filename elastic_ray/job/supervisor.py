@@ -34,7 +34,7 @@ from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import Introduction, RunResult, StateSaved, WorkerMessage
 from elastic_ray.worker_group.group import WorkerGroup
-from placement.allocator.actor import Answer
+from placement.allocator.actor import HeartbeatReply
 from placement.cluster.jobs import JobView
 
 logger = logging.getLogger("elastic_ray.job")
@@ -362,7 +362,7 @@ class JobSupervisor:
         self._allocator.tick(now_s)
         self.journal_state()
 
-    def _hear_allocator(self, answer: Answer) -> None:
+    def _hear_allocator(self, answer: HeartbeatReply) -> None:
         self.record.allocator_told(answer.note, answer.cost_usd)
         if answer.priors:
             self._batches.advise(answer.priors)

@@ -12,21 +12,20 @@ import dataclasses
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import RayActorError
 
 from placement.allocator.config import AllocatorConfig
+from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import (
-    Allocate,
     CoreSnapshot,
     DecisionRecord,
     Event,
-    Instruction,
     JobEnded,
     JobHeartbeat,
     NodesChanged,
@@ -34,13 +33,13 @@ from placement.allocator.events import (
     Tick,
 )
 from placement.allocator.explaining import Explanation
-from placement.allocator.policy_parcel import PolicyParcel, pack_policy
+from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Knowledge, Prior
 from placement.knowledge.store import StorageRoot
-from placement.knowledge.sync import Keeper
+from placement.knowledge.sync import KnowledgeSync
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
@@ -51,12 +50,11 @@ from placement.text import log_plainly
 NAME = "allocator"
 
 _POLL_S = 0.5
-_CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
+_READ_TIMEOUT_S = 5.0
 _HISTORY = 3  # snapshots of the nodes that are compared
 _ATTEMPTS = 5  # to replace an allocator that has no jobs
 _HEARINGS = 10
 _ANSWER_S = 60.0  # the first answer waits for the actor's process, on a busy machine for long
-_QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
 _NO_PRICES = "budget_usd={:g} is not watched: AllocatorConfig(autoscaling=...), which knows prices, is not set"
 _FAREWELL_S = 10.0  # how long an ended job's groups count as ours while its controller gives them back
 
@@ -85,33 +83,33 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
         ValueError: unknown policy name.
         TypeError: an object that is no policy.
     """
-    parcel = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
+    packed = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
     for attempt in range(_ATTEMPTS):
-        handle: ActorHandle[Any] = _named_actor(parcel, config)
+        handle: ActorHandle[Any] = _named_actor(packed, config)
         if policy is None and config is None:
             return handle
         try:
             ask: Any = handle.rule_by
-            wanted = (None if policy is None else parcel.identity, config)
-            rule: Rule | None = ray.get(ask.remote(*wanted), timeout=_ANSWER_S)
+            wanted = (None if policy is None else packed.identity, config)
+            rule: AllocatorSettings | None = ray.get(ask.remote(*wanted), timeout=_ANSWER_S)
             if rule is None:
                 return handle
             if rule.running:
-                _let_it_be(rule, wanted=parcel if policy is not None else None)
+                _leave_running(rule, wanted=packed if policy is not None else None)
                 return handle
             ray.kill(handle)
-            parcel, config = parcel if policy is not None else rule.parcel, config or rule.config
+            packed, config = packed if policy is not None else rule.packed, config or rule.config
         except RayActorError:  # it is on its way out
             time.sleep(0.1 * (attempt + 1))
-    raise RuntimeError(f"the allocator did not make way for policy {parcel.name!r} and its configuration; try again")
+    raise RuntimeError(f"the allocator did not make way for policy {packed.name!r} and its configuration; try again")
 
 
-def _let_it_be(rule: Rule, *, wanted: PolicyParcel | None) -> None:
+def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
     """Jobs run: say that their allocator stays, unless that is no answer."""
     running = ", ".join(rule.running)
-    if wanted is not None and wanted.identity != rule.parcel.identity:
+    if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
-            f"policy {wanted.name!r} cannot rule this cluster now: its allocator runs policy {rule.parcel.name!r} for "
+            f"policy {wanted.name!r} cannot rule this cluster now: its allocator runs policy {rule.packed.name!r} for "
             f"{running}, and all jobs of a cluster share one; leave policy out, give the same one with the same "
             "settings, or wait until these jobs have ended"
         )
@@ -122,26 +120,26 @@ def _let_it_be(rule: Rule, *, wanted: PolicyParcel | None) -> None:
     )
 
 
-def find_allocator(parcel: PolicyParcel | None) -> Any:
+def find_allocator(packed: PackedPolicy | None) -> Any:
     """The cluster's allocator whatever its policy; made with this one if there is none. Never waits."""
-    return _named_actor(parcel or pack_policy("goodput"), None)
+    return _named_actor(packed or pack_policy("goodput"), None)
 
 
-def _named_actor(parcel: PolicyParcel, config: AllocatorConfig | None) -> Any:
-    return create_on_head(Allocator, NAME, parcel, config, get_if_exists=True, max_restarts=-1)
+def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
+    return create_on_head(Allocator, NAME, packed, config, get_if_exists=True, max_restarts=-1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class AllocatorSettings:
     """Who rules, how, over whom: the answer to one who wants another policy or configuration."""
 
-    parcel: PolicyParcel
+    packed: PackedPolicy
     config: AllocatorConfig | None
     running: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HeartbeatReply:
     """The answer to a heartbeat.
 
     Attributes:
@@ -166,33 +164,33 @@ def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
 class Allocator:
     """The actor's class; use ``get_or_create_allocator``."""
 
-    def __init__(self, parcel: PolicyParcel, config: AllocatorConfig | None = None) -> None:
+    def __init__(self, packed: PackedPolicy, config: AllocatorConfig | None = None) -> None:
         log_plainly(logging.INFO)
-        self._parcel = parcel
-        self._policy = parcel.open()
+        self._packed = packed
+        self._policy = packed.open()
         self._config = config
         self._knowledge = Knowledge()
         session = ray.get_runtime_context().get_session_name()
-        self._keeper = Keeper(self._knowledge, session, lambda memory: self._handle(Recalled(memory=memory)))
+        self._knowledge_sync = KnowledgeSync(
+            self._knowledge, session, lambda measurements: self._handle(Recalled(measurements=measurements))
+        )
         self._watchers = Watchers((config or AllocatorConfig()).notices)
         scaling = config.autoscaling if config is not None else None
-        self._scaler = ClusterScaler(scaling, parcel.open(), config.constraints) if config and scaling else None
+        self._scaler = ClusterScaler(scaling, packed.open(), config.constraints) if config and scaling else None
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
-        self._controllers: dict[str, ActorHandle[Any]] = {}
+        self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
-        self._heard_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
         self._logged: DecisionRecord | None = None
-        self._calls: set[asyncio.Task[None]] = set()
-        self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
-        self._sending: set[tuple[str, type[Instruction]]] = set()
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
-    async def heartbeat(self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None) -> Answer:
+    async def heartbeat(
+        self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
+    ) -> HeartbeatReply:
         """A job's controller says how the job stands: every second, and at once when something changed.
 
         Args:
@@ -201,18 +199,17 @@ class Allocator:
             root: where its results are, until the allocator has answered that it knows.
         """
         core = await self._start()
-        if root is not None and not self._keeper.knows(view.job):
-            await self._keeper.open(view.job, root)  # before anything is decided about it
-        self._keeper.heard(view)
-        self._controllers[view.job] = controller
-        self._heard_s[view.job] = time.time()
+        if root is not None and not self._knowledge_sync.knows(view.job):
+            await self._knowledge_sync.open(view.job, root)  # before anything is decided about it
+        self._knowledge_sync.heard(view)
+        self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
         cluster = None if view.job in core.jobs else self._usable(view.job)
         self._handle(JobHeartbeat(view=view, cluster=cluster))
-        return Answer(
+        return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
-            knows_root=self._keeper.knows(view.job),
+            knows_root=self._knowledge_sync.knows(view.job),
             cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
             note=self._note(view),
         )
@@ -243,25 +240,23 @@ class Allocator:
         """The last decision about the cluster's size, and what each job has cost so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
-    async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> Rule | None:
+    async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """Somebody wants the policy with this identity, or this configuration: None if both rule; else what is there.
 
         Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
         """
         core = await self._start()
-        if identity in (None, self._parcel.identity) and (config is None or _equal(config, self._config)):
+        if identity in (None, self._packed.identity) and (config is None or _equal(config, self._config)):
             return None
         for _ in range(_HEARINGS):
             if core.settled:
                 break
             await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
         if not core.jobs:
-            await self._keeper.save(now=True)
+            await self._knowledge_sync.save(now=True)
             if self._scaler is not None:
                 await self._scaler.withdraw()
-        return Rule(parcel=self._parcel, config=self._config, running=core.jobs)
-
-    # ------------------------------------------------------------------------------------------------ inside
+        return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
         """The core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
@@ -285,15 +280,15 @@ class Allocator:
                     self._take_nodes()
                 self._handle(Tick())
                 self._scale()
-                self._ask_the_quiet()
-                self._spawn(self._keeper.save())
-                self._spawn(self._orphans.look(self._known(), time.time()))
+                self._controllers.ask_the_quiet()
+                self._controllers.spawn(self._knowledge_sync.save())
+                self._controllers.spawn(self._orphans.look(self._known(), time.time()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
         try:
-            nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_CALL_TIMEOUT_S)
+            nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays
             logger.warning("Ray's nodes could not be read: %s", error)
             return None
@@ -337,49 +332,20 @@ class Allocator:
             self._scaler.look(self._core.views(now_s), self._present(), now_s)
 
     def _forget(self, job: str, view: JobView | None = None) -> None:
-        self._controllers.pop(job, None)
-        self._heard_s.pop(job, None)
+        self._controllers.forget(job)
         self._ended_s[job] = time.time()
         if self._scaler is not None:
             logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
         self._handle(JobEnded(job=job, view=view))
-        self._keeper.ended(job)
-        self._spawn(self._keeper.save())
+        self._knowledge_sync.ended(job)
+        self._controllers.spawn(self._knowledge_sync.save())
 
     def _handle(self, event: Event) -> None:
         assert self._core is not None, "events come after the start"
         instructions = self._core.handle(event, time.time())
         self._log_news()
         for instruction in instructions:
-            self._post(instruction)
-
-    def _post(self, instruction: Instruction) -> None:
-        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
-        address = (instruction.job, type(instruction))
-        self._outbox[address] = instruction
-        if address not in self._sending:
-            self._sending.add(address)
-            self._spawn(self._send(address))
-
-    async def _send(self, address: tuple[str, type[Instruction]]) -> None:
-        try:
-            while (instruction := self._outbox.pop(address, None)) is not None:
-                await self._carry_out(instruction)
-        finally:
-            self._sending.discard(address)
-
-    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        # The loop keeps only weak references to its tasks.
-        task = asyncio.get_running_loop().create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-
-    def _ask_the_quiet(self) -> None:
-        """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
-        now_s = time.time()
-        for job, heard_s in self._heard_s.items():
-            if now_s - heard_s > _QUIET_S and job in self._controllers:
-                self._spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
+            self._controllers.post(instruction)
 
     def _log_news(self) -> None:
         """One line per decision that was made since the last call."""
@@ -395,24 +361,7 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
         self._logged = log[-1] if log else None
 
-    async def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Allocate):
-            nodes = dict(instruction.nodes)
-            await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
-        else:
-            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
-
-    async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
-        """Call one controller; never wait for a slow one, and never let a broken one harm the others."""
-        controller = self._controllers.get(job)
-        if controller is None:
-            return
-        try:
-            await asyncio.wait_for(call(controller), timeout=_CALL_TIMEOUT_S)
-        except ActorDiedError:  # not ActorUnavailableError: that one may come back
-            if self._controllers.get(job) is controller:
-                logger.warning("job %s: its controller is gone", job)
-                self._forget(job)
-                self._spawn(self._orphans.release(job))
-        except Exception as error:  # also a time-out: the next heartbeat leads to a reminder
-            logger.warning("job %s: its controller did not answer: %r", job, error)
+    def _mourn(self, job: str) -> None:
+        """A job's controller is gone for good: what it held is given back for it."""
+        self._forget(job)
+        self._controllers.spawn(self._orphans.release(job))

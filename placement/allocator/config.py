@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from placement.autoscaling.config import Autoscaling
+from placement.checks import check_number
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
@@ -45,11 +46,9 @@ class AllocatorConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name not in ("tenants", "notices", "autoscaling") and not value >= 0:
-                raise ValueError(f"{field.name} must be 0 or more, but got {value}")
-        if self.log_length < 1:
-            raise ValueError(f"log_length must be 1 or more, but got {self.log_length}")
+            if field.name not in ("tenants", "notices", "autoscaling"):
+                check_number(field.name, getattr(self, field.name), least=0)
+        check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -20,28 +19,18 @@ from placement.allocator.events import (
     NodesChanged,
     Recalled,
     Tick,
+    Trigger,
     Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
+from placement.allocator.known_job import KnownJob
+from placement.allocator.news import is_news
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
-from placement.planning.plan import is_news, make_plan, unsatisfiable
+from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.base import Policy
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Job:
-    """Soft state about one job; the controller's next heartbeat could rebuild all of it."""
-
-    view: JobView
-    decided_on: JobView  # the view that the last decision saw; news is what differs from it
-    target: Mapping[str, int]
-    reason: str
-    heard_s: float
-    impossible_since_s: float | None = None
-    told_impossible: bool = False
 
 
 class AllocatorCore:
@@ -49,8 +38,7 @@ class AllocatorCore:
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
     rarely without a cause. Heartbeats without news decide nothing. The plan may count on what shrinking jobs
-    still
-    hold: a growing job's reservation simply stays pending until they have given it back.
+    still hold: a growing job's reservation simply stays pending until they have given it back.
 
     Args:
         policy: decides the counts.
@@ -71,11 +59,11 @@ class AllocatorCore:
         self._knowledge = knowledge
         self._config = config or AllocatorConfig()
         self._constraints = self._config.constraints
-        self._promised: frozenset[str] = frozenset()
+        self._guaranteed: frozenset[str] = frozenset()
         self._cluster = Cluster()
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, KnownJob] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._settling = settling
         self._settled_s: float | None = None
@@ -83,8 +71,8 @@ class AllocatorCore:
         self._decided_s = float("-inf")
         self._changed_s = float("-inf")
         self._unjudged = False
-        self._urgent: str | None = None
-        self._pending: str | None = None
+        self._urgent: Trigger | None = None
+        self._pending: Trigger | None = None
 
     @property
     def log(self) -> tuple[DecisionRecord, ...]:
@@ -143,7 +131,7 @@ class AllocatorCore:
                 self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
             if self._jobs.pop(event.job, None) is not None:
-                self._urgent = "end"
+                self._urgent = Trigger.END
                 if self._knowledge is not None:
                     if event.view is not None:
                         self._knowledge.learn(event.view, now_s)
@@ -153,8 +141,8 @@ class AllocatorCore:
             self._take_nodes(event.cluster)
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
-                self._knowledge.recall(event.memory, now_s)
-                self._pending = self._pending or "model"
+                self._knowledge.recall(event.measurements, now_s)
+                self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, Tick):
             self._drop_silent(now_s)
         if self._settling:
@@ -168,20 +156,17 @@ class AllocatorCore:
             changed += self._remind(event.view.job, changed)
         return [*told, *changed]
 
-    # What happened
-    # -------------------------------------------------------------------------------------------
-
     def _watch_the_clock(self, now_s: float) -> None:
         gap = now_s - self._event_s if self._event_s is not None else 0.0
         self._event_s = now_s
         if gap > self._config.silence_s and self._jobs:
             # Not the jobs were silent: this process slept. Listen again before judging anybody.
             for job in self._jobs.values():
-                job.heard_s = now_s
+                job.excuse(now_s)
             self._settling, self._settled_s = True, None
         if self._settling and self._settled_s is not None and now_s >= self._settled_s:
             self._settling, self._settled_s = False, None
-            self._pending = self._pending or "refresh"
+            self._pending = self._pending or Trigger.REFRESH
 
     def _hear(self, view: JobView, now_s: float) -> None:
         if self._settling and self._settled_s is None:
@@ -191,19 +176,16 @@ class AllocatorCore:
             self._knowledge.learn(view, now_s)
         job = self._jobs.get(view.job)
         if job is None:
-            reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
-            self._jobs[view.job] = _Job(
-                view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s
-            )
-            self._urgent = "arrival"
+            self._jobs[view.job] = KnownJob.arrived(view, now_s)
+            self._urgent = Trigger.ARRIVAL
             return
-        job.view, job.heard_s = view, now_s
+        job.hear(view, now_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
-            job.target = dict(view.allocation)
+            job.give(dict(view.allocation))
         if self._config.rounds:
             return  # the next round looks at everything anyway
         news = is_news(job.decided_on, view, self._config.model_change)
-        if news == "limits":
+        if news == Trigger.LIMITS:
             self._urgent = self._urgent or news
         elif news:
             self._pending = self._pending or news
@@ -221,22 +203,19 @@ class AllocatorCore:
         except AllocationError:
             urgent = True
         if urgent:
-            self._urgent = self._urgent or "nodes"
+            self._urgent = self._urgent or Trigger.NODES
         else:
-            self._pending = self._pending or "nodes"
+            self._pending = self._pending or Trigger.NODES
 
     def _drop_silent(self, now_s: float) -> None:
         for name in [n for n, job in self._jobs.items() if now_s - job.heard_s > self._config.silence_s]:
             job = self._jobs.pop(name)
             silent_s = now_s - job.heard_s
             reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
-            self._record(now_s, "silence", name, sum(job.target.values()), {}, reason)
-            self._urgent = "end"
+            self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
+            self._urgent = Trigger.END
 
-    # What to do
-    # ----------------------------------------------------------------------------------------------
-
-    def _due(self, now_s: float) -> str | None:
+    def _due(self, now_s: float) -> Trigger | None:
         """The trigger of a decision that is due now."""
         if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
@@ -247,30 +226,30 @@ class AllocatorCore:
         if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
         rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
-        return "refresh" if rested else None
+        return Trigger.REFRESH if rested else None
 
-    def _decide(self, trigger: str, now_s: float) -> list[Allocate]:
+    def _decide(self, trigger: Trigger, now_s: float) -> list[Allocate]:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
         self._decided_s = now_s
         views = self.views(now_s)
         for job in self._jobs.values():
-            job.decided_on = job.view
+            job.decided()
         try:
             plan = self._plan(views, self._cluster, now_s)
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
             if not self._log or self._log[-1].reason != reason:
-                self._record(now_s, "refused", "", 0, {}, reason)
+                self._record(now_s, Trigger.REFUSED, "", 0, {}, reason)
             for job in self._jobs.values():
-                job.target = self._surviving(job.target)
+                job.give(self._surviving(job.target))
             return []
-        self._promised = plan.promised
+        self._guaranteed = plan.guaranteed
         return self._carry_out(plan, trigger, now_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._promised)
+        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed)
 
     def views(self, now_s: float) -> list[JobView]:
         """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
@@ -281,17 +260,17 @@ class AllocatorCore:
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
-    def _carry_out(self, plan: Plan, trigger: str, now_s: float) -> list[Allocate]:
+    def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float) -> list[Allocate]:
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
             reason = plan.reasons.get(name, job.reason)
             if reason != job.reason and not job.target and name not in plan.allocation:
                 instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
-            job.reason = reason
+            job.explain(reason)
         for change in diff(self._targets(), plan.allocation):
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
-            job.target = change.after
+            job.give(change.after)
             self._changed_s = now_s
             instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason))
         return instructions
@@ -317,27 +296,19 @@ class AllocatorCore:
         reasons: dict[object, str | None] = {}  # thousands of jobs share a few kinds of workers
         for job in suspects:
             view = job.view
-            kind = tuple(view.bundle.items()), tuple(view.selector.items()), view.min_workers
+            kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
-            reason = reasons[kind]
-            if reason is not None:
-                job.reason = reason
-                job.impossible_since_s = now_s if job.impossible_since_s is None else job.impossible_since_s
-            elif job.impossible_since_s is not None:
-                job.impossible_since_s, job.told_impossible = None, False
-                self._urgent = self._urgent or "nodes"
+            if job.judge(reasons[kind], now_s):
+                self._urgent = self._urgent or Trigger.NODES
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
         """Tell such jobs so, once; nodes that are just joining get some time."""
-        told: list[Instruction] = []
-        for name, job in self._jobs.items():
-            since_s = job.impossible_since_s
-            if since_s is None or job.told_impossible or now_s - since_s < self._config.unsatisfiable_s:
-                continue
-            job.told_impossible = True
-            told.append(Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable)))
-        return told
+        return [
+            Unsatisfiable(job=name, reason=job.reason, final=bool(self._obtainable))
+            for name, job in self._jobs.items()
+            if job.tell_impossible(now_s, self._config.unsatisfiable_s)
+        ]
 
     def _surviving(self, target: Mapping[str, int]) -> dict[str, int]:
         return {node: workers for node, workers in target.items() if node in self._node_ids}
@@ -345,7 +316,9 @@ class AllocatorCore:
     def _targets(self) -> Allocation:
         return {name: dict(job.target) for name, job in self._jobs.items() if job.target}
 
-    def _record(self, now_s: float, trigger: str, job: str, before: int, nodes: Mapping[str, int], reason: str) -> None:
+    def _record(
+        self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: str
+    ) -> None:
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import TypeAlias
 
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
-from placement.knowledge.records import Memory
+from placement.knowledge.records import Measurements
 from placement.text import printable
 
 
@@ -62,7 +63,33 @@ class Tick:
 class Recalled:
     """What earlier jobs have measured was read from where it is kept."""
 
-    memory: Memory
+    measurements: Measurements
+
+
+class Trigger(str, enum.Enum):
+    """What leads to a decision; of several the first is named."""
+
+    ARRIVAL = "arrival"
+    """A job has come."""
+    END = "end"
+    """A job is over."""
+    NODES = "nodes"
+    """The nodes have changed."""
+    LIMITS = "limits"
+    """What a job may have has changed."""
+    WEIGHT = "weight"
+    """What a job's speed counts has changed."""
+    MODEL = "model"
+    """What is known of a job's speed has changed."""
+    REFRESH = "refresh"
+    """Nothing has happened for long."""
+    SILENCE = "silence"
+    """A job sends no heartbeats any more, and was dropped."""
+    REFUSED = "refused"
+    """The policy's answer was invalid, and nothing changed."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick | Recalled
@@ -106,9 +133,7 @@ class DecisionRecord:
 
     Attributes:
         time_s: the ``now_s`` of the event.
-        trigger: what led to the decision: ``arrival``, ``end``, ``nodes``, ``limits``, ``model``,
-            ``refresh``, ``silence`` (the job was dropped), ``refused`` (the policy's answer was invalid and
-            nothing changed).
+        trigger: what led to the decision.
         job: the job; of a refusal, empty.
         from_workers: planned workers before.
         to_workers: planned workers after.
@@ -117,7 +142,7 @@ class DecisionRecord:
     """
 
     time_s: float
-    trigger: str
+    trigger: Trigger
     job: str
     from_workers: int
     to_workers: int

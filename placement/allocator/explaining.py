@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
 from placement.planning.problem import Plan
@@ -74,7 +74,7 @@ def explain(
         cluster: the nodes as they are.
     """
     workers = view.workers
-    slots = Room(cluster).slots(view).tolist()
+    slots = FreeResources(cluster).slots(view).tolist()
     curve = speeds(view, [*slots, 1])
     larger = Cluster(nodes=(*cluster.nodes, _extra(view, cluster)))
     plan = decide(views, larger)

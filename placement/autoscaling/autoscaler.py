@@ -13,12 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, Want, choices
+from placement.autoscaling.objectives.base import Demand, Objective, Want, offers
 from placement.autoscaling.objectives.registry import make_objective
+from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
-from placement.goodput.speeds import Memory
+from placement.goodput.speeds import GoodputCache
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.policies.base import Policy
@@ -41,8 +42,7 @@ class AutoscalerConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if not getattr(self, field.name) >= 0:
-                raise ValueError(f"{field.name} must be 0 seconds or more, but got {getattr(self, field.name)}")
+            check_number(field.name, getattr(self, field.name), least=0, unit="seconds")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Autoscaler:
         self._constraints = constraints
         self._launches = Launches(types, timeout_s=self._config.launch_timeout_s, retry_s=self._config.retry_s)
         self._lifetimes = Lifetimes(types)
-        self._memory = Memory()
+        self._cache = GoodputCache()
         self._wanted: Mapping[str, int] = {}
         self._released: tuple[str, ...] = ()
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
@@ -165,14 +165,11 @@ class Autoscaler:
         fleet = build(wants, demand.jobs, limited, static, present, lasts_h, self._most_nodes)
         order = self._order(there, views)
         surplus = {node.node_id for name, nodes in order.items() for node in nodes[fleet.nodes[name] :]}
-        target = self._used(fleet.nodes, there, views, _draining(cluster, surplus), now_s)
+        target = self._used(fleet.nodes, there, views, cluster.draining(surplus), now_s)
         keep = self._kept(target, present, now_s)
         release = self._give_up(keep, target, order, views, cluster, now_s)
         leaving = tuple(sorted(surplus - set(release)))
         return self._decided(target, release, leaving, fleet, wants, there, now_s)
-
-    # What is there
-    # ------------------------------------------------------------------------------------------------------------
 
     def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
         """Nodes by type, without those on their way out."""
@@ -211,7 +208,7 @@ class Autoscaler:
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
             jobs=jobs,
-            choices={view.job: choices(view, types, lasts_h, self._memory) for view in jobs},
+            offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
         )
@@ -242,9 +239,6 @@ class Autoscaler:
             bill.usd += usd_per_h / max(view.workers, 1) * held_s / 3600.0
             bill.attained_s = view.attained_s
         self._forgotten -= forgotten
-
-    # What should be there
-    # ------------------------------------------------------------------------------------------------------------
 
     def _used(
         self,
@@ -307,14 +301,11 @@ class Autoscaler:
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
         """Whether every running job would still run without these nodes."""
-        plan = self._plan(views, _draining(cluster, without), now_s)
+        plan = self._plan(views, cluster.draining(without), now_s)
         return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
         return make_plan(self._policy, views, cluster, now_s, self._constraints).allocation
-
-    # What is said
-    # ------------------------------------------------------------------------------------------------------------
 
     def _decided(
         self,
@@ -354,15 +345,6 @@ class Autoscaler:
             notes=notes,
             usd_per_h=sum(each.usd_per_h * nodes[each.name] for each in self._types),
         )
-
-
-def _draining(cluster: Cluster, nodes: Collection[str]) -> Cluster:
-    """The cluster with these nodes on their way out."""
-    if not nodes:
-        return cluster
-    return Cluster(
-        nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in nodes else n for n in cluster.nodes)
-    )
 
 
 def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from placement.checks import is_whole
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT
 from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable, read_prices
@@ -244,8 +245,8 @@ def _labels(body: Mapping[str, Any], where: str) -> dict[str, str]:
 
 def _whole(body: Mapping[str, Any], field: str, where: str, default: int) -> int:
     value = body.get(field, default)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+    if is_whole(value):
+        return int(value)
     raise InputError(f"{where}: {field} must be a whole number, 0 or more, but {_got(value)}")
 
 

@@ -9,6 +9,7 @@ from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.cluster_file import read_cluster_file
 from placement.autoscaling.objectives.base import Objective
 from placement.autoscaling.objectives.registry import make_objective
+from placement.checks import check_number
 from placement.cluster.cluster import Node
 from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable
@@ -37,8 +38,7 @@ class Autoscaling:
         make_objective(self.objective)
         if self.max_nodes is not None and not self.max_nodes >= 1:
             raise ValueError(f"max_nodes must be None or 1 or more, but got {self.max_nodes}")
-        if not self.interval_s > 0:
-            raise ValueError(f"interval_s must be above 0 seconds, but got {self.interval_s}")
+        check_number("interval_s", self.interval_s, above=0, unit="seconds")
 
     @classmethod
     def from_file(

@@ -9,7 +9,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.node_types import NodeType, type_of
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
     """Nodes of one type that were asked for and are not there."""
 
@@ -17,7 +17,7 @@ class _Asked:
     present: int
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Failed:
     """How often in a row launches of one type failed, and the fewest of its nodes that were there since the last."""
 
@@ -56,7 +56,7 @@ class Launches:
             if failed is not None and there > failed.fewest:
                 del self._failed[name]
             elif failed is not None:
-                failed.fewest = there
+                self._failed[name] = dataclasses.replace(failed, fewest=there)
             if there >= wanted.get(name, 0):
                 self._asked.pop(name, None)
             elif asked is None or there > asked.present:
@@ -66,7 +66,7 @@ class Launches:
                 waited_s = now_s - asked.since_s
                 self.refuse(name, f"{missing} x {name} asked for {waited_s:.0f} s ago did not come", now_s)
             else:
-                asked.present = min(asked.present, there)
+                self._asked[name] = dataclasses.replace(asked, present=min(asked.present, there))
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
         """No node of this type is to be had now."""

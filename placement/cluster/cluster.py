@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from placement.cluster.labels import matches
@@ -63,6 +63,10 @@ class Node:
         """Whether the node may be taken away; one that does not say so stays."""
         return self.labels.get(MARKET_LABEL) == SPOT
 
+    def slots(self, bundle: Resources) -> int:
+        """How many workers of these resources fit into what is ``free``."""
+        return slots(self.free, bundle)
+
     def matches(self, label_selector: Mapping[str, str]) -> bool:
         """Whether this node satisfies every condition of the selector (``placement.cluster.labels``)."""
         return matches(self.labels, label_selector)
@@ -80,6 +84,13 @@ class Cluster:
         if doubles:
             raise ValueError(f"every node_id must occur once, but {', '.join(doubles)} occurs more than once")
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
+
+    def draining(self, node_ids: Collection[str]) -> Cluster:
+        """The cluster with these nodes on their way out: they get no new workers, and those on them are moved."""
+        if not node_ids:
+            return self
+        nodes = (dataclasses.replace(n, draining=True) if n.node_id in node_ids else n for n in self.nodes)
+        return Cluster(nodes=tuple(nodes))
 
     def by_id(self) -> dict[str, Node]:
         """Nodes by their id."""

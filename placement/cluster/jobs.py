@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.checks import check_number
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
 from placement.cluster.labels import check_selector
-from placement.cluster.progress import Oracle, Progress
+from placement.cluster.progress import Progress
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
@@ -24,6 +25,9 @@ SpotUse = Literal["avoid", "prefer", "mixed"]
 """How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
 
 SPOT_USES: tuple[str, ...] = get_args(SpotUse)
+
+WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
+"""Bundle and label selector: jobs of one kind of worker have interchangeable workers."""
 
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
@@ -54,19 +58,15 @@ class JobView:
             only limits, room and the user may stop it.
         label_selector: conditions on the labels of a worker's node (``placement.cluster.labels``); the types of GPU
             that it accepts are ``{"ray.io/accelerator-type": "in(T4,A100)"}``.
-        requested_workers: what the user asked for; a scheduler of rigid jobs gives exactly that or nothing.
         growth_limit: the most workers that exploration allows now, for policies that only know what the job has
             run itself; None where nothing limits it.
         attained_s: worker-seconds that the job has held so far.
         restarts: changes of its workers so far, the first start not counted.
-        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
-            left, where that was seen.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
         progress: how far it is; None if it does not tell.
         models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.
-        oracle: what only a simulator can know.
         priority: higher ones get their minimum, and then their growth, before lower ones.
         tenant: whose job it is; tenants share the cluster by their weights.
         preemptible: whether it may be stopped, once it runs, for a job that comes before it.
@@ -94,17 +94,14 @@ class JobView:
     resize_cost_s: float = 0.2
     stop_cost_s: float | None = None
     label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    requested_workers: int | None = None
     growth_limit: int | None = None
     attained_s: float = 0.0
     restarts: int = 0
-    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     fingerprint: str | None = None
     progress: Progress | None = None
     models: Mapping[str, GoodputModel] = dataclasses.field(default_factory=dict)
     observations: Mapping[str, tuple[Observation, ...]] = dataclasses.field(default_factory=dict)
     atomic_bsz_ranges: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    oracle: Oracle | None = None
     priority: int = 0
     tenant: str = ""
     preemptible: bool = True
@@ -137,10 +134,8 @@ class JobView:
             )
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
-        if self.most_workers < 0:
-            raise ValueError(f"most_workers {where} must be 0 or more, but got {self.most_workers}")
-        if not self.resize_cost_s >= 0:
-            raise ValueError(f"resize_cost_s {where} must be 0 seconds or more, but got {self.resize_cost_s}")
+        check_number(f"most_workers {where}", self.most_workers, least=0)
+        check_number(f"resize_cost_s {where}", self.resize_cost_s, least=0, unit="seconds")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority {where} must be a whole number, but got {self.priority!r}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
@@ -160,23 +155,20 @@ class JobView:
 
     def _check_history(self, where: str) -> None:
         for name, least in (
-            ("requested_workers", 1),
             ("growth_limit", 1),
             ("attained_s", 0),
             ("restarts", 0),
             ("stop_cost_s", 0),
         ):
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} {where} must be {least} or more, but got {value}")
-        if any(not factor >= 1 for factor in self.slow_nodes.values()):
-            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
+            if value is not None:
+                check_number(f"{name} {where}", value, least=least)
 
     def _check_batch(self, where: str) -> None:
         for name in ("init_batch_size", "max_batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} {where} must be 1 sample or more, but got {value}")
+            if value is not None:
+                check_number(f"{name} {where}", value, least=1, unit="sample")
         bounds = self.atomic_bsz_range
         if bounds is not None and not 1 <= bounds[0] <= bounds[1]:
             raise ValueError(
@@ -222,6 +214,16 @@ class JobView:
         if self.goodput is None:
             most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
         return max(most, self.min_workers)
+
+
+def worker_kind(view: JobView) -> WorkerKind:
+    """What decides where a job's workers fit; thousands of jobs share a few kinds."""
+    return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
+
+
+def alike(views: Iterable[JobView]) -> bool:
+    """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
+    return len({worker_kind(view) for view in views}) <= 1
 
 
 def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
@@ -276,7 +278,7 @@ def _fitted_speeds(
     values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
     positive = values[values > 0]
     speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
-    speed.flags.writeable = False
+    speed.setflags(write=False)
     return speed
 
 
@@ -296,5 +298,5 @@ def _fitted_goodputs(
         accumulation=accumulation,
     )
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
-    values.flags.writeable = False
+    values.setflags(write=False)
     return values

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node, Resources, slots
 from placement.cluster.jobs import JobView
 from placement.cluster.labels import matches
@@ -52,10 +53,8 @@ class NodeType:
                 f"but got {self.min_nodes} and {self.max_nodes}"
             )
         for field in ("usd_per_h", "startup_s"):
-            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
-                raise InputError(f"{field} {where} must be 0 or more, but got {getattr(self, field)}")
-        if not self.lasts_h > 0:
-            raise InputError(f"lasts_h {where} must be above 0 hours, but got {self.lasts_h}")
+            check_number(f"{field} {where}", getattr(self, field), least=0, finite=True, error=InputError)
+        check_number(f"lasts_h {where}", self.lasts_h, above=0, unit="hours", error=InputError)
 
     @property
     def spot(self) -> bool:

@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Allocation, Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,47 +63,27 @@ def _missing(packing: Packing, counts: Mapping[str, int]) -> tuple[int, int]:
     )
 
 
-class _Board:
-    """Workers per job and node while packing, with the room that is left."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.room = Room(cluster)
-        self.placed: dict[str, NDArray[np.int64]] = {}
-
-    def put(self, view: JobView, index: int, workers: int) -> None:
-        """Place workers (or remove them, when negative) on one node."""
-        self.room.take(view, index, workers)
-        self.of(view)[index] += workers
-
-    def of(self, view: JobView) -> NDArray[np.int64]:
-        """The job's workers per node."""
-        return self.placed.setdefault(view.job, np.zeros(len(self.room.node_ids), dtype=np.int64))
-
-    def crowded(self, view: JobView) -> NDArray[np.bool_]:
-        """Nodes that already carry another job spanning several nodes."""
-        spanning = [row for job, row in self.placed.items() if job != view.job and np.count_nonzero(row) > 1]
-        return np.any([row > 0 for row in spanning], axis=0) if spanning else np.zeros(len(self.of(view)), np.bool_)
-
-
 def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster, *, keep: bool) -> Packing:
-    board = _Board(cluster)
+    """Places for all, in one pass or, where a minimum is at stake, in two."""
+    free = FreeResources(cluster)
+    packer = _Packer(free)
     if keep:
         for view in jobs:
-            _keep(view, counts[view.job], board)
+            packer.keep(view, counts[view.job])
 
     def order(view: JobView) -> tuple[float, float, tuple[float, str]]:
         # Minimums before growth, so that scattered room never costs a job its whole place; large pieces
         # first.
-        return (-board.room.share(view), -board.room.share(view) * counts[view.job], view.arrival)
+        return (-free.share(view), -free.share(view) * counts[view.job], view.arrival)
 
     ranked = sorted(jobs, key=order)
     # A job in one piece is best placed at once; only when minimums are at stake are they placed before all
     # growth.
     for view in ranked:
-        _grow(view, counts[view.job], board)
-    if any(board.of(view).sum() < min(view.min_workers, counts[view.job]) for view in jobs):
-        board = _minimums_first(counts, jobs, ranked, cluster, keep=keep)
-    return _result(counts, jobs, board)
+        packer.grow(view, counts[view.job])
+    if any(packer.occupied.workers(view) < min(view.min_workers, counts[view.job]) for view in jobs):
+        packer = _minimums_first(counts, jobs, ranked, cluster, keep=keep)
+    return packer.packing(counts, jobs)
 
 
 def _minimums_first(
@@ -112,71 +93,78 @@ def _minimums_first(
     cluster: Cluster,
     *,
     keep: bool,
-) -> _Board:
+) -> _Packer:
     """The same in two passes: everybody's minimum, then growth."""
-    board = _Board(cluster)
+    packer = _Packer(FreeResources(cluster))
     floors = {view.job: min(view.min_workers, counts[view.job]) for view in jobs}
     for sizes in (floors, counts):
         if keep:
             for view in jobs:
-                _keep(view, sizes[view.job], board)
+                packer.keep(view, sizes[view.job])
         for view in ranked:
-            _grow(view, sizes[view.job], board)
-    return board
+            packer.grow(view, sizes[view.job])
+    return packer
 
 
-def _result(counts: Mapping[str, int], jobs: Sequence[JobView], board: _Board) -> Packing:
-    allocation: dict[str, dict[str, int]] = {}
-    short: dict[str, int] = {}
-    for view in jobs:
-        row = board.of(view)
-        workers = int(row.sum()) if row.sum() >= view.min_workers else 0
-        if workers < counts[view.job]:
-            short[view.job] = counts[view.job] - workers
-        if workers:
-            allocation[view.job] = {board.room.node_ids[i]: int(row[i]) for i in np.flatnonzero(row)}
-    return Packing(allocation=allocation, short=short)
+class _Packer:
+    """Places jobs one after the other: who has a node keeps it, and growth fits best."""
 
+    def __init__(self, free: FreeResources) -> None:
+        self._free = free
+        self.occupied = Occupancy(free)
 
-def _keep(view: JobView, wanted: int, board: _Board) -> None:
-    """Leave as many workers as wanted where they are, on the nodes with most of them."""
-    if not view.allocation:
-        return
-    fits = board.room.slots(view)
-    here = [(workers, node_id) for node_id, workers in view.allocation.items()]
-    for workers, node_id in sorted(here, key=lambda item: (-item[0], item[1])):
-        index = board.room.index(node_id)
-        if index is None:
-            continue
-        placed = board.of(view)
-        stay = min(workers - int(placed[index]), wanted - int(placed.sum()), int(fits[index]))
-        if stay > 0:
-            board.put(view, index, stay)
-
-
-def _grow(view: JobView, wanted: int, board: _Board) -> None:
-    """Add the missing workers: own nodes, then the tightest node that takes all, else the roomiest."""
-    missing = wanted - int(board.of(view).sum())
-    while missing > 0:
-        fits = board.room.slots(view)
-        if not fits.any():
+    def keep(self, view: JobView, wanted: int) -> None:
+        """Leave as many workers as wanted where they are, on the nodes with most of them."""
+        if not view.allocation:
             return
-        index = _next_node(view, missing, fits, board)
-        more = min(missing, int(fits[index]))
-        board.put(view, index, more)
-        missing -= more
+        fits = self.occupied.slots(view)
+        here = [(workers, node_id) for node_id, workers in view.allocation.items()]
+        for workers, node_id in sorted(here, key=lambda item: (-item[0], item[1])):
+            index = self._free.index(node_id)
+            if index is None:
+                continue
+            placed = self.occupied.place(view)
+            stay = min(workers - placed.get(index, 0), wanted - sum(placed.values()), int(fits[index]))
+            if stay > 0:
+                self.occupied.put(view, index, stay)
 
+    def grow(self, view: JobView, wanted: int) -> None:
+        """Add the missing workers: own nodes, then the tightest node that takes all, else the roomiest."""
+        missing = wanted - self.occupied.workers(view)
+        while missing > 0:
+            fits = self.occupied.slots(view)
+            if not fits.any():
+                return
+            index = self._next_node(view, missing, fits)
+            more = min(missing, int(fits[index]))
+            self.occupied.put(view, index, more)
+            missing -= more
 
-def _next_node(view: JobView, missing: int, fits: NDArray[np.int64], board: _Board) -> int:
-    own = board.of(view) > 0
-    candidates = fits > 0
-    if (candidates & own).any():
-        candidates = candidates & own
-    elif own.any() or not (fits >= missing).any():
-        # It is going to span nodes: keep away from nodes that another such job uses, if there are others.
-        quiet = candidates & ~board.crowded(view)
-        candidates = quiet if quiet.any() else candidates
-    enough = candidates & (fits >= missing)
-    if enough.any():
-        return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max)))
-    return int(np.argmax(np.where(candidates, fits, -1)))
+    def _next_node(self, view: JobView, missing: int, fits: NDArray[np.int64]) -> int:
+        """Where its next workers go; some node has room for one."""
+        own = mask(self.occupied.place(view), len(fits))
+        candidates = fits > 0
+        if (candidates & own).any():
+            candidates = candidates & own
+        elif own.any() or not (fits >= missing).any():
+            # It is going to span nodes: keep away from nodes that another such job uses, if there are others.
+            quiet = candidates & ~mask(self.occupied.spanned(view), len(fits))
+            candidates = quiet if quiet.any() else candidates
+        offered = np.where(candidates, fits, 0)
+        index = best_fit(offered, missing)
+        index = worst_fit(offered) if index is None else index
+        assert index is not None, f"no node has room for a worker of job {view.job}"
+        return index
+
+    def packing(self, counts: Mapping[str, int], jobs: Sequence[JobView]) -> Packing:
+        """What has come of it; a job with less than its minimum has nothing."""
+        allocation: dict[str, dict[str, int]] = {}
+        short: dict[str, int] = {}
+        for view in jobs:
+            place = self.occupied.place(view)
+            workers = sum(place.values()) if sum(place.values()) >= view.min_workers else 0
+            if workers < counts[view.job]:
+                short[view.job] = counts[view.job] - workers
+            if workers:
+                allocation[view.job] = {self._free.node_ids[i]: n for i, n in sorted(place.items())}
+        return Packing(allocation=allocation, short=short)

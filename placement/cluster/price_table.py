@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from placement.checks import check_number, check_whole
 from placement.errors import InputError
 
 COLUMNS = ("type", "on_demand", "spot")
@@ -34,11 +34,8 @@ class Price:
 
     def __post_init__(self) -> None:
         for field in ("on_demand", "spot"):
-            value = getattr(self, field)
-            if not (value >= 0 and math.isfinite(value)):
-                raise InputError(f"{field} must be 0 USD per hour or more, but got {value}")
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0:
-            raise InputError(f"gpus must be a whole number, 0 or more, but got {self.gpus!r}")
+            check_number(field, getattr(self, field), least=0, unit="USD per hour", finite=True, error=InputError)
+        check_whole("gpus", self.gpus, error=InputError)
 
     def usd_per_h(self, *, spot: bool) -> float:
         """USD per hour of the whole."""

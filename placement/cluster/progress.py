@@ -1,9 +1,11 @@
-"""What a job may tell of itself beyond its limits: how far it is, and what only a simulator can know."""
+"""How far a job is, as it may tell."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+
+from placement.checks import check_number
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,34 +29,11 @@ class Progress:
     usual_epoch: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.done >= 0:
-            raise ValueError(f"done must be 0 iterations or more, but got {self.done}")
+        check_number("done", self.done, least=0, unit="iterations")
         if any(b < a for a, b in itertools.pairwise((0.0, *self.epoch_ends))):
             raise ValueError(f"epoch_ends must never fall, but got {self.epoch_ends}")
-        if self.epochs is not None and not self.epochs > 0:
-            raise ValueError(f"epochs must be above 0, but got {self.epochs}")
-        if self.stride < 1:
-            raise ValueError(f"stride must be 1 epoch or more, but got {self.stride}")
-        if self.usual_epoch is not None and not self.usual_epoch > 0:
-            raise ValueError(f"usual_epoch must be above 0 iterations, but got {self.usual_epoch}")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Oracle:
-    """Truth that no live job knows, for policies that were published with it.
-
-    Attributes:
-        step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes
-            as possible; it ends at the most workers that the batch can be split over.
-        remaining_steps: optimizer steps at the requested batch from the end of the present epoch to the end of the
-            last one; at least 1.
-    """
-
-    step_s: tuple[float, ...]
-    remaining_steps: float
-
-    def __post_init__(self) -> None:
-        if not self.step_s or any(not step_s > 0 for step_s in self.step_s):
-            raise ValueError(f"step_s must hold one time above 0 seconds or more, but got {self.step_s}")
-        if not self.remaining_steps >= 0:
-            raise ValueError(f"remaining_steps must be 0 or more, but got {self.remaining_steps}")
+        if self.epochs is not None:
+            check_number("epochs", self.epochs, above=0)
+        check_number("stride", self.stride, least=1, unit="epoch")
+        if self.usual_epoch is not None:
+            check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")

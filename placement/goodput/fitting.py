@@ -102,7 +102,7 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     for each in given:
         if not isinstance(each, Observation):
             raise TypeError(f"observations must be Observation values, but got {each!r}")
-    problem = _Problem(given, fixed_batch=fixed_batch)
+    problem = _Regression(given, fixed_batch=fixed_batch)
     first, *others = problem.starts()
     best = problem.solve(first)
     for start in others:
@@ -111,7 +111,7 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     return problem.model(best[1])
 
 
-class _Problem:
+class _Regression:
     """Least squares over the free parameters z; the whole vector is p = ties @ z + offset.
 
     Times are in units of the geometric mean step time, and beta_c in such times per mean atomic batch, so

@@ -86,7 +86,7 @@ class NoiseScale:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _BatchQuery:
     """What `GoodputModel.best` is asked: one column for each pair of nodes and replicas, and the limits."""
 
     nodes: Floats
@@ -98,7 +98,7 @@ class _Question:
 
 
 # (goodput, m, k = s + 1) of each column; goodput is -1 where nothing fits.
-_Choice: TypeAlias = tuple[Floats, Floats, Floats]
+_BestBatches: TypeAlias = tuple[Floats, Floats, Floats]
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -199,7 +199,7 @@ class GoodputModel:
             raise ValueError(
                 f"max_batch_size must be at least init_batch_size ({self.init_batch_size}), but got {limit}"
             )
-        ask = _Question(n.ravel(), r.ravel(), limit or 0, low, high, accumulation)
+        ask = _BatchQuery(n.ravel(), r.ravel(), limit or 0, low, high, accumulation)
         with np.errstate(over="ignore", under="ignore"):
             value, m, k = self._fixed_batch(ask) if limit is None else self._search(ask)
         fits = value >= 0
@@ -207,7 +207,7 @@ class GoodputModel:
         atomic_bsz, accum_steps = (np.where(fits, x, 0).astype(np.int64).reshape(n.shape) for x in (m, k - 1))
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
-    def _fixed_batch(self, ask: _Question) -> _Choice:
+    def _fixed_batch(self, ask: _BatchQuery) -> _BestBatches:
         share = np.ceil(self.init_batch_size / ask.replicas)
         k = np.ceil(share / ask.high) if ask.accumulation else np.ones_like(share)
         m = np.ceil(share / k)
@@ -217,7 +217,7 @@ class GoodputModel:
         fits = (m >= ask.low) & (m <= ask.high) & (ask.replicas <= self.init_batch_size)
         return np.where(fits, rate, -1.0), m, k
 
-    def _search(self, ask: _Question) -> _Choice:
+    def _search(self, ask: _BatchQuery) -> _BestBatches:
         # Samples per replica and step, over all k = s + 1 micro-steps.
         most = np.maximum(np.floor(ask.limit / ask.replicas), 1.0)
         least = np.minimum(np.maximum(np.ceil(self.init_batch_size / ask.replicas), ask.low), most)
@@ -235,7 +235,7 @@ class GoodputModel:
         value, m, k = (np.where(better, f, c) for f, c in zip(fine, coarse, strict=True))
         return value, m, k
 
-    def _choose(self, ask: _Question, k: Floats, wanted: Floats) -> _Choice:
+    def _choose(self, ask: _BatchQuery, k: Floats, wanted: Floats) -> _BestBatches:
         """The best choice of each column, with m as near to `wanted` as the limits let it."""
         unit = ask.replicas * k
         most = np.floor(ask.limit / unit)

@@ -23,7 +23,7 @@ Ratios = Mapping[tuple[int, int], float]
 
 
 @dataclasses.dataclass(slots=True)
-class Memory:
+class GoodputCache:
     """What a policy has computed before: a decision asks again for all jobs, though few have changed.
 
     It never changes an answer, only how soon it comes. When full it forgets everything, which costs one slow decision
@@ -52,7 +52,7 @@ def model_of(view: JobView, gpu: str) -> GoodputModel | None:
     return view.models.get(gpu, view.goodput)
 
 
-def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
+def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
     """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
     Args:
@@ -60,9 +60,9 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory
         gpu: GPU type.
         nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
         workers: workers of each shape, (J, C).
-        memory: of what was computed before.
+        cache: of what was computed before.
     """
-    memory.make_room(len(views))
+    cache.make_room(len(views))
     result = np.full(workers.shape, np.nan)
     known, numbers = [], []
     for j, view in enumerate(views):
@@ -72,12 +72,12 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory
             known.append(j)
             numbers.append(numbers_of(model, view.max_batch_size, bounds, view.accumulation))
     if known:
-        result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], memory)
+        result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], cache)
     factors: dict[tuple[int, bytes], Floats] = {}
     for j, view in enumerate(views):
         measured, model = view.observations.get(gpu), model_of(view, gpu)
         if measured and view.goodput is not None and model is not None:
-            found = ratios(measured, model, memory)
+            found = ratios(measured, model, cache)
             key = id(found), nodes[j].tobytes() + workers[j].tobytes()
             if key not in factors:
                 factors[key] = _factors(found, nodes[j], workers[j])
@@ -85,15 +85,15 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, memory
     return result
 
 
-def _rows(numbers: Floats, nodes: Ints, workers: Ints, memory: Memory) -> Floats:
+def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
     """Goodput of jobs in shapes, computed where it is not remembered."""
     texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
     keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
-    fresh = {key: row for row, key in enumerate(keys) if key not in memory.rows}
+    fresh = {key: row for row, key in enumerate(keys) if key not in cache.rows}
     if fresh:
         first = np.fromiter(fresh.values(), dtype=np.int64)
-        memory.rows.update(zip(fresh, of_numbers(numbers[first], nodes[first], workers[first]), strict=True))
-    return np.concatenate([memory.rows[key] for key in keys]).reshape(workers.shape)
+        cache.rows.update(zip(fresh, of_numbers(numbers[first], nodes[first], workers[first]), strict=True))
+    return np.concatenate([cache.rows[key] for key in keys]).reshape(workers.shape)
 
 
 def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
@@ -101,15 +101,15 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
     return np.array([known.get(shape, 1.0) for shape in zip(nodes.tolist(), workers.tolist(), strict=True)])
 
 
-def ratios(observations: tuple[Observation, ...], model: GoodputModel, memory: Memory) -> Ratios:
+def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
     """A curve that falls at the node boundary stays one.
 
     The mean over the batch sizes measured there, in logarithms, weighted by their counts.
     """
     key = id(observations), model.throughput_model
-    if key not in memory.ratios:
-        memory.ratios[key] = observations, _ratios(observations, model)
-    return memory.ratios[key][1]
+    if key not in cache.ratios:
+        cache.ratios[key] = observations, _ratios(observations, model)
+    return cache.ratios[key][1]
 
 
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:

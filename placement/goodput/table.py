@@ -27,7 +27,7 @@ _AT_ONCE = 1_000  # shapes computed at once: arrays of more leave the processor'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Question:
+class BoundedModel:
     """One job's model and the limits of its batch.
 
     Attributes:
@@ -43,7 +43,7 @@ class Question:
     accumulation: bool
 
 
-def goodputs(questions: Sequence[Question], nodes: Ints, workers: Ints) -> Floats:
+def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> Floats:
     """Goodput [samples/s, each counted by its worth at the initial batch] at the best batch of every shape.
 
     For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
@@ -132,7 +132,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 def numbers_of(
     model: GoodputModel, max_batch_size: int | None, bounds: tuple[int, int] | None, accumulation: bool
 ) -> tuple[float, ...]:
-    """All that a ``Question`` says, as numbers."""
+    """All that a ``BoundedModel`` says, as numbers."""
     low, high = bounds or (1, 2**53)
     t, noise = model.throughput_model, model.noise
     sqr, var = max(noise.sqr, 0.0), max(noise.var, 0.0)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Memory, Shape, shape_of
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, Shape, shape_of
 
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
@@ -32,10 +33,8 @@ class KnowledgeConfig:
     refit: float = 1.25
 
     def __post_init__(self) -> None:
-        if not self.forget_s > 0:
-            raise ValueError(f"forget_s must be above 0 seconds, but got {self.forget_s}")
-        if not self.refit >= 1:
-            raise ValueError(f"refit must be 1 or more, but got {self.refit}")
+        check_number("forget_s", self.forget_s, above=0, unit="seconds")
+        check_number("refit", self.refit, least=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,15 @@ class _Family:
         self.told = None
         self.most = max(self.most, observation.replicas)
         return True
+
+    def observations(self, now_s: float, forget_s: float) -> tuple[Observation, ...]:
+        """What was measured, shape by shape; what is older than ``forget_s`` is forgotten."""
+        old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
+        for shape in old:
+            del self.seen[shape]
+        if self.told is None or old:
+            self.told = tuple(observation for _, (observation, _) in sorted(self.seen.items()))
+        return self.told
 
 
 class Knowledge:
@@ -146,9 +154,6 @@ class Knowledge:
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
-    # What others may know of it
-    # ------------------------------------------------------------------------------------------------------------
-
     def complete(self, view: JobView, now_s: float) -> JobView:
         """The view with what others have measured where the job itself has not.
 
@@ -168,7 +173,7 @@ class Knowledge:
         for gpu, family in families.items():
             if not family.seen:
                 continue
-            told = self._told(family, now_s)
+            told = family.observations(now_s, self._config.forget_s)
             model = self._model(family, told, fixed_batch=view.max_batch_size is None)
             own = models.get(gpu, view.goodput)
             noise = own.noise if own is not None else _noise(family, view)
@@ -204,14 +209,6 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
-    def _told(self, family: _Family, now_s: float) -> tuple[Observation, ...]:
-        old = [shape for shape, (_, seen_s) in family.seen.items() if now_s - seen_s > self._config.forget_s]
-        for shape in old:
-            del family.seen[shape]
-        if family.told is None or old:
-            family.told = tuple(observation for _, (observation, _) in sorted(family.seen.items()))
-        return family.told
-
     def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
         if not told:
             return None
@@ -221,10 +218,7 @@ class Knowledge:
             family.fits[fixed_batch] = model, len(told)
         return model
 
-    # What is kept
-    # ------------------------------------------------------------------------------------------------------------
-
-    def memory(self, fingerprints: Collection[str]) -> Memory:
+    def measurements(self, fingerprints: Collection[str]) -> Measurements:
         """All that is known of these models, for keeping."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
@@ -239,16 +233,16 @@ class Knowledge:
                 KnownNoise(fingerprint=name, gpu_type=gpu, epoch=epoch, noise=noise, batches=batches, seen_s=seen_s)
                 for epoch, (noise, batches, seen_s) in sorted(family.noise.items())
             ]
-        return Memory(steps=tuple(steps), noises=tuple(noises))
+        return Measurements(steps=tuple(steps), noises=tuple(noises))
 
-    def recall(self, memory: Memory, now_s: float) -> None:
+    def recall(self, measurements: Measurements, now_s: float) -> None:
         """Take in what was kept; what was measured on other machines than these, or too long ago, is left out."""
-        for step in memory.steps:
+        for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
                 continue
             self._family(step.fingerprint, step.gpu_type).take(step.observation, step.seen_s)
-        for noise in memory.noises:
+        for noise in measurements.noises:
             if self._is_old(noise.seen_s, now_s):
                 continue
             family = self._family(noise.fingerprint, noise.gpu_type)

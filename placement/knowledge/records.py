@@ -65,33 +65,33 @@ class KnownNoise:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Measurements:
     """What is kept between two lives of an allocator."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
 
 
-def merged(memories: Iterable[Memory]) -> Memory:
-    """Several memories as one; of the same shape, or epoch, the newest."""
+def merged(several: Iterable[Measurements]) -> Measurements:
+    """Measurements of several writers as one; of the same shape, or epoch, the newest."""
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
-    for memory in memories:
-        for step in memory.steps:
+    for measurements in several:
+        for step in measurements.steps:
             key = step.fingerprint, step.gpu_type, step.machines, shape_of(step.observation)
             if key not in steps or steps[key].seen_s < step.seen_s:
                 steps[key] = step
-        for noise in memory.noises:
+        for noise in measurements.noises:
             about = noise.fingerprint, noise.gpu_type, noise.epoch
             if about not in noises or noises[about].seen_s < noise.seen_s:
                 noises[about] = noise
-    return Memory(steps=tuple(steps.values()), noises=tuple(noises.values()))
+    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()))
 
 
-def covers(memory: Memory, other: Memory, since_s: float) -> bool:
+def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
     """Whether all that the other says, older than which nothing counts, is known here, and as recently."""
-    steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in memory.steps}
-    noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in memory.noises}
+    steps = {(step.fingerprint, step.gpu_type, shape_of(step.observation)): step for step in measurements.steps}
+    noises = {(noise.fingerprint, noise.gpu_type, noise.epoch): noise for noise in measurements.noises}
     for step in other.steps:
         mine = steps.get((step.fingerprint, step.gpu_type, shape_of(step.observation)))
         if step.seen_s > since_s and (mine is None or mine.seen_s < step.seen_s or not mine.machines & step.machines):

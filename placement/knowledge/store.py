@@ -58,7 +58,7 @@ import pyarrow.parquet as pq
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import KnowledgeConfig
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Memory, covers, merged
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, covers, merged
 from placement.storage.private_files import make_directory, open_output
 
 logger = logging.getLogger("placement.allocator")
@@ -126,32 +126,32 @@ class KnowledgeStore:
         self._private = root.private
         self._folder = posixpath.join(root.path, FOLDER)
         self._own = posixpath.join(self._folder, f"{writer}.parquet")
-        self._others: dict[str, Memory] = {}
+        self._others: dict[str, Measurements] = {}
 
-    def load(self) -> Memory:
+    def load(self) -> Measurements:
         """All that any writer has kept here; files that are torn or not ours are reported and left out."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
-        memories: list[Memory] = []
+        kept: list[Measurements] = []
         for entry in self._files.get_file_info(selector):
             if not entry.is_file or not entry.base_name.endswith(".parquet"):
                 continue
-            memory = self._read(entry.path)
-            if memory is None:
+            measurements = self._read(entry.path)
+            if measurements is None:
                 continue
-            memories.append(memory)
+            kept.append(measurements)
             path = posixpath.join(self._folder, entry.base_name)
             if path != self._own:
-                self._others[path] = memory
-        return merged(memories)
+                self._others[path] = measurements
+        return merged(kept)
 
-    def save(self, memory: Memory) -> None:
+    def save(self, measurements: Measurements) -> None:
         """Replace this writer's file, and fold in what others have left behind.
 
         Raises:
             OSError: the file system refuses.
         """
         make_directory(self._files, self._folder, private=self._private)
-        table = _table(memory)
+        table = _table(measurements)
         if isinstance(self._files, pyarrow.fs.LocalFileSystem):
             part = f"{self._own}.part"  # one writer, one name: what a crash leaves is overwritten
             with open_output(self._files, part, private=self._private) as stream:
@@ -160,12 +160,12 @@ class KnowledgeStore:
         else:
             with self._files.open_output_stream(self._own) as stream:
                 pq.write_table(table, stream)
-        self._fold_in(memory)
+        self._fold_in(measurements)
 
-    def _fold_in(self, memory: Memory) -> None:
+    def _fold_in(self, measurements: Measurements) -> None:
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
-            if not covers(memory, theirs, since_s):
+            if not covers(measurements, theirs, since_s):
                 continue  # it knows of other models, or other machines
             info = self._files.get_file_info(path)
             if info.mtime is None or time.time() - info.mtime.timestamp() < _FOLD_AFTER_S:
@@ -175,13 +175,13 @@ class KnowledgeStore:
                 with contextlib.suppress(FileNotFoundError):
                     self._files.delete_file(path)
 
-    def _read(self, path: str) -> Memory | None:
+    def _read(self, path: str) -> Measurements | None:
         try:
             with self._files.open_input_file(path) as file:
                 table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
             if (table.schema.metadata or {}).get(b"elastic_ray") != _FORMAT[b"elastic_ray"]:
                 raise ValueError(f"its metadata does not say elastic_ray={_FORMAT[b'elastic_ray'].decode()!r}")
-            return _memory(table)
+            return _measurements(table)
         except FileNotFoundError:  # folded in by another writer meanwhile
             return None
         except (OSError, pa.ArrowException, ValueError, TypeError, KeyError) as error:
@@ -190,8 +190,8 @@ class KnowledgeStore:
             return None
 
 
-def _table(memory: Memory) -> pa.Table:
-    rows = [_step_row(step) for step in memory.steps] + [_noise_row(noise) for noise in memory.noises]
+def _table(measurements: Measurements) -> pa.Table:
+    rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
     if not rows:
         return _SCHEMA.empty_table()
     # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
@@ -240,9 +240,9 @@ def _noise_row(known: KnownNoise) -> dict[str, Any]:
     }
 
 
-def _memory(table: pa.Table) -> Memory:
+def _measurements(table: pa.Table) -> Measurements:
     rows = table.select(_SCHEMA.names).to_pylist()
-    return Memory(
+    return Measurements(
         steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
         noises=tuple(_noise(row) for row in rows if row["kind"] == "noise"),
     )

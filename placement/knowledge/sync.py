@@ -6,11 +6,11 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.records import Memory
+from placement.knowledge.records import Measurements
 from placement.knowledge.store import KnowledgeStore, StorageRoot
 from placement.storage.storage_calls import StorageCalls
 
@@ -23,7 +23,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class _Place:
+class _RootState:
     """One storage root: what is kept there, and since when."""
 
     store: KnowledgeStore
@@ -35,8 +35,39 @@ class _Place:
     hurry: bool = False
     saving: bool = False
 
+    def know(self, fingerprints: Iterable[str]) -> None:
+        """Jobs of these models use it."""
+        self.fingerprints.update(fingerprints)
 
-class Keeper:
+    def is_due(self, version: int, *, now: bool) -> bool:
+        """Whether news is to be written there now; then it counts as being written."""
+        if version == self.version:
+            self.hurry = False
+            return False
+        due = now or self.hurry or time.monotonic() - self.saved_s >= _EVERY_S
+        if not due or self.saving or not self.loading.done():
+            return False
+        self.saving = True
+        return True
+
+    def begin(self) -> None:
+        """What is known now is being written."""
+        self.hurry, self.saved_s = False, time.monotonic()
+
+    def written(self, version: int) -> None:
+        """So much of what is known is written."""
+        self.version = version
+
+    def over(self) -> None:
+        """The writing has come to its end, well or not."""
+        self.saving = False
+
+    def hurry_up(self) -> None:
+        """Its cluster may be gone soon."""
+        self.hurry = True
+
+
+class KnowledgeSync:
     """Reads what was kept under a storage root when its first job comes, and writes news there.
 
     Under each root lies what is known of the models of jobs that used it, and of those that were found there.
@@ -47,73 +78,69 @@ class Keeper:
         recall: takes what was read.
     """
 
-    def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Memory], None]) -> None:
+    def __init__(self, knowledge: Knowledge, writer: str, recall: Callable[[Measurements], None]) -> None:
         self._knowledge = knowledge
         self._writer = writer
         self._recall = recall
-        self._places: dict[tuple[str, str], _Place] = {}
-        self._homes: dict[str, _Place] = {}
+        self._roots: dict[tuple[str, str], _RootState] = {}
+        self._root_of_job: dict[str, _RootState] = {}
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
         """Whether it is known where the job's results are."""
-        return job in self._homes
+        return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
         """A job's results are there; returns when what was kept there has been recalled, or that takes long."""
-        place = self._places.get(root.key)
-        if place is None:
+        known = self._roots.get(root.key)
+        if known is None:
             store = KnowledgeStore(root, self._writer)
             calls = StorageCalls(root.path, threads=1)  # of its own: one that hangs holds up no other
             loading = asyncio.get_running_loop().create_task(self._load(root.key, store, calls))
-            place = self._places[root.key] = _Place(store=store, calls=calls, loading=loading, fingerprints=set())
-        self._homes[job] = place
-        await asyncio.wait([place.loading], timeout=_LOAD_TIMEOUT_S)
+            known = self._roots[root.key] = _RootState(store=store, calls=calls, loading=loading, fingerprints=set())
+        self._root_of_job[job] = known
+        await asyncio.wait([known.loading], timeout=_LOAD_TIMEOUT_S)
 
     async def _load(self, key: tuple[str, str], store: KnowledgeStore, calls: StorageCalls) -> None:
         try:
-            memory = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
+            measurements = await calls.run("reading what jobs have measured", store.load, timeout_s=_CALL_TIMEOUT_S)
         except Exception as error:  # a job trains without it all the same
             logger.warning("what earlier jobs have measured cannot be read from %s: %s", key[1], error)
             return
-        self._places[key].fingerprints |= {step.fingerprint for step in memory.steps}
-        self._recall(memory)
+        self._roots[key].know(step.fingerprint for step in measurements.steps)
+        self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
         """A job's heartbeat."""
-        if view.fingerprint is not None and view.job in self._homes:
-            self._homes[view.job].fingerprints.add(view.fingerprint)
+        if view.fingerprint is not None and view.job in self._root_of_job:
+            self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
         """A job is over: its cluster may be gone soon, so what it has measured is written at once."""
-        place = self._homes.pop(job, None)
-        if place is not None:
-            place.hurry = True
+        root = self._root_of_job.pop(job, None)
+        if root is not None:
+            root.hurry_up()
 
     async def save(self, *, now: bool = False) -> None:
         """Write what is new, where that is due (or everywhere, and wait for that a little)."""
-        for key, place in self._places.items():
-            due = now or place.hurry or time.monotonic() - place.saved_s >= _EVERY_S
-            if due and place.version != self._knowledge.version and place.loading.done() and not place.saving:
-                place.saving = True
-                task = asyncio.get_running_loop().create_task(self._save(key, place))
+        for key, root in self._roots.items():
+            if root.is_due(self._knowledge.version, now=now):
+                task = asyncio.get_running_loop().create_task(self._save(key, root))
                 self._saves.add(task)
                 task.add_done_callback(self._saves.discard)
-            elif place.version == self._knowledge.version:
-                place.hurry = False
         if now and self._saves:
             await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
-    async def _save(self, key: tuple[str, str], place: _Place) -> None:
-        version, memory = self._knowledge.version, self._knowledge.memory(place.fingerprints)
-        place.hurry, place.saved_s = False, time.monotonic()
+    async def _save(self, key: tuple[str, str], root: _RootState) -> None:
+        version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints)
+        root.begin()
         try:
-            if memory.steps:
-                await place.calls.run(
-                    "writing what jobs have measured", lambda: place.store.save(memory), timeout_s=_CALL_TIMEOUT_S
+            if measurements.steps:
+                await root.calls.run(
+                    "writing what jobs have measured", lambda: root.store.save(measurements), timeout_s=_CALL_TIMEOUT_S
                 )
-            place.version = version
+            root.written(version)
         except Exception as error:  # the next round tries again
             logger.warning("what jobs have measured cannot be written to %s: %s", key[1], error)
         finally:
-            place.saving = False
+            root.over()

@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 
 from placement.cluster.cluster import Allocation
 from placement.cluster.jobs import JobView
-from placement.planning.deadlines import promise
+from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart
-from placement.planning.problem import Ask, Plan, Question, by_priority
+from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import on_firm_ground
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
 from placement.planning.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
@@ -58,60 +58,58 @@ class Constraints:
 
 
 def decide(
-    question: Question, ask: Ask, constraints: Constraints, now_s: float, promised: Collection[str] = ()
+    problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str] = ()
 ) -> Plan:
-    """A plan that keeps all constraints and that the same question, asked from its outcome, does not change.
+    """A plan that keeps all constraints and that the same problem, solved from its outcome, does not change.
 
     Policies weigh what a change costs against what the jobs have, so that an outcome may call for another change. It
     is repeated from its own outcome until it stays or returns to an earlier one, which is then the answer.
 
     Args:
-        question: all jobs and the whole cluster.
-        ask: the policy.
+        problem: all jobs and the whole cluster.
+        solve: the policy.
         constraints: the cluster's rules.
         now_s: present time [s since the epoch].
-        promised: jobs whose deadlines were promised in the last decision.
+        guaranteed: jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []
-    present = question
-    seen = [_places({view.job: view.allocation for view in question.views})]
+    present = problem
+    seen = [_places({view.job: view.allocation for view in problem.views})]
     for _ in range(_ROUNDS):
-        plan = _decide_once(present, ask, constraints, now_s, promised)
+        plan = _decide_once(present, solve, constraints, now_s, guaranteed)
         plans.append(plan)
         places = _places(plan.allocation)
         if places in seen:
             break
         seen.append(places)
-        promised = plan.promised
-        present = dataclasses.replace(
-            question, views=[v.placed(plan.allocation.get(v.job, {})) for v in question.views]
-        )
+        guaranteed = plan.guaranteed
+        present = dataclasses.replace(problem, views=[v.placed(plan.allocation.get(v.job, {})) for v in problem.views])
     return _with_first_reasons(plans)
 
 
 def _decide_once(
-    question: Question, ask: Ask, constraints: Constraints, now_s: float, promised: Collection[str]
+    problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str]
 ) -> Plan:
-    worth = {v.job: node_worth(v, question.cluster) for v in question.views if v.whole_nodes}
+    worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
-    inner: Ask = functools.partial(in_whole_nodes, ask=ask, worth=worth) if worth else ask
+    inner: Solver = functools.partial(in_whole_nodes, solve=solve, worth=worth) if worth else solve
     refused: dict[str, str] = {}
-    least = {view.job: view.min_workers for view in question.views if view.spot == "mixed"}
+    least = {view.job: view.min_workers for view in problem.views if view.spot == "mixed"}
     while True:
-        raised, notes = promise(question.views, question.cluster, promised, now_s, refused)
-        raised = dataclasses.replace(raised, spanned=question.spanned, apart=question.apart)
-        within = functools.partial(by_tenant, ask=functools.partial(by_priority, ask=inner), tenants=tenants)
+        raised, notes = guarantee(problem.views, problem.cluster, guaranteed, now_s, refused)
+        raised = dataclasses.replace(raised, spanned=problem.spanned, apart=problem.apart)
+        within = functools.partial(by_tenant, solve=functools.partial(by_priority, solve=inner), tenants=tenants)
         plan = on_firm_ground(raised, within, least)
-        failed = [job for job in sorted(raised.promised) if job not in plan.allocation]
+        failed = [job for job in sorted(raised.guaranteed) if job not in plan.allocation]
         if not failed:
             break
         # Counted together they fit, but not in the policy's own shapes or within the tenant's share.
         refused.update(dict.fromkeys(failed, "what would meet it is not to be had now"))
-    apart = question.apart
+    apart = problem.apart
     plan = on_nodes_of_their_own(raised, plan, apart=apart) if worth else plan
     if apart:
         check_apart(plan.allocation)
-    return dataclasses.replace(plan.noted(notes), promised=raised.promised)
+    return dataclasses.replace(plan.noted(notes), guaranteed=raised.guaranteed)
 
 
 def _with_first_reasons(plans: Sequence[Plan]) -> Plan:

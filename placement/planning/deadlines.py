@@ -1,4 +1,4 @@
-"""Deadlines: how many workers meet one, and which can be promised (Gu et al., "ElasticFlow", ASPLOS 2023)."""
+"""Deadlines: how many workers meet one, and which can be guaranteed (Gu et al., "ElasticFlow", ASPLOS 2023)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
 from placement.goodput.remaining import remaining
-from placement.planning.problem import Question, by_precedence, secured
+from placement.planning.problem import Problem, by_precedence, secured
 from placement.policies.base import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class SatisfactoryShare:
     """What a deadline asks for.
 
     Attributes:
@@ -29,12 +29,12 @@ class Need:
     why_not: str = ""
 
 
-def satisfactory(view: JobView, slots: Sequence[int], now_s: float) -> Need:
+def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> SatisfactoryShare:
     """The fewest workers with which the job's estimated remaining time meets its deadline.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change for more than it has
 
-    with the remaining work from declared epochs x measured progress per epoch (``worth.remaining``), known once an
+    with the remaining work from declared epochs x measured progress per epoch (``remaining.remaining``), known once an
     epoch is over.
 
     Args:
@@ -46,43 +46,45 @@ def satisfactory(view: JobView, slots: Sequence[int], now_s: float) -> Need:
     left_s = view.deadline_s - now_s
     missing = remaining(view.progress)
     if left_s <= 0:
-        return Need(workers=None, why_not="has passed")
+        return SatisfactoryShare(workers=None, why_not="has passed")
     if missing is None or view.progress is None or not view.progress.epoch_ends or view.goodput is None:
-        return Need(workers=None, why_not="not known yet how long the job takes")
+        return SatisfactoryShare(workers=None, why_not="not known yet how long the job takes")
     rates = goodputs(view, slots)
     with np.errstate(divide="ignore"):
         takes_s = missing * view.goodput.init_batch_size / rates
     takes_s[view.workers :] += view.resize_cost_s
     enough = np.flatnonzero(takes_s[view.min_workers - 1 :] <= left_s)
     if not len(enough):
-        return Need(workers=None, why_not=f"cannot be met, not with {max(len(rates), view.min_workers)} workers either")
-    return Need(workers=view.min_workers + int(enough[0]))
+        return SatisfactoryShare(
+            workers=None, why_not=f"cannot be met, not with {max(len(rates), view.min_workers)} workers either"
+        )
+    return SatisfactoryShare(workers=view.min_workers + int(enough[0]))
 
 
-def promise(
+def guarantee(
     views: Sequence[JobView], cluster: Cluster, before: Collection[str], now_s: float, refused: Mapping[str, str]
-) -> tuple[Question, dict[str, str]]:
+) -> tuple[Problem, dict[str, str]]:
     """Raise the minimum of every job whose deadline can be met to what meets it.
 
     Jobs are looked at in the order of precedence of their minimums: after jobs that may not be stopped and those of
-    higher priority, before the others of their own; those that were promised before come first. What does not fit
-    beside the others' shares is promised nothing and runs as well as it can.
+    higher priority, before the others of their own; those that had a guarantee before come first. What does not fit
+    beside the others' shares gets no guarantee and runs as well as it can.
 
     Args:
         views: all jobs.
         cluster: the nodes.
-        before: jobs that were promised theirs in the last decision.
+        before: jobs whose deadline the last decision guaranteed.
         now_s: present time [s since the epoch].
-        refused: jobs that are to be promised nothing, and why.
+        refused: jobs that get no guarantee, and why.
 
     Returns:
         The jobs with these minimums, and what to add to the reason of each job with a deadline.
     """
     dated = {view.job for view in views if view.deadline_s is not None}
     if not dated:
-        return Question(views=views, cluster=cluster), {}
-    empty, room = Room(cluster), Room(cluster)
-    order = by_precedence(Question(views=views, cluster=cluster, promised=frozenset(dated)))
+        return Problem(views=views, cluster=cluster), {}
+    empty, room = FreeResources(cluster), FreeResources(cluster)
+    order = by_precedence(Problem(views=views, cluster=cluster, guaranteed=frozenset(dated)))
     safe = {view.job for view in order if secured(view) and room.add(view, view.min_workers)}
     raised: dict[str, JobView] = {}
     notes: dict[str, str] = {}
@@ -97,15 +99,15 @@ def promise(
             why = need.why_not or f"{count(need.workers or 0)} would meet it, but not beside what others are promised"
             notes[view.job] = f"deadline: {why}; it runs as well as it can"
         room.add(view, view.min_workers - has)
-    question = Question(
-        views=[raised.get(view.job, view) for view in views], cluster=cluster, promised=frozenset(raised)
+    problem = Problem(
+        views=[raised.get(view.job, view) for view in views], cluster=cluster, guaranteed=frozenset(raised)
     )
-    return question, notes
+    return problem, notes
 
 
-def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> Need:
+def _need(view: JobView, slots: Sequence[int], now_s: float, refused: Mapping[str, str]) -> SatisfactoryShare:
     if view.job in refused:
-        return Need(workers=None, why_not=refused[view.job])
+        return SatisfactoryShare(workers=None, why_not=refused[view.job])
     if view.held_at is not None:
-        return Need(workers=None, why_not="its user holds it at a size")
-    return satisfactory(view, slots, now_s)
+        return SatisfactoryShare(workers=None, why_not="its user holds it at a size")
+    return minimum_satisfactory_share(view, slots, now_s)

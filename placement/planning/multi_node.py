@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Allocation, AllocationError, Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.occupancy import Occupancy, best_fit, worst_fit
 from placement.cluster.packing import Packing
 
-Place = Mapping[str, int]
+WorkersByNode = Mapping[str, int]
 """Workers by node id."""
 
 
@@ -47,13 +48,17 @@ def keep_apart(packing: Packing, views: Sequence[JobView], cluster: Cluster, spa
     busy = _spanning(packing.allocation)
     if all(len(jobs) + (node in spanned) < 2 for node, jobs in busy.items()):
         return packing
-    jobs = {view.job: view for view in views if view.job in packing.allocation}
+    jobs = [view for view in views if view.job in packing.allocation]
     wanted = {job: sum(place.values()) for job, place in packing.allocation.items()}
-    moved = _move_some(packing.allocation, jobs, wanted, cluster, spanned)
-    if any(job not in moved for job in jobs):
-        anew = _place_all(packing.allocation, jobs, wanted, cluster, spanned)
+    placer = _Placer(cluster, spanned, packing.allocation, wanted)
+    placer.move_some(jobs)
+    moved = placer.allocation(jobs)
+    if len(moved) < len(jobs):
+        placer = _Placer(cluster, spanned, packing.allocation, wanted)
+        placer.place_all(jobs)
+        anew = placer.allocation(jobs)
         moved = max(moved, anew, key=lambda found: (len(found), sum(sum(each.values()) for each in found.values())))
-    missing = {job: wanted[job] - sum(moved.get(job, {}).values()) for job in jobs}
+    missing = {job: workers - sum(moved.get(job, {}).values()) for job, workers in wanted.items()}
     short = dict(packing.short)
     for job, workers in missing.items():
         if workers:
@@ -70,108 +75,104 @@ def _spanning(allocation: Allocation) -> dict[str, list[str]]:
     return found
 
 
-def _move_some(
-    places: Allocation,
-    jobs: Mapping[str, JobView],
-    wanted: Mapping[str, int],
-    cluster: Cluster,
-    spanned: Collection[str],
-) -> dict[str, Place]:
-    board = _Board(cluster, spanned)
-    order = sorted(
-        jobs.values(),
-        key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival),
-    )
-    homeless = []
-    for view in order:
-        if len(places[view.job]) == 1 or not board.spanned & set(places[view.job]):
-            board.put(view, places[view.job])
-        else:
-            homeless.append(view)
-    for view in homeless:
-        board.put(view, board.find(view, wanted[view.job], view.allocation or places[view.job]))
-    return board.places
+class _Placer:
+    """Places jobs that span nodes apart from each other: within a node by best fit, else on quiet nodes by worst fit.
 
+    Args:
+        cluster: the nodes.
+        spanned: those that another spanning job is on already.
+        present: where the jobs are to start from.
+        wanted: workers of each job.
+    """
 
-def _place_all(
-    places: Allocation,
-    jobs: Mapping[str, JobView],
-    wanted: Mapping[str, int],
-    cluster: Cluster,
-    spanned: Collection[str],
-) -> dict[str, Place]:
-    board = _Board(cluster, spanned)
-    empty = Room(cluster)
-    largest = {job: int(empty.slots(view).max(initial=0)) for job, view in jobs.items()}
-    # Jobs that cannot but span come first: for them few nodes will do.
-    order = sorted(jobs.values(), key=lambda v: (v.min_workers <= largest[v.job], -v.min_workers, v.arrival))
-    for view in order:
-        board.put(view, board.find(view, view.min_workers, view.allocation or places[view.job]))
-    for view in order:
-        small = board.lift(view)
-        large = board.find(view, wanted[view.job], small or places[view.job])
-        board.put(view, large if sum(large.values()) >= sum(small.values()) else small)
-    return board.places
+    def __init__(
+        self, cluster: Cluster, spanned: Collection[str], present: Allocation, wanted: Mapping[str, int]
+    ) -> None:
+        self._free = FreeResources(cluster)
+        self._occupied = Occupancy(self._free)
+        self._others = {index for node in spanned if (index := self._free.index(node)) is not None}
+        self._present = present
+        self._wanted = wanted
 
+    def move_some(self, jobs: Sequence[JobView]) -> None:
+        """Jobs that stand in nobody's way stay; the others are placed anew."""
+        places, wanted = self._present, self._wanted
+        order = sorted(
+            jobs,
+            key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival),
+        )
+        homeless = []
+        for view in order:
+            here = self._indices(view, places[view.job])
+            if len(here) == 1 or not self._spanned() & set(here):
+                self._occupied.put_all(view, here)
+            else:
+                homeless.append(view)
+        for view in homeless:
+            self._occupied.put_all(view, self._find(view, wanted[view.job], view.allocation or places[view.job]))
 
-class _Board:
-    """Room, places and spanned nodes while jobs are placed."""
+    def place_all(self, jobs: Sequence[JobView]) -> None:
+        """All anew, minimums first."""
+        largest = {view.job: int(self._free.slots(view).max(initial=0)) for view in jobs}
+        # Jobs that cannot but span come first: for them few nodes will do.
+        order = sorted(jobs, key=lambda v: (v.min_workers <= largest[v.job], -v.min_workers, v.arrival))
+        for view in order:
+            own = view.allocation or self._present[view.job]
+            self._occupied.put_all(view, self._find(view, view.min_workers, own))
+        for view in order:
+            small = self._occupied.lift(view)
+            own = self._named(small) or self._present[view.job]
+            large = self._find(view, self._wanted[view.job], own)
+            self._occupied.put_all(view, large if sum(large.values()) >= sum(small.values()) else small)
 
-    def __init__(self, cluster: Cluster, spanned: Collection[str]) -> None:
-        self.room = Room(cluster)
-        self.places: dict[str, Place] = {}
-        self._others = frozenset(spanned)
+    def allocation(self, jobs: Sequence[JobView]) -> dict[str, WorkersByNode]:
+        """Where the jobs are that have found a place."""
+        return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
-    @property
-    def spanned(self) -> set[str]:
-        """Nodes that carry a spanning job."""
-        return set(self._others).union(*(place for place in self.places.values() if len(place) > 1))
-
-    def put(self, view: JobView, place: Place) -> None:
-        """Seat a job; an empty place is none."""
-        if place:
-            self._take(view, place, 1)
-            self.places[view.job] = place
-
-    def lift(self, view: JobView) -> Place:
-        """Take a job from its place."""
-        place = self.places.pop(view.job, {})
-        self._take(view, place, -1)
-        return place
-
-    def find(self, view: JobView, wanted: int, own: Place) -> Place:
+    def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
         """The best place for as many of the wanted workers as possible; empty if it is below the job's minimum."""
-        fits = self.room.slots(view)
-        single = self._on_one_node(fits, wanted, own)
-        if sum(single.values()) < wanted:
-            several = self._on_quiet_nodes(fits, wanted, own)
-            single = several if sum(several.values()) > sum(single.values()) else single
-        return single if sum(single.values()) >= view.min_workers else {}
+        fits = self._occupied.slots(view)
+        mine = {index for node in own if (index := self._free.index(node)) is not None}
+        found = _on_one_node(fits, wanted, mine)
+        if sum(found.values()) < wanted:
+            several = _on_quiet_nodes(fits, wanted, mine, self._spanned())
+            found = several if sum(several.values()) > sum(found.values()) else found
+        return found if sum(found.values()) >= view.min_workers else {}
 
-    def _on_one_node(self, fits: NDArray[np.int64], wanted: int, own: Place) -> Place:
-        """Its own node if that takes all, else the tightest that does, else the roomiest."""
-        enough = fits >= wanted
-        if not enough.any():
-            at = int(np.argmax(fits)) if len(fits) else 0
-            return {self.room.node_ids[at]: int(fits[at])} if len(fits) and fits[at] else {}
-        mine = [i for i in np.flatnonzero(enough).tolist() if self.room.node_ids[i] in own]
-        at = mine[0] if mine else int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max)))
-        return {self.room.node_ids[at]: wanted}
+    def _spanned(self) -> set[int]:
+        return self._others | self._occupied.spanned()
 
-    def _on_quiet_nodes(self, fits: NDArray[np.int64], wanted: int, own: Place) -> Place:
-        """Its own nodes, then the roomiest, without those that carry a spanning job."""
-        busy = self.spanned
-        quiet = [i for i in np.flatnonzero(fits).tolist() if self.room.node_ids[i] not in busy]
-        place: dict[str, int] = {}
-        for i in sorted(quiet, key=lambda i: (self.room.node_ids[i] not in own, -int(fits[i]), i)):
-            here = min(wanted - sum(place.values()), int(fits[i]))
-            if here <= 0:
-                break
-            place[self.room.node_ids[i]] = here
-        return place
-
-    def _take(self, view: JobView, place: Place, sign: int) -> None:
+    def _indices(self, view: JobView, place: WorkersByNode) -> dict[int, int]:
+        found = {}
         for node, workers in place.items():
-            index = self.room.index(node)
+            index = self._free.index(node)
             assert index is not None, f"job {view.job} is placed on {node}, which offers nothing"
-            self.room.take(view, index, sign * workers)
+            found[index] = workers
+        return found
+
+    def _named(self, place: Mapping[int, int]) -> dict[str, int]:
+        return {self._free.node_ids[index]: workers for index, workers in place.items()}
+
+
+def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> dict[int, int]:
+    """Its own node if that takes all, else the tightest that does, else the roomiest."""
+    mine = [index for index in np.flatnonzero(fits >= wanted).tolist() if index in own]
+    index = mine[0] if mine else best_fit(fits, wanted)
+    if index is not None:
+        return {index: wanted}
+    index = worst_fit(fits)
+    return {} if index is None else {index: int(fits[index])}
+
+
+def _on_quiet_nodes(
+    fits: NDArray[np.int64], wanted: int, own: Collection[int], spanned: Collection[int]
+) -> dict[int, int]:
+    """Its own nodes, then the roomiest, without those that carry a spanning job."""
+    quiet = [index for index in np.flatnonzero(fits).tolist() if index not in spanned]
+    place: dict[int, int] = {}
+    for index in sorted(quiet, key=lambda index: (index not in own, -int(fits[index]), index)):
+        here = min(wanted - sum(place.values()), int(fits[index]))
+        if here <= 0:
+            break
+        place[index] = here
+    return place

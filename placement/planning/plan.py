@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
+from placement.checks import is_whole
 from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView, speeds
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
-from placement.planning.problem import Plan, Question
+from placement.planning.problem import Plan, Problem
 from placement.policies.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -29,7 +27,7 @@ def make_plan(
     cluster: Cluster,
     now_s: float,
     constraints: Constraints = NO_CONSTRAINTS,
-    promised: Collection[str] = (),
+    guaranteed: Collection[str] = (),
 ) -> Plan:
     """Decide the counts, check them, and place them, under all constraints.
 
@@ -39,33 +37,33 @@ def make_plan(
         cluster: the nodes.
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
-        promised: ``Plan.promised`` of the last decision.
+        guaranteed: ``Plan.guaranteed`` of the last decision.
 
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
     apart = constraints.one_multi_node_job_per_node
 
-    def ask(question: Question) -> Plan:
-        return _ask(policy, question, now_s)
+    def solve(problem: Problem) -> Plan:
+        return _ask_policy(policy, problem, now_s)
 
-    question = Question(views=views, cluster=cluster, apart=apart)
+    problem = Problem(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
-        return ask(question)
-    plan = decide(question, ask, constraints, now_s, promised)
+        return solve(problem)
+    plan = decide(problem, solve, constraints, now_s, guaranteed)
     check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
     return plan
 
 
-def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
+def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
     """Ask a policy, hold its answer to the rules, and place it.
 
     Bundles of different sizes may leave room that no bundle fits into, so that counts within the cluster's
     sums find no place. The policy is then asked again with those jobs limited to what fitted, so that others
     may use it.
     """
-    cluster = question.cluster
-    asked = {view.job: view for view in question.views}
+    cluster = problem.cluster
+    asked = {view.job: view for view in problem.views}
     reasons: dict[str, str] = {}
     packing = Packing(allocation={}, short={})
     for _ in range(_ROUNDS):
@@ -74,11 +72,11 @@ def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
         check_targets(targets, order, cluster)
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
-        if question.apart:
-            packing = keep_apart(packing, order, cluster, question.spanned)
+        if problem.apart:
+            packing = keep_apart(packing, order, cluster, problem.spanned)
         if not packing.short:
             break
-        alone = " that no other job spans" if question.apart else ""
+        alone = " that no other job spans" if problem.apart else ""
         for job, short in packing.short.items():
             fits = targets[job].workers - short
             reasons[job] = (
@@ -88,7 +86,7 @@ def _ask(policy: Policy, question: Question, now_s: float) -> Plan:
             if fits >= view.min_workers:
                 held = None if view.held_at is None else min(view.held_at, fits)
                 asked[job] = dataclasses.replace(view, max_workers=fits, held_at=held)
-    check(packing.allocation, {view.job: view.bundle for view in question.views}, cluster)
+    check(packing.allocation, {view.job: view.bundle for view in problem.views}, cluster)
     return Plan(allocation=packing.allocation, reasons=reasons)
 
 
@@ -117,8 +115,8 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
     for job in targets:
         if job not in known:
             raise AllocationError("known job", f"a target for {job!r}, which is not one of {sorted(known)}")
-    room = Room(cluster)
-    fits: dict[tuple[object, object], int] = {}  # by bundle and selector: thousands of jobs share a few
+    room = FreeResources(cluster)
+    fits: dict[WorkerKind, int] = {}
     used: dict[str, float] = {}
     nodes = cluster.by_id()
     for job, view in known.items():
@@ -129,10 +127,10 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
         _check_nodes(view, targets[job], nodes)
         if not workers:
             continue
-        breed = tuple(view.bundle.items()), tuple(view.selector.items())
-        if breed not in fits:
-            fits[breed] = int(room.slots(view).sum())
-        if workers > fits[breed]:
+        kind = worker_kind(view)
+        if kind not in fits:
+            fits[kind] = int(room.slots(view).sum())
+        if workers > fits[kind]:
             raise AllocationError("capacity", f"job {job!r} was given {workers} workers, but {_fits(view, room)}")
         for name, need in view.bundle.items():
             used[name] = used.get(name, 0.0) + workers * need
@@ -143,7 +141,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
 
 
 def _check_count(view: JobView, workers: int) -> None:
-    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 0:
+    if not is_whole(workers):
         raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
     if 0 < workers < view.min_workers:
         raise AllocationError(
@@ -168,61 +166,8 @@ def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> No
                 )
 
 
-def _fits(view: JobView, room: Room) -> str:
+def _fits(view: JobView, room: FreeResources) -> str:
     return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
-
-
-_LIMITS = (
-    *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
-    *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
-)
-
-
-_MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
-
-
-def is_news(before: JobView, after: JobView, model_change: float) -> str | None:
-    """Whether a heartbeat says something that a decision depends on: ``limits``, ``weight``, ``model`` or None.
-
-    A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose
-    speeds all differ by less than ``model_change``, relatively.
-    """
-    if before is after:
-        return None
-    if any(getattr(before, field) != getattr(after, field) for field in _LIMITS):
-        return "limits"
-    if any((getattr(before, field) is None) != (getattr(after, field) is None) for field in _MAY_BE_UNKNOWN):
-        return "limits"
-    if abs(after.weight - before.weight) > model_change * before.weight:
-        return "weight"
-    if before.fingerprint != after.fingerprint:  # others may know the model
-        return "model"
-    if before.goodput is None and after.goodput is None:
-        return "model" if _sizes(before) != _sizes(after) else None
-    if before.goodput is None or after.goodput is None:
-        return "model"
-    if _sizes(before)[1:] != _sizes(after)[1:]:
-        return "model"
-    if before.goodput == after.goodput:
-        return None
-    old, new = (speeds(view, [1] * after.max_workers) for view in (before, after))
-    # On one node and on several: the two extremes of the model's communication cost.
-    old1, new1 = (speeds(view, [after.max_workers]) for view in (before, after))
-    return "model" if _differ(old, new, model_change) or _differ(old1, new1, model_change) else None
-
-
-def _sizes(view: JobView) -> tuple[object, ...]:
-    return (
-        view.useful_workers,
-        view.init_batch_size,
-        view.max_batch_size,
-        view.atomic_bsz_range,
-        view.accumulation,
-    )
-
-
-def _differ(old: NDArray[np.float64], new: NDArray[np.float64], relative: float) -> bool:
-    return len(old) != len(new) or bool(np.any(np.abs(new - old) > relative * np.maximum(old, new)))
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:

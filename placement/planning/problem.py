@@ -1,4 +1,4 @@
-"""One question to a policy and its answer, and how a large question is split into smaller ones.
+"""One problem for a policy and its solution, and how a large problem is split into smaller ones.
 
 Constraints that policies know nothing of (priorities, tenants...) are kept by asking a policy about some of the jobs
 on a part of the cluster, one group of jobs after the other.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from placement.cluster.cluster import Allocation, Cluster, without
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import keep_apart
@@ -24,12 +24,12 @@ class Plan:
     Attributes:
         allocation: workers per job and node.
         reasons: a sentence per job.
-        promised: jobs whose deadline will be met.
+        guaranteed: jobs whose deadline will be met.
     """
 
     allocation: Allocation
     reasons: Mapping[str, str]
-    promised: frozenset[str] = frozenset()
+    guaranteed: frozenset[str] = frozenset()
 
     def plus(self, other: Plan) -> Plan:
         """Both together; of a job in both, the other's."""
@@ -42,29 +42,29 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Problem:
     """Jobs, and the room that they are to share.
 
     Attributes:
         views: the jobs.
         cluster: the room that is theirs.
         spanned: nodes that carry a job which spans several nodes and is not one of these.
-        promised: those of the jobs whose minimum was raised to what their deadline needs.
+        guaranteed: those of the jobs whose minimum was raised to what their deadline needs.
         apart: whether two jobs that span several nodes may share none of them.
     """
 
     views: Sequence[JobView]
     cluster: Cluster
     spanned: frozenset[str] = frozenset()
-    promised: frozenset[str] = frozenset()
+    guaranteed: frozenset[str] = frozenset()
     apart: bool = False
 
-    def only(self, jobs: Iterable[str]) -> Question:
+    def only(self, jobs: Iterable[str]) -> Problem:
         """The same about some of the jobs."""
         wanted = set(jobs)
         return dataclasses.replace(self, views=[view for view in self.views if view.job in wanted])
 
-    def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Question:
+    def beside(self, decided: Allocation, reserved: Allocation | None = None) -> Problem:
         """The same in the room that other jobs leave: what is decided, and what is kept free for later ones."""
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
@@ -75,7 +75,7 @@ class Question:
         )
 
 
-Ask: TypeAlias = Callable[[Question], Plan]
+Solver: TypeAlias = Callable[[Problem], Plan]
 
 
 def secured(view: JobView) -> bool:
@@ -83,19 +83,19 @@ def secured(view: JobView) -> bool:
     return not view.preemptible and view.workers >= view.min_workers
 
 
-def by_precedence(question: Question) -> list[JobView]:
+def by_precedence(problem: Problem) -> list[JobView]:
     """The order in which minimums are served.
 
-    Running jobs that are not preemptible; then by priority, those with a promised deadline, running ones, arrival.
+    Running jobs that are not preemptible; then by priority, those with a guaranteed deadline, running ones, arrival.
     """
-    promised = question.promised
+    guaranteed = problem.guaranteed
     return sorted(
-        question.views,
-        key=lambda v: (not secured(v), -v.priority, v.job not in promised, v.workers == 0, v.arrival),
+        problem.views,
+        key=lambda v: (not secured(v), -v.priority, v.job not in guaranteed, v.workers == 0, v.arrival),
     )
 
 
-def serve(view: JobView, room: Room) -> bool:
+def serve(view: JobView, room: FreeResources) -> bool:
     """Take room for the job's minimum, where its workers are as far as possible; all of it or nothing."""
     taken: list[tuple[int, int]] = []
     missing = view.min_workers
@@ -114,42 +114,42 @@ def serve(view: JobView, room: Room) -> bool:
     return False
 
 
-def minimums(question: Question) -> Allocation:
+def minimums(problem: Problem) -> Allocation:
     """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
-    room = Room(question.cluster)
-    served = [view for view in by_precedence(question) if serve(view, room)]
+    room = FreeResources(problem.cluster)
+    served = [view for view in by_precedence(problem) if serve(view, room)]
     while True:
-        packing = pack({view.job: view.min_workers for view in served}, served, question.cluster)
-        if question.apart:
-            packing = keep_apart(packing, served, question.cluster, question.spanned)
+        packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
+        if problem.apart:
+            packing = keep_apart(packing, served, problem.cluster, problem.spanned)
         if not packing.short:
             return packing.allocation
         served.pop()  # scattered room: the last one gives way
 
 
-def usable(view: JobView, room: Room) -> int:
+def usable(view: JobView, room: FreeResources) -> int:
     """How many workers the job could make use of in this room."""
     most = view.held_at if view.held_at is not None else view.useful_workers
     fits = min(most, int(room.slots(view).sum()))
     return fits if fits >= view.min_workers else 0
 
 
-def guard(question: Question, ask: Ask) -> Plan:
-    """Ask, and see to it that no job loses a minimum that it was promised.
+def guard(problem: Problem, solve: Solver) -> Plan:
+    """Ask, and see to it that no job loses a guaranteed minimum.
 
     Where the answer leaves such a job without workers, the policy is asked about those jobs only whose minimums fit
     together, in the order of precedence; a running one that even then gets nothing keeps its minimum where it is.
     """
-    plan = ask(question)
-    safe = [view for view in question.views if secured(view) or view.job in question.promised]
+    plan = solve(problem)
+    safe = [view for view in problem.views if secured(view) or view.job in problem.guaranteed]
     if all(view.job in plan.allocation for view in safe):
         return plan
-    kept = minimums(question)
+    kept = minimums(problem)
     why = "waits: its minimum does not fit beside jobs that may not be stopped"
-    waits = Plan(allocation={}, reasons={view.job: why for view in question.views if view.job not in kept})
+    waits = Plan(allocation={}, reasons={view.job: why for view in problem.views if view.job not in kept})
     stay: dict[str, Mapping[str, int]] = {}
     while True:
-        plan = ask(question.beside(stay).only(set(kept) - set(stay)))
+        plan = solve(problem.beside(stay).only(set(kept) - set(stay)))
         lost = [v.job for v in safe if secured(v) and v.job in kept and v.job not in {*stay, *plan.allocation}]
         if not lost:
             break
@@ -158,21 +158,21 @@ def guard(question: Question, ask: Ask) -> Plan:
     return waits.plus(plan).plus(held)
 
 
-def by_priority(question: Question, ask: Ask) -> Plan:
+def by_priority(problem: Problem, solve: Solver) -> Plan:
     """Ask for one priority after the other, highest first.
 
     Minimums come first, in the order of precedence: what lower priorities' minimums leave free of them is what a
     higher one may grow into, and what it leaves is the next one's.
     """
-    levels = sorted({view.priority for view in question.views}, reverse=True)
+    levels = sorted({view.priority for view in problem.views}, reverse=True)
     if len(levels) <= 1:
-        return guard(question, ask)
-    kept = minimums(question)
+        return guard(problem, solve)
+    kept = minimums(problem)
     plan = Plan(allocation={}, reasons={})
     for level in levels:
-        later = {view.job: kept[view.job] for view in question.views if view.priority < level and view.job in kept}
-        mine = [view.job for view in question.views if view.priority == level]
-        part = guard(question.beside(plan.allocation, later).only(mine), ask)
+        later = {view.job: kept[view.job] for view in problem.views if view.priority < level and view.job in kept}
+        mine = [view.job for view in problem.views if view.priority == level]
+        part = guard(problem.beside(plan.allocation, later).only(mine), solve)
         if level < levels[0]:
             part = part.noted(dict.fromkeys(mine, f"priority {level}, after those of higher priority"))
         plan = plan.plus(part)

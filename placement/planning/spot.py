@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import shared
-from placement.planning.problem import Ask, Plan, Question, by_precedence
+from placement.planning.problem import Plan, Problem, Solver, by_precedence
 
 _WAITS = "waits: at least {} of its workers are to be on on-demand nodes, which have no room for them"
 _LEFT = "fewer than {} of its workers are on on-demand nodes, which have no room for more"
@@ -26,31 +26,31 @@ def firm(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 
-def on_firm_ground(question: Question, ask: Ask, least: Mapping[str, int]) -> Plan:
+def on_firm_ground(problem: Problem, solve: Solver, least: Mapping[str, int]) -> Plan:
     """Ask, and see to it that mixed jobs have their minimum on on-demand nodes.
 
     One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
     it would lose more than the node that may be taken from it.
 
     Args:
-        question: the jobs; a deadline may have raised their minimum.
-        ask: what decides for the rest.
+        problem: the jobs; a deadline may have raised their minimum.
+        solve: what decides for the rest.
         least: workers that each mixed job wants on on-demand nodes.
     """
-    mixed = {view.job: view for view in question.views if view.job in least}
-    if not mixed or not any(node.spot for node in question.cluster.nodes):
-        return ask(question)
-    order = [view.job for view in by_precedence(question)]
-    shut = _shut_out(question, least)
+    mixed = {view.job: view for view in problem.views if view.job in least}
+    if not mixed or not any(node.spot for node in problem.cluster.nodes):
+        return solve(problem)
+    order = [view.job for view in by_precedence(problem)]
+    shut = _shut_out(problem, least)
     waits = {job: _WAITS.format(least[job]) for job in shut}
     while True:
-        plan = ask(question.only(job for job in order if job not in shut))
-        settled, unsettled = _settle(plan, question, {job: least[job] for job in mixed if job in plan.allocation})
+        plan = solve(problem.only(job for job in order if job not in shut))
+        settled, unsettled = _settle(plan, problem, {job: least[job] for job in mixed if job in plan.allocation})
         # What fitted beside minimums may not fit beside what the policy gave to others. Whoever starts gives way.
         starting = [job for job in unsettled if not mixed[job].workers]
         waits |= {job: _WAITS.format(least[job]) for job in starting}
         if not starting and unsettled:
-            starting = _newcomers(plan, question, order[order.index(unsettled[0]) :])[-1:]
+            starting = _newcomers(plan, problem, order[order.index(unsettled[0]) :])[-1:]
             waits |= dict.fromkeys(starting, f"waits: on-demand nodes are kept for the minimum of {unsettled[0]}")
         if not starting:
             break
@@ -59,35 +59,35 @@ def on_firm_ground(question: Question, ask: Ask, least: Mapping[str, int]) -> Pl
     return settled.noted(notes).plus(Plan(allocation={}, reasons=waits))
 
 
-def _shut_out(question: Question, least: Mapping[str, int]) -> set[str]:
+def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
     """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
-    ground = Cluster(nodes=tuple(node for node in question.cluster.nodes if not node.spot))
-    room = Room(ground)
+    ground = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
+    room = FreeResources(ground)
     shut = set()
-    for view in by_precedence(question):
+    for view in by_precedence(problem):
         served = view.spot == "prefer" or room.add(_grounded(view), least.get(view.job, view.min_workers))
         if not served and view.spot == "mixed" and not view.workers:
             shut.add(view.job)
     return shut
 
 
-def _newcomers(plan: Plan, question: Question, order: Sequence[str]) -> list[str]:
+def _newcomers(plan: Plan, problem: Problem, order: Sequence[str]) -> list[str]:
     """Those of these jobs that this plan starts on on-demand nodes."""
-    nodes = question.cluster.by_id()
-    waiting = {view.job for view in question.views if not view.workers}
+    nodes = problem.cluster.by_id()
+    waiting = {view.job for view in problem.views if not view.workers}
     return [job for job in order if job in waiting and firm(plan.allocation.get(job, {}), nodes)]
 
 
-def _settle(plan: Plan, question: Question, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
+def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
     """The plan with workers exchanged so that these jobs stand firm, and those of them that cannot."""
-    nodes = question.cluster.by_id()
-    views = {view.job: view for view in question.views}
+    nodes = problem.cluster.by_id()
+    views = {view.job: view for view in problem.views}
     lacking = [job for job, workers in least.items() if firm(plan.allocation[job], nodes) < workers]
     unsettled: list[str] = []
     while lacking:
         wanted = {job: workers for job, workers in least.items() if job not in unsettled}
-        better = _exchanged(plan.allocation, views, question.cluster, wanted)
-        if better is not None and not (question.apart and shared(better)):
+        better = _exchanged(plan.allocation, views, problem.cluster, wanted)
+        if better is not None and not (problem.apart and shared(better)):
             return dataclasses.replace(plan, allocation=better), unsettled
         unsettled.append(lacking.pop())  # one after the other gives way until the rest can be had
     return plan, unsettled

@@ -6,32 +6,32 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources, slots, used_on_nodes
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
-from placement.planning.problem import Question
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, worker_kind
+from placement.planning.problem import Problem
 
 
-def within(question: Question, ceiling: Resources, first: Allocation) -> Question:
-    """The same question with so much of the cluster at most; resources that are not named are not limited.
+def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
+    """The same problem with so much of the cluster at most; resources that are not named are not limited.
 
     The part consists of the given places, then of what the jobs' workers hold beyond them, then of more on these
     nodes, then of the roomiest others.
 
     Args:
-        question: the jobs and their room.
+        problem: the jobs and their room.
         ceiling: amounts by resource.
         first: places that must be in it, as far as they are these jobs'.
     """
     if not ceiling:
-        return question
-    bundles = {view.job: view.bundle for view in question.views}
-    places = {view.job: first.get(view.job, {}) for view in question.views}
+        return problem
+    bundles = {view.job: view.bundle for view in problem.views}
+    places = {view.job: first.get(view.job, {}) for view in problem.views}
     beyond = {
         view.job: {node: max(n - places[view.job].get(node, 0), 0) for node, n in view.allocation.items()}
-        for view in question.views
+        for view in problem.views
     }
-    order = _order(question)
-    part = _Part(question.cluster, ceiling)
+    order = _order(problem)
+    part = _Partition(problem.cluster, ceiling)
     for allocation in (places, beyond):
         used = used_on_nodes(allocation, bundles)
         for node in order:
@@ -39,31 +39,31 @@ def within(question: Question, ceiling: Resources, first: Allocation) -> Questio
     # With workers of one kind, whole ones only: room for half a worker is of more use on another node.
     alike = len({tuple(sorted(bundle.items())) for bundle in bundles.values()}) == 1
     for node in order:
-        part.fill(node, question.views[0].bundle if alike else None)
-    return dataclasses.replace(question, cluster=part.cluster())
+        part.fill(node, problem.views[0].bundle if alike else None)
+    return dataclasses.replace(problem, cluster=part.cluster())
 
 
-def _order(question: Question) -> list[Node]:
+def _order(problem: Problem) -> list[Node]:
     """Nodes that some job can use: those with most of the jobs' workers, then the roomiest."""
-    room = Room(question.cluster)
+    room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
-    for view in _kinds(question.views):
+    for view in _kinds(problem.views):
         for node_id, workers in zip(room.node_ids, room.slots(view).tolist(), strict=True):
             fits[node_id] = max(fits[node_id], workers)
     here: dict[str, int] = {}
-    for view in question.views:
+    for view in problem.views:
         for node_id, workers in view.allocation.items():
             here[node_id] = here.get(node_id, 0) + workers
-    usable = [node for node in question.cluster.nodes if fits.get(node.node_id)]
+    usable = [node for node in problem.cluster.nodes if fits.get(node.node_id)]
     return sorted(usable, key=lambda node: (-here.get(node.node_id, 0), -fits[node.node_id], node.node_id))
 
 
 def _kinds(views: Sequence[JobView]) -> list[JobView]:
     """One job of each bundle and label selector."""
-    return list({(tuple(v.bundle.items()), tuple(v.selector.items())): v for v in views}.values())
+    return list({worker_kind(view): view for view in views}.values())
 
 
-class _Part:
+class _Partition:
     """What has been cut out of the cluster so far."""
 
     def __init__(self, cluster: Cluster, ceiling: Resources) -> None:

@@ -8,10 +8,11 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Resources
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
-from placement.planning.problem import Ask, Plan, Question, by_precedence, minimums, secured, serve, usable
+from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
 from placement.planning.tenant_partition import within
 
 
@@ -35,8 +36,7 @@ class Tenant:
         if not (self.weight > 0 and math.isfinite(self.weight)):
             raise ValueError(f"weight of tenant {self.name!r} must be above 0 and finite, but got {self.weight}")
         for resource, amount in self.quota.items():
-            if not amount >= 0:
-                raise ValueError(f"quota[{resource!r}] of tenant {self.name!r} must be 0 or more, but got {amount}")
+            check_number(f"quota[{resource!r}] of tenant {self.name!r}", amount, least=0)
 
 
 def check_tenants(tenants: Sequence[Tenant]) -> None:
@@ -55,29 +55,29 @@ def check_tenants(tenants: Sequence[Tenant]) -> None:
         names.add(tenant.name)
 
 
-def by_tenant(question: Question, ask: Ask, tenants: Mapping[str, Tenant]) -> Plan:
+def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) -> Plan:
     """Ask for one tenant after the other within its share, then offer what is left to each within its quota.
 
     Shares are those of ``share_out``. Tenants that few nodes can serve are asked first. What policies leave of them
     goes to the tenant that has least for its weight first.
     """
-    names = sorted({view.tenant for view in question.views})
-    known = {name: tenants.get(name) or _as_told(name, question.views) for name in names}
+    names = sorted({view.tenant for view in problem.views})
+    known = {name: tenants.get(name) or _as_told(name, problem.views) for name in names}
     if len(names) <= 1 and not any(tenant.quota for tenant in known.values()):
-        return ask(question)
-    ceilings, floors = share_out(question, known)
-    kept = minimums(question.only(floors))
-    jobs = {name: [view for view in question.views if view.tenant == name] for name in names}
-    room = Room(question.cluster)
+        return solve(problem)
+    ceilings, floors = share_out(problem, known)
+    kept = minimums(problem.only(floors))
+    jobs = {name: [view for view in problem.views if view.tenant == name] for name in names}
+    room = FreeResources(problem.cluster)
     reach = {name: sum(int(room.slots(view).sum()) * room.share(view) for view in jobs[name]) for name in names}
     plan = Plan(allocation={}, reasons={})
     waiting = sorted(names, key=lambda name: (reach[name], name))
     while waiting:
         name = waiting.pop(0)
         later = {view.job: kept[view.job] for each in waiting for view in jobs[each] if view.job in kept}
-        mine = question.beside(plan.allocation, later).only(view.job for view in jobs[name])
-        plan = plan.plus(ask(within(mine, ceilings[name], kept)))
-    return _lend(question, ask, known, jobs, plan)
+        mine = problem.beside(plan.allocation, later).only(view.job for view in jobs[name])
+        plan = plan.plus(solve(within(mine, ceilings[name], kept)))
+    return _lend(problem, solve, known, jobs, plan)
 
 
 def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
@@ -87,10 +87,10 @@ def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
 
 
 def _lend(
-    question: Question, ask: Ask, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
+    problem: Problem, solve: Solver, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> Plan:
     """Ask again where there is room that a tenant could use."""
-    totals = _totals(question.cluster)
+    totals = _totals(problem.cluster)
 
     def has(name: str) -> float:
         used = _used(jobs[name], plan.allocation)
@@ -98,23 +98,25 @@ def _lend(
         return share / tenants[name].weight
 
     for name in sorted(tenants, key=lambda name: (has(name), name)):
-        others = {view.job: plan.allocation.get(view.job, {}) for view in question.views if view.tenant != name}
-        mine = question.beside({job: place for job, place in others.items() if place})
+        others = {view.job: plan.allocation.get(view.job, {}) for view in problem.views if view.tenant != name}
+        mine = problem.beside({job: place for job, place in others.items() if place})
         used = _used(jobs[name], plan.allocation)  # above the quota only by what may not be stopped
         ceiling = {r: max(amount, used.get(r, 0.0)) for r, amount in tenants[name].quota.items()}
         mine = within(mine.only(view.job for view in jobs[name]), ceiling, plan.allocation)
         if _could_use_more(mine, plan.allocation):
-            part = ask(mine)
+            part = solve(mine)
             plan = Plan(
                 allocation={**{job: place for job, place in others.items() if place}, **part.allocation},
                 reasons={**plan.reasons, **part.reasons},
             )
-    return plan.noted(_notes(question, tenants, jobs, plan))
+    return plan.noted(_notes(problem, tenants, jobs, plan))
 
 
-def _could_use_more(question: Question, allocation: Allocation) -> bool:
-    room = Room(question.beside({v.job: allocation[v.job] for v in question.views if v.job in allocation}).cluster)
-    for view in question.views:
+def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
+    room = FreeResources(
+        problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
+    )
+    for view in problem.views:
         has = sum(allocation.get(view.job, {}).values())
         fits = int(room.slots(view).sum())
         if fits >= (1 if has else view.min_workers) and has < (view.held_at or view.useful_workers):
@@ -123,10 +125,10 @@ def _could_use_more(question: Question, allocation: Allocation) -> bool:
 
 
 def _notes(
-    question: Question, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
+    problem: Problem, tenants: Mapping[str, Tenant], jobs: Mapping[str, Sequence[JobView]], plan: Plan
 ) -> dict[str, str]:
     """What to say to jobs that their tenant's limits hold back."""
-    room = Room(question.beside(plan.allocation).cluster)
+    room = FreeResources(problem.beside(plan.allocation).cluster)
     notes: dict[str, str] = {}
     for name, tenant in tenants.items():
         used = _used(jobs[name], plan.allocation)
@@ -186,7 +188,7 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     return share
 
 
-def share_out(question: Question, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
+def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
     """What each tenant may use in a first round, in whole workers, and which minimums that contains.
 
     In turn: minimums of jobs that may not be stopped; what fits into each tenant's entitlement, minimums before
@@ -196,12 +198,12 @@ def share_out(question: Question, tenants: Mapping[str, Tenant]) -> tuple[dict[s
     Returns:
         Amounts by tenant and resource, and the minimums by job.
     """
-    totals = _totals(question.cluster)
-    demands = {name: _demand(question, tenant) for name, tenant in tenants.items()}
+    totals = _totals(problem.cluster)
+    demands = {name: _demand(problem, tenant) for name, tenant in tenants.items()}
     weights = {name: tenant.weight for name, tenant in tenants.items()}
     share = entitlements(demands, weights, totals)
     own = {name: {r: share[name] * total for r, total in totals.items()} for name in tenants}
-    filling = _Filling(question, tenants, totals)
+    filling = _Filling(problem, tenants, totals)
     filling.secure()
     filling.climb(own)
     filling.climb(None)
@@ -211,11 +213,11 @@ def share_out(question: Question, tenants: Mapping[str, Tenant]) -> tuple[dict[s
 class _Filling:
     """Workers are given out one by one, or a minimum at a time, to see how much each tenant may use."""
 
-    def __init__(self, question: Question, tenants: Mapping[str, Tenant], totals: Resources) -> None:
-        self._order = by_precedence(question)
+    def __init__(self, problem: Problem, tenants: Mapping[str, Tenant], totals: Resources) -> None:
+        self._order = by_precedence(problem)
         self._tenants = tenants
         self._totals = totals
-        self._room = Room(question.cluster)
+        self._room = FreeResources(problem.cluster)
         self._counts: dict[str, int] = {}
         self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb
         self.floors: dict[str, int] = {}
@@ -293,11 +295,11 @@ class _Filling:
         self._counts[view.job] = self._counts.get(view.job, 0) + workers
 
 
-def _demand(question: Question, tenant: Tenant) -> dict[str, float]:
+def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:
     """What the tenant's jobs could use if the cluster were theirs, within the quota."""
-    room = Room(question.cluster)
+    room = FreeResources(problem.cluster)
     wanted: dict[str, float] = {}
-    for view in question.views:
+    for view in problem.views:
         if view.tenant == tenant.name:
             workers = usable(view, room)
             for name, need in view.bundle.items():

@@ -6,24 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 
 from placement.cluster.cluster import Allocation, Cluster, slots
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from placement.planning.multi_node import shared
-from placement.planning.problem import Ask, Plan, Question
+from placement.planning.problem import Plan, Problem, Solver
 
 
-def in_whole_nodes(question: Question, ask: Ask, worth: Mapping[str, int]) -> Plan:
+def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
     """Ask, and once more with such sizes rounded down to whole nodes if they are not; taken if nothing idles for it.
 
     Args:
-        question: the jobs and their room.
-        ask: answers.
+        problem: the jobs and their room.
+        solve: answers.
         worth: workers that a whole node holds, of each job that prefers whole nodes.
     """
-    plan = ask(question)
+    plan = solve(problem)
     limits: dict[str, int] = {}
-    for view in question.views:
+    for view in problem.views:
         node, workers = worth.get(view.job, 0), sum(plan.allocation.get(view.job, {}).values())
         if node and workers > node and workers % node and view.held_at is None:
             rounded = workers - workers % node
@@ -33,10 +33,10 @@ def in_whole_nodes(question: Question, ask: Ask, worth: Mapping[str, int]) -> Pl
         return plan
     views = [
         dataclasses.replace(view, max_workers=limits[view.job]) if view.job in limits else view
-        for view in question.views
+        for view in problem.views
     ]
-    rounded_plan = ask(dataclasses.replace(question, views=views))
-    room = Room(question.beside(rounded_plan.allocation).cluster)
+    rounded_plan = solve(dataclasses.replace(problem, views=views))
+    room = FreeResources(problem.beside(rounded_plan.allocation).cluster)
     idle = any(room.slots(view).any() for view in views if view.job in limits)
     return plan if idle else rounded_plan
 
@@ -47,14 +47,14 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
     return max((slots(node.total, view.bundle) for node in fitting), default=0)
 
 
-def on_nodes_of_their_own(question: Question, plan: Plan, *, apart: bool) -> Plan:
+def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
     """The same sizes with nobody else on the nodes of jobs that prefer whole nodes, if all workers find a place so."""
-    shy = [view for view in question.views if view.whole_nodes and view.job in plan.allocation]
+    shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     if not any(_shares(view.job, plan.allocation) for view in shy):
         return plan
     sizes = {job: sum(place.values()) for job, place in plan.allocation.items()}
     places: dict[str, Mapping[str, int]] = {}
-    left = question.cluster
+    left = problem.cluster
     for view in sorted(shy, key=lambda view: view.arrival):
         here = dataclasses.replace(view, allocation=plan.allocation[view.job])
         packing = pack({view.job: sizes[view.job]}, [here], left)
@@ -64,7 +64,7 @@ def on_nodes_of_their_own(question: Question, plan: Plan, *, apart: bool) -> Pla
         left = Cluster(nodes=tuple(node for node in left.nodes if node.node_id not in packing.allocation[view.job]))
     others = [
         dataclasses.replace(view, allocation=plan.allocation[view.job])
-        for view in question.views
+        for view in problem.views
         if view.job in plan.allocation and view.job not in places
     ]
     packing = pack(sizes, others, left)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from placement.cluster.cluster import AllocationError, Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 
 
@@ -81,8 +81,8 @@ class Admission:
         waiting: reason per job that does not run.
     """
 
-    empty: Room
-    room: Room
+    empty: FreeResources
+    room: FreeResources
     floors: dict[str, int]
     waiting: dict[str, str]
 
@@ -95,7 +95,7 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     A smaller job may pass a larger one that does not fit. Held jobs are then raised to their number, in the
     order of arrival, as far as that fits.
     """
-    room = Room(cluster)
+    room = FreeResources(cluster)
     floors: dict[str, int] = {}
     waiting: dict[str, str] = {}
     for view in sorted(jobs, key=lambda view: (view.workers == 0, view.arrival)):
@@ -112,7 +112,7 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
             more = min(view.held_at - floors[view.job], int(room.slots(view).sum()))
             if more > 0 and room.add(view, more):
                 floors[view.job] += more
-    return Admission(empty=Room(cluster), room=room, floors=floors, waiting=waiting)
+    return Admission(empty=FreeResources(cluster), room=room, floors=floors, waiting=waiting)
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.jobs import JobView
+from placement.cluster.occupancy import FreeSlots, Occupancy
 from placement.policies.shapes import speeds_of
 
 
 class Settler:
-    """Slots of the nodes while jobs settle on them.
+    """Slots of the nodes while jobs settle on them; jobs are numbers, as in ``place``.
 
     Args:
         slots: workers that each node can hold.
@@ -21,8 +22,7 @@ class Settler:
 
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
         self._kinds = np.zeros(len(slots), dtype=np.int64) if kinds is None else np.array(kinds, dtype=np.int64)
-        self._slots = np.array(slots, dtype=np.int64)
-        self._free = self._slots.copy()
+        self._occupied = Occupancy(FreeSlots(slots))
         self._spanned: set[int] = set()
 
     def place(
@@ -49,7 +49,7 @@ class Settler:
             bool(here) and sum(here.values()) == size and all(self._kinds[node] == kind for node in here)
             for here, size, kind in zip(present, sizes, wanted, strict=True)
         ]
-        reserved = np.zeros_like(self._slots)
+        reserved = np.zeros_like(self._kinds)
         for here, stay in zip(present, stays, strict=True):
             for node, workers in here.items() if stay else ():
                 reserved[node] += workers
@@ -60,58 +60,59 @@ class Settler:
             if stays[j]:
                 for node, workers in present[j].items():
                     reserved[node] -= workers
-                if all(self._free[node] >= workers for node, workers in present[j].items()):
+                free = self._occupied.slots(j)
+                if all(free[node] >= workers for node, workers in present[j].items()):
                     places[j] = dict(present[j])
-                    self._take(places[j])
+                    self._take(j, places[j])
                     continue
-            places[j] = self._find(sizes[j], reserved, self._kinds == wanted[j])
+            places[j] = self._find(j, sizes[j], reserved, self._kinds == wanted[j])
             if sum(places[j].values()) < least[j]:
                 return None
-            self._take(places[j])
+            self._take(j, places[j])
         return places
 
-    def grown(self, place: Mapping[int, int], more: int) -> dict[int, int] | None:
-        """The same place with more workers on its own nodes, else on another one; None if nothing is free."""
-        result = dict(place)
-        own = [node for node in place if self._free[node] >= more]
+    def grown(self, job: int, more: int) -> dict[int, int] | None:
+        """The job's place with more workers on its own nodes, else on another one; None if nothing is free."""
+        place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
+        own = [node for node in place if free[node] >= more]
         if own:
-            result[own[0]] += more
-            return result
+            place[own[0]] += more
+            return place
         alike = self._kinds == self._kinds[next(iter(place))] if place else np.ones_like(self._kinds, dtype=np.bool_)
-        roomy = [int(node) for node in np.flatnonzero((self._free >= more) & alike)]
-        free = [node for node in roomy if node not in self._spanned] or roomy
-        if not free:
+        roomy = [int(node) for node in np.flatnonzero((free >= more) & alike)]
+        quiet = [node for node in roomy if node not in self._spanned] or roomy
+        if not quiet:
             return None
-        result[min(free, key=lambda node: int(self._free[node]))] = more
-        return result
+        place[min(quiet, key=lambda node: int(free[node]))] = more
+        return place
 
-    def replace(self, before: Mapping[int, int], after: Mapping[int, int]) -> None:
+    def move(self, job: int, place: Mapping[int, int]) -> None:
         """Put one job elsewhere."""
-        for node, workers in before.items():
-            self._free[node] += workers
-            if len(before) > 1:
-                self._spanned.discard(node)
-        self._take(after)
+        before = self._occupied.lift(job)
+        if len(before) > 1:
+            self._spanned -= before.keys()
+        self._take(job, place)
 
-    def _take(self, place: Mapping[int, int]) -> None:
-        for node, workers in place.items():
-            self._free[node] -= workers
+    def _take(self, job: int, place: Mapping[int, int]) -> None:
+        self._occupied.put_all(job, place)
         if len(place) > 1:
             self._spanned.update(place)
 
-    def _find(self, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
-        fits = np.flatnonzero((self._free >= size) & alike)
+    def _find(self, job: int, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
+        """Where fewest workers of jobs that may stay are in the way; less than the size where there is no more."""
+        free = self._occupied.slots(job)
+        fits = np.flatnonzero((free >= size) & alike)
         if len(fits):
-            crowd = [(max(0, int(reserved[i]) - int(self._free[i]) + size), int(self._free[i]), int(i)) for i in fits]
+            crowd = [(max(0, int(reserved[i]) - int(free[i]) + size), int(free[i]), int(i)) for i in fits]
             return {min(crowd)[2]: size}
         place: dict[int, int] = {}
         missing = size
         nodes = [
-            (int(i) in self._spanned, -min(int(self._free[i]), missing), int(reserved[i]), int(i))
-            for i in np.flatnonzero((self._free > 0) & alike)
+            (int(i) in self._spanned, -min(int(free[i]), missing), int(reserved[i]), int(i))
+            for i in np.flatnonzero((free > 0) & alike)
         ]
         for _, _, _, i in sorted(nodes):
-            more = min(missing, int(self._free[i]))
+            more = min(missing, int(free[i]))
             place[i] = more
             missing -= more
             if not missing:
@@ -135,13 +136,13 @@ def use_idle(
         limit = growth_limit(view)
         gain = 1.0 + view.resize_cost_s / horizon_s + 1e-9
         while view.held_at is None and places[i] and sum(places[i].values()) < limit:
-            more = settler.grown(places[i], 1)
+            more = settler.grown(i, 1)
             if more is None or len(more) > most_nodes:
                 break
             before, after = speeds_of(view, (shape_of(places[i]), shape_of(more)))
             if not after > gain * before:
                 break
-            settler.replace(places[i], more)
+            settler.move(i, more)
             places[i] = more
 
 
@@ -176,8 +177,3 @@ def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int
             return {}
         place[at] = workers
     return place
-
-
-def alike(jobs: Sequence[JobView]) -> bool:
-    """Whether the workers of all jobs are interchangeable: one bundle, one label selector."""
-    return len({(tuple(sorted(v.bundle.items())), tuple(sorted(v.selector.items()))) for v in jobs}) <= 1

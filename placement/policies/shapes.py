@@ -75,5 +75,5 @@ def _goodputs(
         nodes, workers, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
     )
     values: Floats = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
-    values.flags.writeable = False
+    values.setflags(write=False)
     return values

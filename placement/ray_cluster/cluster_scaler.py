@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -54,10 +53,7 @@ class ClusterScaler:
         """The cluster as jobs are to see it: a node that is given up is one that drains."""
         if self.decision is None or not self.decision.release:
             return cluster
-        gone = set(self.decision.release)
-        return Cluster(
-            nodes=tuple(dataclasses.replace(n, draining=True) if n.node_id in gone else n for n in cluster.nodes)
-        )
+        return cluster.draining(set(self.decision.release))
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Decide anew, if it is time and the last look is over."""

@@ -12,6 +12,8 @@ import email.utils
 import json
 from collections.abc import Mapping
 
+from placement.checks import check_number
+
 GOOGLE_NOTICE_S = 30.0
 CLOUDS = ("auto", "aws", "gcp", "azure")
 
@@ -39,8 +41,7 @@ class NoticeConfig:
             raise ValueError(f"cloud must be one of {', '.join(CLOUDS)}, but got {self.cloud!r}")
         if not self.address.startswith(("http://", "https://")):
             raise ValueError(f"address must be a URL such as http://169.254.169.254, but got {self.address!r}")
-        if not self.poll_s > 0:
-            raise ValueError(f"poll_s must be above 0 seconds, but got {self.poll_s}")
+        check_number("poll_s", self.poll_s, above=0, unit="seconds")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

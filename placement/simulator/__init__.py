@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from placement.errors import InputError
     from placement.simulator.engine import simulate
-    from placement.simulator.results.report import JobReport, Placed, Report
+    from placement.simulator.results.report import JobReport, Report, SimulationReport
+    from placement.simulator.world import Placed
 
 _HOMES = {
     "InputError": "placement.errors",
     "JobReport": "placement.simulator.results.report",
-    "Placed": "placement.simulator.results.report",
+    "Placed": "placement.simulator.world",
     "Report": "placement.simulator.results.report",
+    "SimulationReport": "placement.simulator.results.report",
     "simulate": "placement.simulator.engine",
 }
 
-__all__ = ["InputError", "JobReport", "Placed", "Report", "simulate"]
+__all__ = ["InputError", "JobReport", "Placed", "Report", "SimulationReport", "simulate"]
 
 
 def __getattr__(name: str) -> object:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.autoscaling.objectives import make_objective
+from placement.checks import check_number
 from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
@@ -20,8 +21,8 @@ from placement.policies import make_policy
 from placement.simulator.engine import simulate
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import Autoscaling
-from placement.simulator.results.report import Report
+from placement.simulator.nodes.provider import AutoscaledCluster
+from placement.simulator.results.report import SimulationReport
 from placement.simulator.rules import make_rules
 from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import load_profiles
@@ -42,7 +43,7 @@ class Task:
     lengths: Lengths = dataclasses.field(default_factory=Lengths)
     disturbances: Disturbances = dataclasses.field(default_factory=Disturbances)
     prices: PriceTable = dataclasses.field(default_factory=PriceTable)
-    autoscale: Autoscaling | None = None
+    autoscale: AutoscaledCluster | None = None
     statistical: bool = True
     spot_use: SpotUse = "prefer"
 
@@ -64,7 +65,7 @@ class Task:
         read_trace(self.trace, load_profiles(self.profiles, types))
 
 
-def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[Report]:
+def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bool = False) -> list[SimulationReport]:
     """Run them, several at a time, and return the reports in the order of the tasks.
 
     All input is checked before anything runs.
@@ -73,12 +74,12 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
         InputError: bad input of any task.
         ValueError: an unknown policy.
     """
-    if processes is not None and processes < 1:
-        raise InputError(f"processes must be 1 or more, but got {processes}")
+    if processes is not None:
+        check_number("processes", processes, least=1, error=InputError)
     for task in tasks:
         task.check()
     workers = min(processes or os.cpu_count() or 1, len(tasks))
-    with _Progress(len(tasks), shown=progress) as bar:
+    with _ProgressBar(len(tasks), shown=progress) as bar:
         if workers <= 1:
             return [bar.done(run(task)) for task in tasks]
         # Spawned, not forked: threads of NumPy's linear algebra do not survive a fork.
@@ -90,12 +91,12 @@ def run_all(tasks: Sequence[Task], *, processes: int | None = None, progress: bo
             return [future.result() for future in futures]
 
 
-def run(task: Task) -> Report:
+def run(task: Task) -> SimulationReport:
     """Run one."""
     return simulate(**{field.name: getattr(task, field.name) for field in dataclasses.fields(task)})
 
 
-class _Progress:
+class _ProgressBar:
     """A bar of simulations done, on the terminal's error stream."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
@@ -106,14 +107,14 @@ class _Progress:
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
         self._task = self._bar.add_task("simulating", total=total)
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _ProgressBar:
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def done(self, report: Report) -> Report:
+    def done(self, report: SimulationReport) -> SimulationReport:
         """One more is done."""
         name = f"{Path(report.trace).stem} {report.policy}: {report.avg_jct_s / 3600:.3f} h on average"
         self._bar.update(self._task, advance=1, description=name)
@@ -134,7 +135,7 @@ def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return means
 
 
-def write_json(reports: Sequence[Report], path: Path) -> None:
+def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
     """One record per trace and policy, written whole or not at all."""
     text = json.dumps([report.record() for report in reports], indent=1)
     beside = path.with_name(f".{path.name}.part")

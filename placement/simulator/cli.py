@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from placement.allocator.events import Trigger
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
@@ -85,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     reports = run_all(tasks, processes=options.processes, progress=not options.quiet)
     print(table([report.record() for report in reports]))
     for report in reports:
-        refused = [record.reason for record in report.log if record.trigger == "refused"]
+        refused = [record.reason for record in report.log if record.trigger is Trigger.REFUSED]
         if refused:
             print(f"{report.trace}: {len(refused)} decisions were refused, the first: {refused[0]}", file=sys.stderr)
     if options.json:

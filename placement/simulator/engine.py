@@ -22,11 +22,11 @@ from placement.simulator.job import SimulatedJob
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import Autoscaling, Provider
-from placement.simulator.nodes.scaling import ScalingDriver
+from placement.simulator.nodes.provider import AutoscaledCluster, Provider
 from placement.simulator.results.fairness import rho
-from placement.simulator.results.report import JobReport, Rented, Report
+from placement.simulator.results.report import JobReport, Rented, SimulationReport
 from placement.simulator.rules import Rules, make_rules
+from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
 from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
@@ -55,11 +55,11 @@ def simulate(
     lengths: Lengths | None = None,
     disturbances: Disturbances | None = None,
     prices: PriceTable | None = None,
-    autoscale: Autoscaling | None = None,
+    autoscale: AutoscaledCluster | None = None,
     statistical: bool = True,
     spot_use: SpotUse = "prefer",
     on_progress: OnProgress | None = None,
-) -> Report:
+) -> SimulationReport:
     """Replay one trace under one policy.
 
     Args:
@@ -98,7 +98,7 @@ def simulate(
     rates = table.rates(gpu_types(nodes), spot)
     chosen = _priced(make_policy(policy), rates)
     rigid = bool(getattr(chosen, "rigid", False)) if requested is None else requested
-    case = _Case(
+    simulation = _Simulation(
         nodes=nodes,
         rules=make_rules(rules),
         policy=chosen,
@@ -113,18 +113,18 @@ def simulate(
         spot_use=spot_use,
     )
     with one_thread():
-        jobs = case.jobs(specs, applications)
-        world, rented = case.run(jobs, on_progress)
+        jobs = simulation.jobs(specs, applications)
+        world, rented = simulation.run(jobs, on_progress)
         fairness = rho(jobs, nodes)
     name = str(trace) if isinstance(trace, (str, Path)) else "jobs"
     reports = tuple(_report(job, fairness[job.name]) for job in jobs)
     if rented is None:
         rented = _rent(nodes, rates, max(job.finish_s for job in reports) - min(job.arrival_s for job in reports))
-    return case.report(world, rented, trace=name, cluster=cluster, prices=rates, jobs=reports)
+    return simulation.report(world, rented, trace=name, cluster=cluster, prices=rates, jobs=reports)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Case:
+class _Simulation:
     """What is simulated, checked."""
 
     nodes: Cluster
@@ -136,7 +136,7 @@ class _Case:
     lengths: Lengths
     wrong: Disturbances
     prices: PriceTable
-    autoscale: Autoscaling | None
+    autoscale: AutoscaledCluster | None
     statistical: bool
     spot_use: SpotUse
 
@@ -176,7 +176,7 @@ class _Case:
         return world, None
 
     def _run_scaled(
-        self, world: World, jobs: Sequence[SimulatedJob], scale: Autoscaling, on_progress: OnProgress | None
+        self, world: World, jobs: Sequence[SimulatedJob], scale: AutoscaledCluster, on_progress: OnProgress | None
     ) -> Rented:
         types = scale.types(self.nodes, self.prices, self.wrong.spot)
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
@@ -203,9 +203,9 @@ class _Case:
         cluster: str,
         prices: Mapping[str, float],
         jobs: tuple[JobReport, ...],
-    ) -> Report:
+    ) -> SimulationReport:
         """What came of it."""
-        return Report(
+        return SimulationReport(
             trace=trace,
             policy=self.policy.name,
             rules=self.rules.name,
@@ -266,7 +266,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
             raise RuntimeError(f"{len(present)} jobs never end, the first is {present[0].name!r}; is it ever served?")
         while arriving and arriving[0].trace.time_s <= now_s:
             present.append(arriving.popleft())
-            present[-1].now_s = now_s - round_s
+            present[-1].arrive(now_s - round_s)
         for job in present:
             job.advance(now_s - job.now_s)
             if job.finished_s is not None:

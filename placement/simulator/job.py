@@ -7,8 +7,9 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.cluster.jobs import JobView, SpotUse
-from placement.cluster.progress import Oracle, Progress
+from placement.cluster.jobs import SpotUse
+from placement.cluster.oracle import Oracle, TraceJobView
+from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -126,6 +127,14 @@ class SimulatedJob:
         """The global batch it may not leave [samples]; None adapts."""
         return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
 
+    def arrive(self, now_s: float) -> None:
+        """It comes, or its clock starts with the round before it was seen."""
+        self.now_s = now_s
+
+    def share(self, models: Mapping[str, GoodputModel]) -> None:
+        """What jobs of the same application know together, by GPU type."""
+        self.shared = models
+
     def place(self, location: Location | None) -> None:
         """Give it other workers, or none; what that costs is for the rules to say."""
         before, self.location = self.location, location
@@ -146,9 +155,6 @@ class SimulatedJob:
         else:
             self.restarts += 1
         self._choose_batch()
-
-    # Time
-    # ------------------------------------------------------------------------------------------------------------
 
     def advance(self, seconds: float) -> None:
         """Let time pass under the present placement; stops at its completion."""
@@ -174,6 +180,10 @@ class SimulatedJob:
         own_s = min(self.now_s + self.restart_left_s + missing / self._rate(), self.joined_s)
         return max(own_s, self.now_s + _SOON_S)
 
+    def leave(self) -> None:
+        """It is done, and gives its GPUs back."""
+        self.location = None
+
     def lose_workers(self) -> None:
         """All its workers died at once: it goes on from the end of the last epoch."""
         self.progress = self.app.progress_at(self.epoch)
@@ -189,6 +199,10 @@ class SimulatedJob:
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
         self._slow |= {node: (factor, math.inf) for node, factor in nodes.items()}
         self.slowdown = max(nodes.values(), default=1.0)
+
+    def see_shared_link(self, loss: float) -> None:
+        """Another job on its nodes takes this part of its speed."""
+        self.slowdown /= 1.0 - loss
 
     def _slow_nodes(self) -> dict[str, float]:
         """Slow nodes that it has or remembers, by how much."""
@@ -277,9 +291,6 @@ class SimulatedJob:
                 self._learn(gpu, (1, 1, local), *table.times((1,), local))
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
-    # What it does with its workers
-    # ------------------------------------------------------------------------------------------------------------
-
     def _choose_batch(self) -> None:
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         replicas, gpu = self.training.workers, self.training.gpu
@@ -306,17 +317,14 @@ class SimulatedJob:
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
         return GoodputModel(fitted(tuple(known.values())), noise, self.app.init_batch_size)
 
-    # What it tells
-    # ------------------------------------------------------------------------------------------------------------
-
-    def view(self) -> JobView:
+    def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
             cap = 1
         models = {g: model for g in self._measured if (model := self._model(g)) is not None}
-        return JobView(
+        return TraceJobView(
             job=self.name,
             bundle={"GPU": 1.0},
             max_workers=max(cap, self.trace.num_replicas) if self.requested else cap,

@@ -68,14 +68,11 @@ class LiveDriver:
                 hour = int(now_s // 3600.0) + 1
                 on_progress(self._done, len(jobs), now_s)
 
-    # Events
-    # ------------------------------------------------------------------------------------------------------------
-
     def _at(self, time_s: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self._heap, (time_s, next(self._order), act))
 
     def _arrive(self, job: SimulatedJob, now_s: float) -> None:
-        job.now_s = now_s
+        job.arrive(now_s)
         self._present[job.name] = job
         self._world.hear(job, now_s)
 
@@ -120,9 +117,6 @@ class LiveDriver:
             nodes = tuple(each for each in self._cluster.nodes if not self._down.get(each.node_id))
             self._world.send(NodesChanged(cluster=dataclasses.replace(self._cluster, nodes=nodes)), now_s)
 
-    # Consequences
-    # ------------------------------------------------------------------------------------------------------------
-
     def _advance(self, job: SimulatedJob, now_s: float) -> None:
         """Bring a job to this moment; if it is done, the allocator hears so at once."""
         if now_s > job.now_s and job.finished_s is None:
@@ -162,4 +156,4 @@ class LiveDriver:
                 each.location.nodes for each in self._present.values() if each is not job and each.location is not None
             ]
             if any(len(each) > 1 and not each.keys().isdisjoint(nodes) for each in others):
-                job.slowdown /= 1.0 - self._disturbances.interference
+                job.see_shared_link(self._disturbances.interference)

@@ -12,7 +12,7 @@ from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.cluster.jobs import SPOT_USES
 from placement.errors import InputError
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.nodes.spot import SpotTrace, read_spot
 from placement.simulator.workloads.lengths import Lengths
 
@@ -64,7 +64,7 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
 
 def add_autoscaling(group: argparse._ArgumentGroup) -> None:
     """A cluster whose size follows the jobs."""
-    defaults, cost = Autoscaling(), CostPerProgress()
+    defaults, cost = AutoscaledCluster(), CostPerProgress()
     group.add_argument(
         "--autoscale",
         choices=sorted(OBJECTIVES),
@@ -90,7 +90,7 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--spot-use", choices=SPOT_USES, default="prefer", help="how jobs use such spot nodes")
 
 
-def autoscaling(options: argparse.Namespace) -> Autoscaling | None:
+def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
     """What was asked for."""
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
@@ -99,7 +99,7 @@ def autoscaling(options: argparse.Namespace) -> Autoscaling | None:
     objective = make_objective(options.autoscale)
     if options.autoscale == "cost_per_progress":
         objective = CostPerProgress(value_usd_per_h=options.value)
-    return Autoscaling(objective=objective, startup_s=options.startup_s, notice_s=options.notice_s)
+    return AutoscaledCluster(objective=objective, startup_s=options.startup_s, notice_s=options.notice_s)
 
 
 def lengths(options: argparse.Namespace) -> Lengths:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from placement.checks import check_number
 from placement.errors import InputError
 
 _SIA_RESTART_S: Mapping[str, float] = MappingProxyType(
@@ -150,8 +151,7 @@ class SiaRules:
     join_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.factor >= 0:
-            raise InputError(f"factor must be 0 or more, but got {self.factor}")
+        check_number("factor", self.factor, least=0, error=InputError)
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
@@ -198,8 +198,7 @@ class LiveRules:
 
     def __post_init__(self) -> None:
         for field in ("pause", "start"):
-            if not getattr(self, field) >= 0:
-                raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0, unit="seconds", error=InputError)
 
     @property
     def join_s(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
@@ -12,8 +13,16 @@ from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.base import Policy
 from placement.simulator.job import SimulatedJob
-from placement.simulator.results.report import Placed
 from placement.simulator.rules import Location
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """From this moment on, the job has these workers per node id (none: it waits, or is over)."""
+
+    time_s: float
+    job: str
+    nodes: Mapping[str, int]
 
 
 class World:
@@ -54,14 +63,14 @@ class World:
         """The job's heartbeat."""
         view = job.view()
         if self._knowledge is not None:
-            job.shared = self._knowledge.complete(view, now_s).models  # as the live allocator tells its jobs
+            job.share(self._knowledge.complete(view, now_s).models)  # as the live allocator tells its jobs
         self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
         """The job is over and its GPUs are free."""
         if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
-            job.location = None
+            job.leave()
         self.send(JobEnded(job=job.name), now_s)
 
     def tick(self, now_s: float) -> None:

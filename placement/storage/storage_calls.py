@@ -49,6 +49,11 @@ class Call:
         self.heard_s = time.monotonic()
         return not self.given_up
 
+    def give_up(self) -> None:
+        """Nobody waits for it any more: one that has not begun never will."""
+        self.given_up = True
+        self.answer.cancel()
+
 
 class StorageCalls:
     """Few threads for one owner's calls on one storage.
@@ -88,7 +93,7 @@ class StorageCalls:
         except asyncio.TimeoutError as error:
             if call.answer.done() and not call.answer.cancelled():
                 raise  # the function's own
-            self.give_up(call)
+            call.give_up()
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
@@ -98,7 +103,7 @@ class StorageCalls:
         while not answer.done():
             silent_s = time.monotonic() - call.heard_s
             if silent_s >= timeout_s:
-                self.give_up(call)
+                call.give_up()
                 raise StorageTimeoutError(self.silent_for(call))
             await asyncio.wait([answer], timeout=timeout_s - silent_s)
         return answer.result()  # type: ignore[no-any-return]
@@ -119,19 +124,14 @@ class StorageCalls:
         call.answer.add_done_callback(lambda _: finished.set())
         while not finished.is_set():
             if until():
-                self.give_up(call)
+                call.give_up()
                 return False
             silent_s = time.monotonic() - call.heard_s
             if silent_s >= timeout_s:
-                self.give_up(call)
+                call.give_up()
                 raise StorageTimeoutError(self.silent_for(call))
             finished.wait(min(_POLL_S, timeout_s - silent_s))
         return True
-
-    def give_up(self, call: Call) -> None:
-        """Nobody waits for it any more: one that has not begun never will."""
-        call.given_up = True
-        call.answer.cancel()
 
     def silent_for(self, call: Call) -> str:
         """How long storage has been silent in a call, as a sentence."""
@@ -145,8 +145,6 @@ class StorageCalls:
             return ""
         oldest = min(calls, key=lambda call: call.heard_s)
         return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
-
-    # -- threads -----------------------------------------------------------------------------------------------
 
     def _add(self, call: Call) -> Call:
         with self._news:

@@ -21,7 +21,7 @@ from common import bar, finish, side_parser
 from placement.autoscaling.objectives import Objective, make_objective
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.simulator import Report, simulate
-from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.workloads.traces import TraceJob
 
 JOBS = ("imagenet", "yolov3", "deepspeech2", "cifar10")
@@ -79,7 +79,7 @@ def run(job: str, objective: Objective, *, statistical: bool) -> Report:
         DATA / "profiles",
         CLUSTER,
         rules="live",
-        autoscale=Autoscaling(objective=objective),
+        autoscale=AutoscaledCluster(objective=objective),
         statistical=statistical,
     )
 

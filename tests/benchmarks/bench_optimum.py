@@ -22,7 +22,7 @@ from placement.goodput.model import GoodputModel
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.policies.goodput.tables import Case, Seat, build
+from placement.policies.goodput.tables import Instance, Placement, build
 from placement.simulator.nodes.clusters import parse_cluster
 
 ONE = "aws:16x4"
@@ -83,22 +83,22 @@ def decide(policy: GoodputPolicy, views: Sequence[JobView], nodes: Cluster) -> M
     return make_plan(policy, views, nodes, 1000.0).allocation
 
 
-def seats(case: Case, nodes: Cluster, places: Mapping[str, Mapping[str, int]]) -> list[Seat]:
+def seats(case: Instance, nodes: Cluster, places: Mapping[str, Mapping[str, int]]) -> list[Placement]:
     """The same as the policy counts it."""
     found = []
     for view in case.views:
         place = places.get(view.job, {})
-        market = next((m for m, each in enumerate(case.markets) if set(place) <= set(each.node_ids)), -1)
-        index = {} if market < 0 else {case.markets[market].node_ids.index(node): n for node, n in place.items()}
-        found.append(Seat(market=market if place else -1, place=index))
+        market = next((m for m, each in enumerate(case.pools) if set(place) <= set(each.node_ids)), -1)
+        index = {} if market < 0 else {case.pools[market].node_ids.index(node): n for node, n in place.items()}
+        found.append(Placement(pool=market if place else -1, place=index))
     return found
 
 
-def optimum(case: Case) -> float:
+def optimum(case: Instance) -> float:
     """The largest sum of speeds: one option or none for each job, within the slots of each type."""
     jobs, options = case.possible.shape
     one = np.kron(np.eye(jobs), np.ones(options))
-    use = np.array([np.tile(np.where(case.kinds == m, case.sizes, 0), jobs) for m in range(len(case.markets))])
+    use = np.array([np.tile(np.where(case.pool_of == m, case.sizes, 0), jobs) for m in range(len(case.pools))])
     solved = milp(
         -np.where(case.possible, case.speed, 0.0).ravel(),
         constraints=[LinearConstraint(one, 0, 1), LinearConstraint(use, 0, case.capacities)],

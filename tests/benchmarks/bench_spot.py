@@ -20,7 +20,7 @@ from common import bar, finish, side_parser
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.simulator import Report, simulate
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import Autoscaling
+from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.nodes.spot import read_spot
 
 CLUSTER = "aws:16x4"
@@ -59,7 +59,7 @@ def _scaled(trace: str, value: float, *, spot: bool) -> Report:
         trace,
         DATA / "profiles",
         CLUSTER,
-        autoscale=Autoscaling(objective=CostPerProgress(value_usd_per_h=value)),
+        autoscale=AutoscaledCluster(objective=CostPerProgress(value_usd_per_h=value)),
         disturbances=Disturbances(spot={"": read_spot(MARKET)} if spot else {}),
         **_COMMON,
     )

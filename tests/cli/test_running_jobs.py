@@ -65,6 +65,8 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert decisions.startswith("policy goodput; 1 job;") and "arrival" in decisions
     assert "one more worker" in run(ray_cluster, "allocator", "seen").stdout
     assert "no job 'other'" in run(ray_cluster, "allocator", "other", code=1).stderr
+    assert "cannot rule this cluster now" in run(ray_cluster, "allocator", "set", "fifo", code=1).stderr
+    assert "policy goodput shares" in run(ray_cluster, "allocator", "set", "goodput").stdout
     seen = run(ray_cluster, "top", "--count", "1").stdout
     assert "policy goodput" in seen and "seen" in seen and "NODE" in seen
     assert "0 -> " in run(ray_cluster, "logs", "seen").stdout

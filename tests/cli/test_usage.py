@@ -52,6 +52,8 @@ def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
         (["simulate", "--live"], "Missing option '--nodes'"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["top", "--interval", "0"], "x>=0.2"),
+        (["allocator", "set"], "Missing argument 'POLICY'"),
+        (["allocator", "set", "frob"], "policy must be one of fair_share, fifo"),
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_says_what_is_right(arguments: list[str], message: str) -> None:

@@ -23,11 +23,11 @@ from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from placement.allocator.news import is_news
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.knowledge.knowledge import Prior
-from placement.planning.plan import is_news
 
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
 NOISE = NoiseScale(sqr=1.0, var=20.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig, ScalingDecision
 from placement.autoscaling.fleet import build
 from placement.autoscaling.objectives import OBJECTIVES, Want, make_objective
-from placement.autoscaling.objectives.base import Demand, choices
+from placement.autoscaling.objectives.base import Demand, offers
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
@@ -22,7 +22,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.node_types import NodeType
 from placement.cluster.progress import Progress
 from placement.errors import InputError
-from placement.goodput.speeds import Memory
+from placement.goodput.speeds import GoodputCache
 from placement.planning.plan import make_plan
 from placement.policies import make_policy
 from tests.placement.views import model, view
@@ -32,13 +32,13 @@ CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
 every = pytest.mark.parametrize("name", sorted(OBJECTIVES))
 
 
-def offer(name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, **fields: Any) -> NodeType:
+def candidate(name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, **fields: Any) -> NodeType:
     labels = {MARKET_LABEL: "spot" if spot else "on-demand", GPU_TYPE_LABEL: "T4"}
     fields = {"max_nodes": 4, "startup_s": 50.0, "lasts_h": 12.0 if spot else float("inf"), **fields}
     return NodeType(name=name, resources={"CPU": cpus}, labels=labels, usd_per_h=usd, **fields)
 
 
-FIRM, SPOT = offer("firm"), offer("spot", 1.0, spot=True)
+FIRM, SPOT = candidate("firm"), candidate("spot", 1.0, spot=True)
 
 
 def here(firm: int = 0, spot: int = 0) -> Cluster:
@@ -270,8 +270,8 @@ def test_worthless_time_does_not_want_fewer_workers_than_a_job_can_run_with() ->
 def test_a_job_that_gets_on_at_no_size_has_the_fewest_workers_that_it_can_run_with(limits: dict[str, float]) -> None:
     waiting = job(min_workers=3, **limits)
     demand = autoscaler([FIRM])._demand([waiting], here(), [FIRM], {"firm": np.inf})
-    still = dataclasses.replace(demand.choices["a"][0], rate=np.zeros(16))
-    want = CostPerProgress().decide(dataclasses.replace(demand, choices={"a": (still,)}), NOW)["a"]
+    still = dataclasses.replace(demand.offers["a"][0], rate=np.zeros(16))
+    want = CostPerProgress().decide(dataclasses.replace(demand, offers={"a": (still,)}), NOW)["a"]
     assert want.workers == 3 and want.reason.endswith("no size that it may have now is known to make progress")
     assert "inf" not in want.reason + want.note and bool(want.note) == bool(limits)
 
@@ -282,8 +282,8 @@ def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
     demand = autoscaler([FIRM])._demand(
         [running], here(1), [dataclasses.replace(FIRM, startup_s=0.0)], {"firm": np.inf}
     )
-    choice = demand.choices["a"][0]
-    score = (choice.whole_usd + 20.0) / choice.rate
+    offer = demand.offers["a"][0]
+    score = (offer.whole_usd + 20.0) / offer.rate
     assert scaler.decide(demand, NOW)["a"].workers == 1 + int(np.argmin(score))
 
 
@@ -329,9 +329,9 @@ def test_all_types_together_have_a_limit_too() -> None:
 
 
 def test_expected_losses_make_spot_nodes_dearer() -> None:
-    lasting, fleeting = offer("lasting", 1.0, spot=True), offer("fleeting", 0.95, spot=True, lasts_h=0.1)
+    lasting, fleeting = candidate("lasting", 1.0, spot=True), candidate("fleeting", 0.95, spot=True, lasts_h=0.1)
     hours = {"lasting": 12.0, "fleeting": 0.1}
-    rates = {c.kind.name: c.rate for c in choices(job(), (lasting, fleeting), hours, Memory())}
+    rates = {c.kind.name: c.rate for c in offers(job(), (lasting, fleeting), hours, GoodputCache())}
     assert (rates["fleeting"] < rates["lasting"]).all()
     want = {"a": Want(job="a", workers=8, gpu="T4", reason="")}
     fleet = build(want, [job()], (lasting, fleeting), (), {}, hours)
@@ -339,7 +339,7 @@ def test_expected_losses_make_spot_nodes_dearer() -> None:
 
 
 def test_small_rests_go_to_small_nodes() -> None:
-    large, small = offer("large", 4.0), offer("small", 1.1, cpus=1.0)
+    large, small = candidate("large", 4.0), candidate("small", 1.1, cpus=1.0)
     want = {"a": Want(job="a", workers=5, gpu="T4", reason="")}
     fleet = build(want, [job()], (large, small), (), {}, {"large": np.inf, "small": np.inf})
     assert fleet.nodes == {"large": 1, "small": 1}
@@ -357,7 +357,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"objective must be one of cost_per_progress, .* but got 'cheap'"):
         make_objective("cheap")
     with pytest.raises(InputError, match="0 <= min <= max, but got 5 and 4"):
-        offer("x", min_nodes=5)
+        candidate("x", min_nodes=5)
     with pytest.raises(ValueError, match="linger_s must be 0 seconds or more, but got -1"):
         AutoscalerConfig(linger_s=-1.0)
     with pytest.raises(ValueError, match="low < high"):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster, check
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.planning.constraints import Constraints
 from placement.planning.multi_node import shared
@@ -28,7 +28,7 @@ class Greedy:
     name = "greedy"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        room = Room(cluster)
+        room = FreeResources(cluster)
         targets = {}
         for job in sorted(jobs, key=lambda job: job.arrival, reverse=True):
             workers = min(job.held_at or job.max_workers, int(room.slots(job).sum()))
@@ -134,7 +134,7 @@ def test_nothing_is_idle_that_a_job_could_use(
         pytest.skip(f"{name} leaves idle what is not worth its price")
     cluster_rules = dataclasses.replace(cluster_rules, one_multi_node_job_per_node=False)
     found = plan(name, jobs, nodes, cluster_rules)
-    room = Room(nodes)
+    room = FreeResources(nodes)
     for v in jobs:
         for node_id, workers in found.allocation.get(v.job, {}).items():
             index = room.index(node_id)
@@ -150,7 +150,7 @@ def test_nothing_is_idle_that_a_job_could_use(
         elif name != "greedy" and left > 0:
             # Neither as policies estimate it, on as few nodes as on an empty cluster, nor on the nodes at hand.
             here = [n + found.allocation[v.job].get(i, 0) for i, n in zip(room.node_ids, room.slots(v), strict=True)]
-            curves = [speeds(v, Room(nodes).slots(v).tolist()), speeds(v, here)]
+            curves = [speeds(v, FreeResources(nodes).slots(v).tolist()), speeds(v, here)]
             gain = min(curve[has + 1] / curve[has] if has + 1 < len(curve) else 1.0 for curve in curves)
             # goodput weighs a size by the nodes that it spans in the part of the cluster that it was asked about.
             parts = len({other.tenant for other in jobs}) > 1 or any(t.quota for t in cluster_rules.tenants)
@@ -197,7 +197,7 @@ def test_minimums_are_admitted_strictly_by_priority(name: str, jobs: list[JobVie
     found = plan(name, jobs, nodes)
     for v in jobs:
         if v.job not in found.allocation:
-            room = Room(nodes)
+            room = FreeResources(nodes)
             assert all(
                 room.add(o, o.min_workers) for o in jobs if o.priority >= v.priority and o.job in found.allocation
             )

@@ -13,7 +13,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.planning.deadlines import satisfactory
+from placement.planning.deadlines import minimum_satisfactory_share
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy
 from tests.placement.views import cluster, view
@@ -45,14 +45,14 @@ def sizes(found: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(("left_s", "workers"), [(101.0, 1), (100.0, 1), (99.0, 2), (50.0, 2), (26.0, 4), (13.0, 8)])
 def test_the_fewest_workers_that_meet_it(left_s: float, workers: int) -> None:
-    assert satisfactory(dated("a", 1000.0 + left_s), [8], 1000.0).workers == workers
+    assert minimum_satisfactory_share(dated("a", 1000.0 + left_s), [8], 1000.0).workers == workers
 
 
 def test_a_change_takes_time_and_staying_takes_none() -> None:
     job = dated("a", 1050.0, resize_cost_s=5.0, allocation={"n0": 2})
-    assert satisfactory(job, [8], 1000.0).workers == 2
+    assert minimum_satisfactory_share(job, [8], 1000.0).workers == 2
     assert (
-        satisfactory(dataclasses.replace(job, allocation={"n0": 1}), [8], 1000.0).workers == 3
+        minimum_satisfactory_share(dataclasses.replace(job, allocation={"n0": 1}), [8], 1000.0).workers == 3
     )  # 38 s with the change
 
 
@@ -69,7 +69,7 @@ def test_a_change_takes_time_and_staying_takes_none() -> None:
 )
 def test_what_cannot_be_promised_runs_as_well_as_it_can_and_is_told_why(job: JobView, why: str) -> None:
     found = plan("goodput", job)
-    assert found.promised == frozenset()
+    assert found.guaranteed == frozenset()
     assert found.allocation
     assert f"deadline: {why}; it runs as well as it can" in found.reasons["a"]
 
@@ -80,19 +80,19 @@ def test_the_share_is_kept_beside_any_number_of_others(name: str) -> None:
     urgent = dated("urgent", 1026.0, submitted_s=9.0)
     found = plan(name, *others, urgent)
     assert sizes(found)["urgent"] >= 4
-    assert found.promised == {"urgent"}
+    assert found.guaranteed == {"urgent"}
     assert "deadline: 4 workers or more meet it" in found.reasons["urgent"]
     again = [dataclasses.replace(v, allocation=found.allocation.get(v.job, {})) for v in (*others, urgent)]
-    assert plan(name, *again, promised=found.promised).allocation == found.allocation
+    assert plan(name, *again, guaranteed=found.guaranteed).allocation == found.allocation
 
 
 @every
 def test_a_newcomer_is_promised_only_what_is_left_and_the_first_keep_theirs(name: str) -> None:
     first = dated("first", 1020.0, submitted_s=5.0, allocation={"n0": 5})
     newcomer = dated("new", 1026.0, submitted_s=1.0)
-    found = plan(name, first, newcomer, promised={"first"})
+    found = plan(name, first, newcomer, guaranteed={"first"})
     assert sizes(found)["first"] >= 5
-    assert found.promised == {"first"}
+    assert found.guaranteed == {"first"}
     assert "4 workers would meet it, but not beside what others are promised" in found.reasons["new"]
     assert sizes(found)["new"] >= 1  # it is not dropped
 
@@ -100,7 +100,7 @@ def test_a_newcomer_is_promised_only_what_is_left_and_the_first_keep_theirs(name
 def test_a_higher_priority_comes_before_a_promise() -> None:
     found = plan("fifo", dated("late", 1026.0), view("high", priority=1, min_workers=6, max_workers=6))
     assert sizes(found) == {"high": 6, "late": 2}
-    assert found.promised == frozenset()
+    assert found.guaranteed == frozenset()
 
 
 def test_the_core_remembers_what_it_promised() -> None:

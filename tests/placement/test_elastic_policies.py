@@ -92,7 +92,7 @@ def carried_out(policy: Policy, views: list[JobView], nodes: Cluster) -> list[Jo
 @BOTH
 def test_a_slow_node_is_left_and_the_others_keep_their_places(policy: Policy) -> None:
     nodes = cluster(4, 4, 4)
-    views = carried_out(policy, [view(job, max_workers=4, goodput=model(1e4)) for job in "abc"], nodes)
+    views = carried_out(policy, [view(job, max_workers=4, goodput=model(1e4), slow_nodes={}) for job in "abc"], nodes)
     assert sorted(node for v in views for node in v.allocation) == ["n0", "n1", "n2"]
     hit = next(v for v in views if "n1" in v.allocation)
     seen = [dataclasses.replace(v, slow_nodes={"n1": 2.0}) if v is hit else v for v in views]

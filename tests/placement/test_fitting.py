@@ -60,7 +60,7 @@ def test_fit_recovers_step_times(grad: bool, unit: float, gamma: float, local: f
 
 def test_slopes_are_the_derivatives_of_errors() -> None:
     true = ThroughputModel(0.05, 0.002, 0.3, 0.05, 0.1, 0.01, 2.5)
-    problem = fitting._Problem(observe(true, GRID, noise=0.5, grad=True), fixed_batch=False)
+    problem = fitting._Regression(observe(true, GRID, noise=0.5, grad=True), fixed_batch=False)
     for start in problem.starts():
         numeric = approx_fprime(start, problem.errors, 1e-7)
         np.testing.assert_allclose(problem.slopes(start), numeric, atol=1e-5)

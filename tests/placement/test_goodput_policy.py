@@ -194,12 +194,12 @@ def test_on_a_crowded_cluster_without_any_room_all_wait() -> None:
 def test_a_policy_that_has_decided_before_decides_as_a_new_one() -> None:
     """What it remembers of models and measurements only saves time, also when it has to forget."""
     nodes, used = parse_cluster("aws:4x4,rtx:2x8"), GoodputPolicy()
-    used._memory.most = 8
+    used._cache.most = 8
     for i in range(6):
         seen = tuple(Observation(1, k, 64, 0, 0.1 * (1 + (i + k) % 3)) for k in (1, 2, 4))
         views = [gpu_view(f"j{j}", goodput=model(noise=10.0 * (i + j)), observations={"aws": seen}) for j in range(5)]
         assert used.decide(views, nodes, 100.0) == GoodputPolicy().decide(views, nodes, 100.0)
-        assert len(used._memory.rows) <= 8
+        assert len(used._cache.rows) <= 8
 
 
 def test_the_length_of_an_epoch_is_known_from_other_jobs_of_the_model() -> None:

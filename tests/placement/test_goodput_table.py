@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.goodput.table import Question, goodputs
+from placement.goodput.table import BoundedModel, goodputs
 
 WORKERS = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64])
 NODES = np.maximum(1, -(-WORKERS // 4))
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> Question:
+def asked(draw: st.DrawFn) -> BoundedModel:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     a = rng.lognormal(-3, 1, 6)
     times = ThroughputModel(a[0], a[1] / 30, a[2], a[3] / 10, a[4] / 3, a[5] / 20, 1 + 2 * rng.random())
@@ -25,12 +25,12 @@ def asked(draw: st.DrawFn) -> Question:
     limit = draw(st.none() | st.integers(initial, 200 * initial))
     bounds = least, least * draw(st.integers(2, 32))
     noise = NoiseScale(sqr=1.0, var=float(10 ** rng.uniform(-1, 4)))
-    return Question(GoodputModel(times, noise, initial), limit, bounds, draw(st.booleans()))
+    return BoundedModel(GoodputModel(times, noise, initial), limit, bounds, draw(st.booleans()))
 
 
 @settings(max_examples=150, deadline=None)
 @given(ask=asked())
-def test_it_agrees_with_the_model(ask: Question) -> None:
+def test_it_agrees_with_the_model(ask: BoundedModel) -> None:
     """Within 10 % where batches are large; whole numbers of samples and micro-steps explain the rest."""
     (row,) = goodputs([ask], NODES, WORKERS)
     exact, atomic, _ = ask.model.best(
@@ -50,7 +50,7 @@ def test_it_agrees_with_the_model(ask: Question) -> None:
 def test_rows_do_not_depend_on_each_other() -> None:
     rng = np.random.default_rng(0)
     asks = [
-        Question(
+        BoundedModel(
             GoodputModel(ThroughputModel(0.02, 1e-3, 0.02, 1e-3, 0.01, 1e-3, 1.5), NoiseScale(1.0, v), 64),
             4096,
             (8, 512),
@@ -66,7 +66,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 def test_without_bounds_a_worker_takes_its_share_in_one_micro_step(limit: int | None) -> None:
     times = ThroughputModel(0.0, 0.0044, 0.002, 0.002, 0.002, 0.002, 1.0)
     workers = np.array([1, 2, 4, 8])
-    ask = Question(GoodputModel(times, NoiseScale(90.0, 500.0), 64), limit, None, False)
+    ask = BoundedModel(GoodputModel(times, NoiseScale(90.0, 500.0), 64), limit, None, False)
     (row,) = goodputs([ask], np.ones(4, dtype=np.int64), workers)
     exact, _, _ = ask.model.best(np.ones(4), workers, max_batch_size=limit)
     assert np.allclose(row, exact, rtol=0.1)

@@ -11,9 +11,9 @@ import pyarrow.fs
 import pytest
 
 import placement.knowledge.sync
-from placement.knowledge.records import Memory
+from placement.knowledge.records import Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
-from placement.knowledge.sync import Keeper
+from placement.knowledge.sync import KnowledgeSync
 from tests.hanging_storage import HangingStorage
 from tests.placement.test_knowledge import measured
 from tests.placement.test_knowledge_store import knowing
@@ -31,14 +31,14 @@ def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
 ) -> None:
     monkeypatch.setattr(placement.knowledge.sync, "_LOAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(placement.knowledge.sync, "_SAVE_TIMEOUT_S", 0.5)
-    hanging, recalled = HangingStorage(tmp_path), list[Memory]()
+    hanging, recalled = HangingStorage(tmp_path), list[Measurements]()
     away = StorageRoot(path="runs", filesystem=hanging.filesystem)
     here = StorageRoot(path=str(tmp_path / "here"), filesystem=pyarrow.fs.LocalFileSystem())
-    KnowledgeStore(away, "other").save(knowing(1, 2).memory(["resnet"]))
+    KnowledgeStore(away, "other").save(knowing(1, 2).measurements(["resnet"]))
 
     async def run() -> None:
         knowledge = knowing(1)
-        keeper = Keeper(knowledge, "own", recalled.append)
+        keeper = KnowledgeSync(knowledge, "own", recalled.append)
         hanging.hang()
         begin_s = time.monotonic()
         for job in "abcdefgh":  # more than any pool of threads has
@@ -49,9 +49,9 @@ def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
         keeper.ended("z")
         await keeper.save(now=True)
         assert (tmp_path / "here" / FOLDER / "own.parquet").is_file()
-        assert not any(memory.steps for memory in recalled)
+        assert not any(measurements.steps for measurements in recalled)
         hanging.answer()
-        await until(lambda: any(memory.steps for memory in recalled))
+        await until(lambda: any(measurements.steps for measurements in recalled))
         keeper.heard(measured("a", (1,)))
         hanging.hang()
         begin_s = time.monotonic()

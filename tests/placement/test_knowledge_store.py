@@ -17,7 +17,7 @@ import pytest
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
 from placement.goodput.fitting import Observation
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.records import Memory
+from placement.knowledge.records import Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
 from tests.placement.test_knowledge import fresh, measured
 from tests.placement.views import node
@@ -52,7 +52,7 @@ def files(path: Path) -> list[Path]:
 def test_what_is_kept_is_its_users_own(tmp_path: Path, private: bool) -> None:
     (runs := tmp_path / "runs").mkdir(mode=0o755)
     root = StorageRoot(path=str(runs), filesystem=pyarrow.fs.LocalFileSystem(), private=private)
-    KnowledgeStore(root, "first").save(knowing(1).memory(["resnet"]))
+    KnowledgeStore(root, "first").save(knowing(1).measurements(["resnet"]))
     modes = [path.stat().st_mode & 0o777 for path in (runs, runs / ".elastic_ray", runs / FOLDER, *files(runs))]
     assert modes == ([0o755, 0o700, 0o700, 0o600] if private else [0o755, 0o755, 0o755, 0o644])
 
@@ -60,12 +60,12 @@ def test_what_is_kept_is_its_users_own(tmp_path: Path, private: bool) -> None:
 @pytest.mark.parametrize("local", [True, False])
 def test_what_is_written_comes_back_to_the_bit(tmp_path: Path, local: bool) -> None:
     root = root_at(tmp_path, local=local)
-    assert KnowledgeStore(root, "first").load() == Memory()
-    memory = knowing(1, 2, 4).memory(["resnet"])
-    assert len(memory.steps) == 3 and len(memory.noises) == 1
-    KnowledgeStore(root, "first").save(memory)
+    assert KnowledgeStore(root, "first").load() == Measurements()
+    measurements = knowing(1, 2, 4).measurements(["resnet"])
+    assert len(measurements.steps) == 3 and len(measurements.noises) == 1
+    KnowledgeStore(root, "first").save(measurements)
     assert [path.name for path in files(tmp_path)] == ["first.parquet"]
-    assert KnowledgeStore(root, "second").load() == memory
+    assert KnowledgeStore(root, "second").load() == measurements
     later = knowing()
     later.recall(KnowledgeStore(root, "second").load(), NOW_S)
     assert known_sizes(later) == {1, 2, 4}
@@ -76,9 +76,9 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
     root = root_at(tmp_path)
     one, two = KnowledgeStore(root, "one"), KnowledgeStore(root, "two")
     one.load(), two.load()
-    one.save(knowing(1, 2).memory(["resnet"]))
-    two.save(knowing(4).memory(["resnet"]))
-    one.save(knowing(1, 2, 8).memory(["resnet"]))
+    one.save(knowing(1, 2).measurements(["resnet"]))
+    two.save(knowing(4).measurements(["resnet"]))
+    one.save(knowing(1, 2, 8).measurements(["resnet"]))
     both = knowing()
     both.recall(KnowledgeStore(root, "three").load(), NOW_S)
     assert known_sizes(both) == {1, 2, 4, 8}
@@ -86,15 +86,15 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
 
 def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "dead").save(knowing(1, 2).memory(["resnet"]))
-    KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).memory(["resnet"]))
+    KnowledgeStore(root, "dead").save(knowing(1, 2).measurements(["resnet"]))
+    KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).measurements(["resnet"]))
     store, knowledge = KnowledgeStore(root, "living"), knowing()
     knowledge.recall(store.load(), NOW_S)
-    store.save(knowledge.memory(["resnet"]))
+    store.save(knowledge.measurements(["resnet"]))
     assert len(files(tmp_path)) == 3, "a young file may have a living writer"
     for path in files(tmp_path):
         os.utime(path, (NOW_S - 7200, NOW_S - 7200))
-    store.save(knowledge.memory(["resnet"]))
+    store.save(knowledge.measurements(["resnet"]))
     assert [path.name for path in files(tmp_path)] == ["elsewhere.parquet", "living.parquet"], "other machines' stays"
     assert {o.observation.replicas for o in KnowledgeStore(root, "next").load().steps} == {1, 2}
 
@@ -102,7 +102,7 @@ def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["torn", "foreign", "no format", "text", "wrong value"])
 def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "good").save(knowing(1, 2).memory(["resnet"]))
+    KnowledgeStore(root, "good").save(knowing(1, 2).measurements(["resnet"]))
     good = files(tmp_path)[0]
     bad = good.with_name("bad.parquet")
     if harm == "torn":
@@ -118,18 +118,18 @@ def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogC
         times = pa.array([-1.0] * table.num_rows)
         pq.write_table(table.set_column(table.schema.get_field_index("step_time_s"), "step_time_s", times), bad)
     with caplog.at_level(logging.WARNING):
-        memory = KnowledgeStore(root, "reader").load()
-    assert {o.observation.replicas for o in memory.steps} == {1, 2}
+        measurements = KnowledgeStore(root, "reader").load()
+    assert {o.observation.replicas for o in measurements.steps} == {1, 2}
     assert "bad.parquet, and is left out" in caplog.text and "good.parquet" not in caplog.text
 
 
 def test_another_machine_is_recognised_when_the_file_is_read(tmp_path: Path) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "old").save(knowing(1, 2).memory(["resnet"]))
-    memory = KnowledgeStore(root, "new").load()
+    KnowledgeStore(root, "old").save(knowing(1, 2).measurements(["resnet"]))
+    measurements = KnowledgeStore(root, "new").load()
     here, there, unsure = knowing(cpus=8), knowing(cpus=64), Knowledge()
     for knowledge in (here, there, unsure):
-        knowledge.recall(memory, NOW_S)
+        knowledge.recall(measurements, NOW_S)
     assert (known_sizes(here), known_sizes(there), known_sizes(unsure)) == ({1, 2}, set(), {1, 2})
     unsure.machines(Cluster(nodes=(node("n9", 64, labels={GPU_TYPE_LABEL: "T4"}),)))
     assert known_sizes(unsure) == set(), "the nodes came after the file"
@@ -141,12 +141,12 @@ def test_the_newest_counts_and_the_too_old_does_not(tmp_path: Path) -> None:
     older = knowing(at_s=NOW_S)
     older.learn(slow, NOW_S - 60.0)
     before = known(knowledge)
-    knowledge.recall(older.memory(["resnet"]), NOW_S)
+    knowledge.recall(older.measurements(["resnet"]), NOW_S)
     assert known(knowledge) == before
     ancient = knowing(4, at_s=NOW_S - 31 * 86400.0)
-    knowledge.recall(ancient.memory(["resnet"]), NOW_S)
+    knowledge.recall(ancient.measurements(["resnet"]), NOW_S)
     assert known_sizes(knowledge) == {1, 2}
 
 
 def known(knowledge: Knowledge) -> Any:
-    return [step.observation for step in knowledge.memory(["resnet"]).steps]
+    return [step.observation for step in knowledge.measurements(["resnet"]).steps]

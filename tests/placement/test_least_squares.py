@@ -44,7 +44,7 @@ def test_it_is_as_good_as_scipys_on_step_times() -> None:
     rng = np.random.default_rng(0)
     worse, better = 0, 0
     for _ in range(200):
-        problem = fitting._Problem(_observations(rng), fixed_batch=bool(rng.random() < 0.3))
+        problem = fitting._Regression(_observations(rng), fixed_batch=bool(rng.random() < 0.3))
         start = problem.starts()[0]
         theirs = scipy.optimize.least_squares(
             problem.errors, start, problem.slopes, problem.bounds, method="dogbox", ftol=1e-4, xtol=1e-5, max_nfev=30

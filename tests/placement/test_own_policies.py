@@ -13,7 +13,7 @@ import pytest
 
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
-from placement.allocator.policy_parcel import pack_policy
+from placement.allocator.packed_policy import pack_policy
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies import FairSharePolicy, Target, make_policy
@@ -149,8 +149,8 @@ def test_a_parcel_is_known_again_by_code_and_settings() -> None:
     assert pack_policy("fair_share").identity == pack_policy(FairSharePolicy()).identity
     assert pack_policy(Each(2)).identity == pack_policy(Each(2)).identity != pack_policy(Each(3)).identity
     assert pack_policy(two_each).identity != pack_policy(raising).identity
-    parcel = pack_policy(two_each)
-    assert pack_policy(parcel) is parcel == pickle.loads(pickle.dumps(parcel))
+    packed = pack_policy(two_each)
+    assert pack_policy(packed) is packed == pickle.loads(pickle.dumps(packed))
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

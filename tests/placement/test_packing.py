@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import AllocationError, Change, Cluster, check, diff
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
 from tests.placement.views import cluster, node, view
@@ -100,4 +100,4 @@ def test_diff_lists_those_that_give_back_first() -> None:
 
 def test_fractions_fit_despite_rounding() -> None:
     tenth = view("a", bundle={"CPU": 0.1}, max_workers=20)
-    assert int(Room(cluster(1)).slots(tenth).sum()) == 10
+    assert int(FreeResources(cluster(1)).slots(tenth).sum()) == 10

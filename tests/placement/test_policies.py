@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.planning.plan import check_targets, make_plan
@@ -89,7 +89,7 @@ def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], n
     if getattr(policy, "frugal", False):
         pytest.skip(f"{name} leaves idle what is not worth its price")
     targets = policy.decide(views, nodes, 0.0)
-    room = Room(nodes)
+    room = FreeResources(nodes)
     assert all(room.add(v, targets[v.job].workers) for v in views)
     for v in views:
         left, has = int(room.slots(v).sum()), targets[v.job].workers
@@ -98,7 +98,7 @@ def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], n
         elif v.held_at is not None:
             assert left == 0 or has == v.held_at
         else:
-            speed = speeds(v, Room(nodes).slots(v).tolist())
+            speed = speeds(v, FreeResources(nodes).slots(v).tolist())
             # A single worker more must not gain anything, beyond what its own resize costs within a minute.
             gain = speed[has + 1] / speed[has] if has + 1 < len(speed) and left else 1.0
             assert gain < 1.0 + 2 * (v.resize_cost_s / 60 + 1e-6)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from placement.policies.goodput.dual_prices import Options, bound, find_prices, solve
+from placement.policies.goodput.dual_prices import Options, bound, find_multipliers, solve
 
 
 def optimum(options: Options) -> float:
@@ -18,7 +18,7 @@ def optimum(options: Options) -> float:
     one = np.zeros((jobs, jobs * choices))
     for j in range(jobs):
         one[j, j * choices : (j + 1) * choices] = 1
-    use = np.array([np.where(options.kinds == k, options.sizes, 0.0).ravel() for k in range(len(options.capacities))])
+    use = np.array([np.where(options.pool_of == k, options.sizes, 0.0).ravel() for k in range(len(options.capacities))])
     solved = milp(
         -np.where(possible, options.values, 0.0).ravel(),
         constraints=[LinearConstraint(one, 1, 1), LinearConstraint(use, -np.inf, options.capacities)],
@@ -42,7 +42,7 @@ def questions(draw: st.DrawFn, kinds: int = 1, most_jobs: int = 12) -> Options:
     return Options(
         values=values.reshape(shape),
         sizes=np.broadcast_to(np.tile(sizes, kinds), shape).astype(np.float64),
-        kinds=np.broadcast_to(np.repeat(np.arange(kinds), len(sizes)), shape),
+        pool_of=np.broadcast_to(np.repeat(np.arange(kinds), len(sizes)), shape),
         capacities=np.array([float(slots)] + [float(draw(st.integers(1, 16))) for _ in range(kinds - 1)]),
         base=np.zeros(jobs, dtype=np.int64),
     )
@@ -54,10 +54,10 @@ def check(options: Options, picks: np.ndarray) -> None:  # type: ignore[type-arg
     assert np.isfinite(options.values[rows, picks]).all()
     left = options.capacities - options.used(picks)
     extra = options.sizes - np.where(
-        options.kinds == options.kinds[rows, picks][:, None], options.sizes[rows, picks][:, None], 0.0
+        options.pool_of == options.pool_of[rows, picks][:, None], options.sizes[rows, picks][:, None], 0.0
     )
     better = options.values > options.values[rows, picks][:, None] + 1e-6
-    assert not (better & (extra <= left[options.kinds])).any(), "something idle would add value"
+    assert not (better & (extra <= left[options.pool_of])).any(), "something idle would add value"
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,14 +85,14 @@ def test_many_jobs_on_several_types_come_near_their_bound(seed: int) -> None:
     options = Options(
         values=values,
         sizes=np.broadcast_to(np.tile(sizes, 3), values.shape),
-        kinds=np.broadcast_to(np.repeat(np.arange(3), 6), values.shape),
+        pool_of=np.broadcast_to(np.repeat(np.arange(3), 6), values.shape),
         capacities=np.array([50.0, 24.0, 16.0]),
         base=np.zeros(50, dtype=np.int64),
     )
     solution = solve(options)
     check(options, solution.picks)
-    assert options.worth(solution.picks) >= 0.95 * bound(options, solution.prices), (
-        solution.prices,
+    assert options.worth(solution.picks) >= 0.95 * bound(options, solution.multipliers), (
+        solution.multipliers,
         options.used(solution.picks),
     )
 
@@ -100,7 +100,7 @@ def test_many_jobs_on_several_types_come_near_their_bound(seed: int) -> None:
 @settings(max_examples=40, deadline=None)
 @given(options=questions(kinds=2))
 def test_the_bound_is_a_bound(options: Options) -> None:
-    assert bound(options, find_prices(options)) >= optimum(options) - 1e-6
+    assert bound(options, find_multipliers(options)) >= optimum(options) - 1e-6
 
 
 def test_large_cases_are_nearly_exact() -> None:
@@ -111,13 +111,13 @@ def test_large_cases_are_nearly_exact() -> None:
     options = Options(
         values=values,
         sizes=np.broadcast_to(sizes, shape),
-        kinds=np.zeros(shape, dtype=np.int64),
+        pool_of=np.zeros(shape, dtype=np.int64),
         capacities=np.array([640.0]),
         base=np.zeros(500, dtype=np.int64),
     )
     solution = solve(options)
     check(options, solution.picks)
-    assert options.worth(solution.picks) >= 0.999 * bound(options, solution.prices)
+    assert options.worth(solution.picks) >= 0.999 * bound(options, solution.multipliers)
 
 
 def test_a_base_that_does_not_fit_is_refused() -> None:
@@ -126,7 +126,7 @@ def test_a_base_that_does_not_fit_is_refused() -> None:
         Options(
             values=ones,
             sizes=ones,
-            kinds=np.zeros((2, 1), dtype=np.int64),
+            pool_of=np.zeros((2, 1), dtype=np.int64),
             capacities=np.ones(1),
             base=np.zeros(2, dtype=np.int64),
         )

@@ -12,7 +12,7 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
-from placement.planning.problem import Question
+from placement.planning.problem import Problem
 from placement.planning.tenants import Tenant, entitlements, share_out
 from placement.policies import POLICIES, make_policy
 from tests.placement.views import cluster, node, view
@@ -123,7 +123,7 @@ def test_each_tenant_has_its_due_in_whole_workers(
         for i, (tenant, _, more) in enumerate(demands)
     ]
     present = {name: tenants[name] for name in sorted({job.tenant for job in jobs})}
-    used, floors = share_out(Question(views=jobs, cluster=cluster(*cpus)), present)
+    used, floors = share_out(Problem(views=jobs, cluster=cluster(*cpus)), present)
     demand = {name: sum(job.max_workers for job in jobs if job.tenant == name) for name in present}
     if quota is not None and "a" in demand:
         demand["a"] = min(demand["a"], quota)

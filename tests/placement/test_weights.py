@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 
+from placement.allocator.news import is_news
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
-from placement.planning.plan import is_news, make_plan
+from placement.planning.plan import make_plan
 from placement.planning.tenants import Tenant
 from placement.policies import make_policy
 

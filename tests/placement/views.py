@@ -6,6 +6,7 @@ from typing import Any
 
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
+from placement.cluster.oracle import TraceJobView
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 
@@ -36,4 +37,5 @@ def view(job: str, **kwargs: Any) -> JobView:
         "atomic_bsz_range": (8, 512),
         "accumulation": True,
     }
-    return JobView(job=job, **{**fields, **kwargs})
+    kind = TraceJobView if {"oracle", "requested_workers", "slow_nodes"} & kwargs.keys() else JobView
+    return kind(job=job, **{**fields, **kwargs})

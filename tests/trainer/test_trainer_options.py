@@ -292,3 +292,11 @@ def test_a_name_that_is_no_directory_or_steers_a_terminal_is_refused(name: str) 
     with pytest.raises(ValueError, match="must start with a letter or digit") as caught:
         read_run(RunConfig(name=name))
     assert str(caught.value).isprintable()
+
+
+def test_a_policy_of_one_job_is_deprecated_and_told_where_it_belongs() -> None:
+    with pytest.warns(
+        DeprecationWarning, match="`elastic-ray allocator set POLICY` or placement.get_or_create_allocator"
+    ):
+        trainer = ElasticTrainer(lambda: None, policy="fifo")
+    assert trainer.spec().policy is not None

@@ -9,27 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuning.trials import Promise, Standing, chance, lacks_metric, score_of, weights
+from tuning.trials import Promise, TrialRecord, chance, lacks_metric, score_of, weights
 
 PROMISE = Promise(metric="accuracy", mode="max", max_t=27, grace_period=1, reduction_factor=3)
 
 values = st.lists(st.floats(0, 1), max_size=27).map(tuple)
 sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map(
-    lambda rows: [Standing(trial=f"t{i}", values=v, running=r) for i, (v, r) in enumerate(rows)]
+    lambda rows: [TrialRecord(trial=f"t{i}", values=v, running=r) for i, (v, r) in enumerate(rows)]
 )
 
 
 @given(sweeps)
-def test_every_running_trial_has_a_weight_within_the_bounds_and_a_reason(standings: list[Standing]) -> None:
-    found = weights(standings, PROMISE)
-    assert set(found) == {each.trial for each in standings if each.running}
+def test_every_running_trial_has_a_weight_within_the_bounds_and_a_reason(records: list[TrialRecord]) -> None:
+    found = weights(records, PROMISE)
+    assert set(found) == {each.trial for each in records if each.running}
     assert all(0.25 <= each.value <= 4.0 and "reports expected" in each.reason for each in found.values())
 
 
 @given(sweeps)
-def test_of_two_that_are_equally_far_the_better_never_weighs_less(standings: list[Standing]) -> None:
-    found = weights(standings, PROMISE)
-    running = [each for each in standings if each.running and each.values]
+def test_of_two_that_are_equally_far_the_better_never_weighs_less(records: list[TrialRecord]) -> None:
+    found = weights(records, PROMISE)
+    running = [each for each in records if each.running and each.values]
     for a in running:
         for b in running:
             if len(a.values) == len(b.values) and a.values[-1] > b.values[-1]:
@@ -37,50 +37,50 @@ def test_of_two_that_are_equally_far_the_better_never_weighs_less(standings: lis
 
 
 @given(sweeps, st.randoms())
-def test_the_order_of_the_trials_does_not_matter(standings: list[Standing], random: object) -> None:
-    shuffled = list(standings)
+def test_the_order_of_the_trials_does_not_matter(records: list[TrialRecord], random: object) -> None:
+    shuffled = list(records)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    before, after = weights(standings, PROMISE), weights(shuffled, PROMISE)
+    before, after = weights(records, PROMISE), weights(shuffled, PROMISE)
     assert {t: round(w.value, 9) for t, w in before.items()} == {t: round(w.value, 9) for t, w in after.items()}
 
 
 @given(sweeps)
-def test_a_smaller_loss_counts_as_a_larger_accuracy(standings: list[Standing]) -> None:
-    turned = [dataclasses.replace(each, values=tuple(-v for v in each.values)) for each in standings]
+def test_a_smaller_loss_counts_as_a_larger_accuracy(records: list[TrialRecord]) -> None:
+    turned = [dataclasses.replace(each, values=tuple(-v for v in each.values)) for each in records]
     least = dataclasses.replace(PROMISE, mode="min")
-    assert weights(standings, PROMISE) == weights(turned, least)
+    assert weights(records, PROMISE) == weights(turned, least)
 
 
 def test_near_the_top_of_its_rung_a_trial_grows_and_one_about_to_be_cut_does_not() -> None:
-    cut = [Standing(trial=f"cut{i}", values=(0.1 * i, 0.1 * i), running=False) for i in range(6)]
-    top, bottom = Standing(trial="top", values=(0.9, 0.9)), Standing(trial="bottom", values=(0.05, 0.05))
+    cut = [TrialRecord(trial=f"cut{i}", values=(0.1 * i, 0.1 * i), running=False) for i in range(6)]
+    top, bottom = TrialRecord(trial="top", values=(0.9, 0.9)), TrialRecord(trial="bottom", values=(0.05, 0.05))
     found = weights([*cut, top, bottom], PROMISE)
     assert found["top"].value > 1.0 > found["bottom"].value
     assert chance(top, [*cut, top, bottom], PROMISE) > 0.7 > 0.3 > chance(bottom, [*cut, top, bottom], PROMISE)
 
 
 def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
-    early, late = Standing(trial="early", values=(0.9,) * 9), Standing(trial="late", values=(0.9,) * 26)
+    early, late = TrialRecord(trial="early", values=(0.9,) * 9), TrialRecord(trial="late", values=(0.9,) * 26)
     found = weights([early, late], PROMISE)
     assert found["early"].value > found["late"].value
 
 
 def test_a_run_that_goes_on_after_a_checkpoint_adds_to_what_the_trial_has_reported() -> None:
-    paused = Standing(trial="poor", values=(0.1, 0.2, 0.3), running=False)
+    paused = TrialRecord(trial="poor", values=(0.1, 0.2, 0.3), running=False)
     assert paused.told(3, (0.4,)).values == (0.1, 0.2, 0.3, 0.4)
     assert paused.told(2, (0.25, 0.35)).values == (0.1, 0.2, 0.25, 0.35)
     assert paused.told(0, (0.9,)).values == (0.9,)
-    unheard = Standing(trial="poor").told(2, (0.3,)).values
+    unheard = TrialRecord(trial="poor").told(2, (0.3,)).values
     assert [math.isnan(value) for value in unheard] == [True, True, False]
 
 
 def test_without_a_promise_all_weigh_alike() -> None:
-    found = weights([Standing(trial="a", values=(1.0,)), Standing(trial="b")], None)
+    found = weights([TrialRecord(trial="a", values=(1.0,)), TrialRecord(trial="b")], None)
     assert [each.value for each in found.values()] == [1.0, 1.0]
 
 
 def test_a_metric_that_is_no_number_ranks_last() -> None:
-    good, bad = Standing(trial="good", values=(0.0,)), Standing(trial="bad", values=(math.nan,))
+    good, bad = TrialRecord(trial="good", values=(0.0,)), TrialRecord(trial="bad", values=(math.nan,))
     found = weights([good, bad], PROMISE)
     assert found["good"].value > found["bad"].value
 

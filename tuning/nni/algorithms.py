@@ -11,7 +11,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class AlgorithmSupport:
     """What is known of one of NNI's algorithms.
 
     Attributes:
@@ -40,26 +40,28 @@ _ROUNDS = "it is an advisor, driven by NNI's manager; use ray.tune.schedulers.Hy
 _QUANTIZED = ("quniform", "qloguniform")
 
 # Tried on Python 3.11, NumPy 2.4, SciPy 1.17.
-KNOWN: Mapping[str, Known] = {
-    "TPE": Known(),
-    "TPE_legacy": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
-    "Random": Known(),
-    "GridSearch": Known(),
-    "Anneal": Known(not_types=_QUANTIZED, why_not=_HYPEROPT),
-    "Evolution": Known(),
-    "Batch": Known(optimizes=False),
-    "PBT": Known(manager_only=_STEPS),
-    "Hyperband": Known(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.hyperband.Hyperband"),
-    "BOHB": Known(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.bohb.BOHB"),
-    "GP": Known(broken=_OLD_SCIPY),
-    "Metis": Known(broken=_OLD_SCIPY),
-    "NetworkMorphism": Known(broken="it needs an older NumPy", instead="Evolution"),
-    "SMAC": Known(broken="it needs smac4nni, a package of its time"),
-    "DNGO": Known(broken="it needs pybnn, a package of its time"),
-    "PPO": Known(broken="it needs gym, a package of its time", instead="Evolution"),
-    "RegularizedEvolutionTuner": Known(broken="it searches architectures, not parameters", instead="Evolution"),
-    "Medianstop": Known(kind="assessor", instead="Medianstop"),
-    "Curvefitting": Known(kind="assessor", optimizes=False, instead="Medianstop"),
+KNOWN: Mapping[str, AlgorithmSupport] = {
+    "TPE": AlgorithmSupport(),
+    "TPE_legacy": AlgorithmSupport(not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Random": AlgorithmSupport(),
+    "GridSearch": AlgorithmSupport(),
+    "Anneal": AlgorithmSupport(not_types=_QUANTIZED, why_not=_HYPEROPT),
+    "Evolution": AlgorithmSupport(),
+    "Batch": AlgorithmSupport(optimizes=False),
+    "PBT": AlgorithmSupport(manager_only=_STEPS),
+    "Hyperband": AlgorithmSupport(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.hyperband.Hyperband"),
+    "BOHB": AlgorithmSupport(kind="advisor", manager_only=_ROUNDS, class_name="tuning.nni.bohb.BOHB"),
+    "GP": AlgorithmSupport(broken=_OLD_SCIPY),
+    "Metis": AlgorithmSupport(broken=_OLD_SCIPY),
+    "NetworkMorphism": AlgorithmSupport(broken="it needs an older NumPy", instead="Evolution"),
+    "SMAC": AlgorithmSupport(broken="it needs smac4nni, a package of its time"),
+    "DNGO": AlgorithmSupport(broken="it needs pybnn, a package of its time"),
+    "PPO": AlgorithmSupport(broken="it needs gym, a package of its time", instead="Evolution"),
+    "RegularizedEvolutionTuner": AlgorithmSupport(
+        broken="it searches architectures, not parameters", instead="Evolution"
+    ),
+    "Medianstop": AlgorithmSupport(kind="assessor", instead="Medianstop"),
+    "Curvefitting": AlgorithmSupport(kind="assessor", optimizes=False, instead="Medianstop"),
 }
 
 

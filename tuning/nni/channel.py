@@ -11,11 +11,10 @@ import nni.trial
 from nni.runtime.trial_command_channel import TrialCommandChannel, set_default_trial_command_channel
 
 import elastic_ray
-from tuning.nni.loop import PARAMETER
-from tuning.nni.wire import DEFAULT, FINAL, TrialId
+from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
 
 
-class ElasticChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
+class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
     """What NNI is told to talk through; every worker calls, and rank 0's reports count, as for all reports."""
 
     def receive_parameter(self) -> Any:
@@ -35,4 +34,4 @@ def adopt(trial: TrialId) -> None:
     nni.trial._sequence_id = trial.sequence
     nni.trial._params = None
     nni.trial.overwrite_intermediate_seq(0)
-    set_default_trial_command_channel(ElasticChannel())
+    set_default_trial_command_channel(ReportChannel())

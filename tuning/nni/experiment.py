@@ -18,10 +18,11 @@ from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.trainer import check_resources
+from placement.checks import is_whole
 from tuning.nni.algorithms import check_together, read_assessor, read_tuner
-from tuning.nni.manager import HOSTS, Look, Manager, Plan
+from tuning.nni.manager import HOSTS, ExperimentConfig, ExperimentState, Manager
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
-from tuning.nni.serving import Place, TrialServer
+from tuning.nni.serving import ExperimentContext, TrialServer
 from tuning.nni.spaces import check_space
 from tuning.nni.wire import DEFAULT
 from tuning.trial_job import make_template
@@ -110,7 +111,7 @@ class Experiment:
             raise ValueError(f"name must be letters, digits or ._=,+- (actors are named after it), but got {name!r}")
         if host not in HOSTS:
             raise ValueError(f"host must be {HOSTS[0]!r} (this machine only) or {HOSTS[1]!r} (all), but got {host!r}")
-        plan = Plan(
+        config = ExperimentConfig(
             name=name,
             space=check_space(search_space, chosen),
             tuner=chosen,
@@ -133,10 +134,10 @@ class Experiment:
         )
         self._template = dataclasses.replace(template, metric_else=(metric, DEFAULT))
         self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
-        self._manager = Manager(plan)
+        self._manager = Manager(config)
         self._server: TrialServer | None = None
         self._address = ""
-        self._last: Look | None = None
+        self._last: ExperimentState | None = None
         self._answered_s = self._busy_s = 0.0
 
     @property
@@ -181,7 +182,7 @@ class Experiment:
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address
         self._answered_s = self._busy_s = time.monotonic()
-        self._server = TrialServer(self._template, self._metric, self._place())
+        self._server = TrialServer(self._template, self._metric, self._context())
         try:
             self._manager.start(port, self._server.address)
         except BaseException:
@@ -198,7 +199,7 @@ class Experiment:
         """End the experiment and its trials, with all they hold."""
         if self._manager.running:
             with contextlib.suppress(OSError):
-                self._last = self._manager.look()
+                self._last = self._manager.state()
             self._manager.stop()
         if self._server is not None:
             self._server.close(_STOP_TIMEOUT_S if self._reachable() else 0.0)
@@ -207,7 +208,7 @@ class Experiment:
         """What the experiment has come to so far."""
         if self._manager.running:
             with contextlib.suppress(OSError):
-                self._last = self._manager.look()
+                self._last = self._manager.state()
         known = self._server.outcomes() if self._server is not None else {}
         trials = []
         for trial, row in (self._last.trials if self._last is not None else {}).items():
@@ -218,14 +219,12 @@ class Experiment:
         ordered = tuple(sorted(trials, key=lambda each: each.sequence))
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
-    def _place(self) -> Place:
+    def _context(self) -> ExperimentContext:
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
             root, inside = self._storage_path, self.id
         filesystem, path = resolve(root, None)
-        return Place(
+        return ExperimentContext(
             experiment=self.id,
             sweep=self._name or f"nni-{self.id}",
             path=f"{path.rstrip('/')}/{inside}",
@@ -254,22 +253,22 @@ class Experiment:
                 "error, and in NNI's own records"
             )
         try:
-            look = self._last = self._manager.look()
+            state = self._last = self._manager.state()
         except OSError as error:
             if self._manager.alive:  # but busy
                 return False
             self._fail(f"NNI's manager has ended ({error}); its log is in {self._manager.folder / 'log'}")
-        if look.status == "ERROR":
-            why = f"{look.errors} ({self._manager.tuners_words()})"
+        if state.status == "ERROR":
+            why = f"{state.errors} ({self._manager.tuners_words()})"
             self._fail(f"NNI's manager has failed: {why}; logs are in {self._manager.folder / 'log'}")
-        if look.status not in _ENDS and not self._manager.tuner_works():
+        if state.status not in _ENDS and not self._manager.tuner_works():
             self._fail(
                 f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
             )
-        if any(row["status"] in ("RUNNING", "WAITING") for row in look.trials.values()):
+        if any(row["status"] in ("RUNNING", "WAITING") for row in state.trials.values()):
             self._busy_s = now_s
-        exhausted = look.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
-        return exhausted or look.status in _ENDS
+        exhausted = state.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
+        return exhausted or state.status in _ENDS
 
     def _fail(self, why: str) -> NoReturn:
         results = self.results()
@@ -288,7 +287,7 @@ def _agreed(promise: Promise | None, mode: str) -> Promise | None:
 
 
 def _check_count(label: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ValueError(f"{label} must be a whole number from 1, but got {value!r}")
 
 

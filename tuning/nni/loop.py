@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ray.worker.train_loop import PickledTrainLoop
-from tuning.nni.wire import TrialId
+from tuning.nni.wire import PARAMETER, TrialId
 
-PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
-_CHANNEL = "import://tuning.nni.channel.ElasticChannel"
+_CHANNEL = "import://tuning.nni.channel.ReportChannel"
 
 
 class TrialLoop(PickledTrainLoop):

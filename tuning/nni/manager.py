@@ -25,7 +25,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]  # a trial's command need not run
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ExperimentConfig:
     """An experiment in NNI's own terms; those that are not explained are ``tuning.nni.Experiment``'s."""
 
     name: str | None
@@ -40,7 +40,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ExperimentState:
     """The manager's answer.
 
     Attributes:
@@ -61,11 +61,11 @@ class Manager:
         ImportError: NNI is not installed.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._host = plan.host
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._host = config.host
         self._read = 0  # of the tuner's log
         self._failed = False
-        self.nni = _configured(plan)
+        self.nni = _configured(config)
 
     @property
     def url(self) -> str:
@@ -113,13 +113,13 @@ class Manager:
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)
 
-    def look(self) -> Look:
+    def state(self) -> ExperimentState:
         """Ask for the experiment's state; raises ``OSError`` if there is no answer."""
         from nni.experiment import rest
 
         rows = rest.get(self.nni.port, "/trial-jobs")
         status = rest.get(self.nni.port, "/check-status")
-        return Look(
+        return ExperimentState(
             status=status["status"],
             trials={row["trialJobId"]: row for row in rows},
             errors="; ".join(status.get("errors") or ()),
@@ -137,7 +137,7 @@ class Manager:
         self.nni.stop()
 
 
-def _configured(plan: Plan) -> Any:
+def _configured(config: ExperimentConfig) -> Any:
     try:
         import nni
         from nni.experiment import Experiment
@@ -145,17 +145,17 @@ def _configured(plan: Plan) -> Any:
         raise ImportError(f"NNI cannot be imported ({error}): pip install 'elastic-ray[nni]'") from error
     nni.silence_stdout()  # it would name addresses that nobody listens at
     experiment = Experiment("local")
-    config = experiment.config
-    config.experiment_working_directory = plan.directory
-    config.experiment_name = plan.name
-    config.search_space = dict(plan.space)
-    config.trial_concurrency = plan.trial_concurrency
-    config.max_trial_number = plan.max_trial_number
-    config.max_experiment_duration = plan.max_experiment_duration
-    config.trial_command = f'exec "{sys.executable}" -m tuning.nni_trial'
-    config.tuner = _algorithm(plan.tuner)
-    if plan.assessor is not None:
-        config.assessor = _algorithm(plan.assessor)
+    theirs = experiment.config
+    theirs.experiment_working_directory = config.directory
+    theirs.experiment_name = config.name
+    theirs.search_space = dict(config.space)
+    theirs.trial_concurrency = config.trial_concurrency
+    theirs.max_trial_number = config.max_trial_number
+    theirs.max_experiment_duration = config.max_experiment_duration
+    theirs.trial_command = f'exec "{sys.executable}" -m tuning.nni_trial'
+    theirs.tuner = _algorithm(config.tuner)
+    if config.assessor is not None:
+        theirs.assessor = _algorithm(config.assessor)
     return experiment
 
 

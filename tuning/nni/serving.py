@@ -41,7 +41,7 @@ _NO_ANSWER_YET = 408
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ExperimentContext:
     """Where an experiment's trials belong.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
     reachable: Callable[[], bool]
 
 
-class Channel:
+class ManagerChannel:
     """A trial's channel to NNI's manager."""
 
     def __init__(self, url: str) -> None:
@@ -99,13 +99,13 @@ class TrialServer:
     Args:
         template: what the trials have in common.
         metric: name of the reported metric that NNI's tuner is to see.
-        place: where they belong.
+        context: where they belong.
     """
 
-    def __init__(self, template: Template, metric: str, place: Place) -> None:
+    def __init__(self, template: Template, metric: str, context: ExperimentContext) -> None:
         self._template = template
         self._metric = metric
-        self._place = place
+        self._context = context
         self._lock = threading.Lock()
         self._outcomes: dict[str, Outcome] = {}
         self._links: set[socket.socket] = set()
@@ -143,8 +143,6 @@ class TrialServer:
             thread.join(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
     def _accept(self) -> None:
         while self._open:
             try:
@@ -178,13 +176,13 @@ class TrialServer:
 
     def _run(self, link: socket.socket, told: Mapping[str, str]) -> str:
         """One trial, until it is over or its command gone; why it failed, or nothing."""
-        channel = Channel(told["channel"])
+        channel = ManagerChannel(told["channel"])
         record = channel.parameter()
         sequence = int(told["sequence"])
-        trial = TrialId(experiment=self._place.experiment, trial=told["trial"], sequence=sequence, parameter=record)
+        trial = TrialId(experiment=self._context.experiment, trial=told["trial"], sequence=sequence, parameter=record)
         parameters = record["parameters"]
         self._note(trial.trial, sequence=sequence, parameters=parameters)
-        while not self._place.reachable():
+        while not self._context.reachable():
             if _gone(link):
                 return ""
             time.sleep(_LOOK_S)
@@ -197,22 +195,22 @@ class TrialServer:
     def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
-        directory = posixpath.join(self._place.path, trial.trial)
-        make_directory(self._place.filesystem, directory, private=self._template.spec.elastic.private_files)
+        directory = posixpath.join(self._context.path, trial.trial)
+        make_directory(self._context.filesystem, directory, private=self._template.spec.elastic.private_files)
         self._note(trial.trial, path=directory)
         loop = TrialLoop(self._template.spec.train_loop, trial)
         spec = dataclasses.replace(self._template.spec, train_loop=pack(loop, {}))
         return TrialJob(
             dataclasses.replace(self._template, spec=spec),
-            sweep=self._place.sweep,
+            sweep=self._context.sweep,
             trial=trial.trial,
             config=parameters,
             directory=directory,
-            filesystem=self._place.filesystem,
-            knowledge_path=self._place.knowledge_path,
+            filesystem=self._context.filesystem,
+            knowledge_path=self._context.knowledge_path,
         )
 
-    def _follow(self, link: socket.socket, channel: Channel, trial: TrialId, job: TrialJob) -> str:
+    def _follow(self, link: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
         """Tell NNI what the job reports."""
         values: list[float] = []
         workers: list[int] = []

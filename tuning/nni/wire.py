@@ -14,6 +14,9 @@ ADDRESS = "ELASTIC_RAY_NNI"
 SENT = {"trial": "NNI_TRIAL_JOB_ID", "sequence": "NNI_TRIAL_SEQ_ID", "channel": "NNI_TRIAL_COMMAND_CHANNEL"}
 """What a trial's command tells of itself, and the environment variables of NNI's that it has it from."""
 
+PARAMETER = "ELASTIC_RAY_NNI_PARAMETER"
+"""Environment variable of a worker: what the tuner chose, as JSON."""
+
 FINAL = "nni_final"
 """In what a worker reports: this is ``nni.report_final_result``'s."""
 

@@ -12,7 +12,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
 from placement.goodput.model import GoodputModel
 from placement.goodput.remaining import remaining
-from placement.goodput.speeds import Memory, model_of, table
+from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
@@ -22,7 +22,7 @@ UNKNOWN_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Offer:
     """One job on one node type, at every size.
 
     Attributes:
@@ -68,13 +68,13 @@ class Demand:
 
     Attributes:
         jobs: in the order of arrival.
-        choices: by job: every node type that its workers fit onto, cheapest per worker first.
+        offers: by job: every node type that its workers fit onto, cheapest per worker first.
         spent_usd: by job [USD].
         gpus: by job: the GPU type that it runs on, None while it waits.
     """
 
     jobs: tuple[JobView, ...]
-    choices: Mapping[str, tuple[Choice, ...]]
+    offers: Mapping[str, tuple[Offer, ...]]
     spent_usd: Mapping[str, float]
     gpus: Mapping[str, str | None]
 
@@ -100,9 +100,9 @@ class Objective(Protocol):
         ...
 
 
-def choices(
-    view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], memory: Memory
-) -> tuple[Choice, ...]:
+def offers(
+    view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
+) -> tuple[Offer, ...]:
     """What the job could do on each node type, cheapest per useful sample at its smallest size first.
 
     A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
@@ -111,7 +111,7 @@ def choices(
         view: the job.
         types: node types of which some node may be there.
         lasts_h: mean time until a node is taken away, by type [h].
-        memory: of what was computed before.
+        cache: of what was computed before.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
     firm = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
@@ -122,9 +122,9 @@ def choices(
             if kind.gpu_type not in firm:
                 continue
             base = firm[kind.gpu_type]
-        choice = _choice(view, kind, base, lasts_h[kind.name], memory)
-        if choice is not None:
-            found.append(choice)
+        offer = _offer(view, kind, base, lasts_h[kind.name], cache)
+        if offer is not None:
+            found.append(offer)
     return tuple(sorted(found, key=_price))
 
 
@@ -132,7 +132,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
     return kind.usd_per_h / kind.slots(view)
 
 
-def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memory: Memory) -> Choice | None:
+def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> Offer | None:
     """The job on nodes of one type; its minimum on those of ``base``, where that is another one."""
     per_node = kind.slots(view)
     firm = 0 if base is kind else view.min_workers
@@ -147,11 +147,11 @@ def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memor
     firm_nodes = np.ceil(np.minimum(sizes, firm) / base.slots(view))
     rest = np.maximum(sizes - firm_nodes * (base.slots(view) if firm else 0), 0)
     nodes = firm_nodes + np.ceil(rest / per_node)
-    rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, memory)
+    rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, cache)
     known = not np.isnan(rate).any()
     rate = np.where(sizes >= least, np.nan_to_num(rate) if known else sizes.astype(np.float64), 0.0)
     part = np.minimum(sizes, firm) * _usd(base, view) + np.maximum(sizes - firm, 0) * _usd(kind, view)
-    return Choice(
+    return Offer(
         kind=kind,
         rate=rate * lasting(view, np.maximum(nodes - firm_nodes, 0), kind, lasts_h),
         known=known,
@@ -161,14 +161,14 @@ def _choice(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, memor
     )
 
 
-def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, memory: Memory) -> Floats:
+def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCache) -> Floats:
     """Goodput [samples/s], beyond the largest size that was measured as if synchronisation took no longer than there.
 
     A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
     grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
     change of size, which costs a second, shows what is true.
     """
-    rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], memory)[0]
+    rate: Floats = table([view], gpu, nodes[np.newaxis], sizes[np.newaxis], cache)[0]
     seen = max((each.replicas for each in view.observations.get(gpu, ())), default=0)
     model = model_of(view, gpu)
     if model is None or not 0 < seen < len(sizes) or not rate[seen - 1] > 0:
@@ -184,7 +184,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, memory: Memory) 
     hope = GoodputModel(flat, model.noise, model.init_batch_size)
     twin = dataclasses.replace(view, goodput=hope, models={gpu: hope}, observations={})
     rest = slice(seen - 1, None)
-    hoped = table([twin], gpu, nodes[np.newaxis, rest], sizes[np.newaxis, rest], memory)[0]
+    hoped = table([twin], gpu, nodes[np.newaxis, rest], sizes[np.newaxis, rest], cache)[0]
     if hoped[0] > 0:
         rate = rate.copy()
         rate[rest] = np.maximum(rate[rest], hoped * (rate[seen - 1] / hoped[0]))
@@ -212,9 +212,9 @@ def work_left(view: JobView) -> float | None:
     return missing * float(view.init_batch_size or 1)
 
 
-def _price(choice: Choice) -> tuple[float, str]:
+def _price(offer: Offer) -> tuple[float, str]:
     """USD per useful sample on the smallest size that runs."""
-    runs = np.flatnonzero(choice.rate > 0)
+    runs = np.flatnonzero(offer.rate > 0)
     if not len(runs):
-        return float("inf"), choice.kind.name
-    return float(choice.part_usd[runs[0]] / choice.rate[runs[0]]), choice.kind.name
+        return float("inf"), offer.kind.name
+    return float(offer.part_usd[runs[0]] / offer.rate[runs[0]]), offer.kind.name

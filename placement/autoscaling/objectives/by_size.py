@@ -36,10 +36,10 @@ class BySize:
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:
-            options = demand.choices[view.job]
-            for choice in options:
-                kind = choice.kind
-                per_worker = float(choice.part_usd[-1]) / len(choice.part_usd)
+            options = demand.offers[view.job]
+            for offer in options:
+                kind = offer.kind
+                per_worker = float(offer.part_usd[-1]) / len(offer.part_usd)
                 prices.setdefault(kind.gpu_type, per_worker)  # cheapest first
                 for i in range(kind.max_nodes):
                     name = f"{kind.name}-{i:05d}"
@@ -49,14 +49,14 @@ class BySize:
         told: Callable[[Mapping[str, float]], Policy] | None = getattr(self.policy, "priced", None)
         policy = self.policy if told is None else told(prices)
         targets = policy.decide(views, Cluster(nodes=tuple(nodes.values())), now_s)
-        gpus = {view.job: demand.gpus[view.job] or demand.choices[view.job][0].kind.gpu_type for view in views}
+        gpus = {view.job: demand.gpus[view.job] or demand.offers[view.job][0].kind.gpu_type for view in views}
         return {
             job: Want(job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason)
             for job, target in targets.items()
         }
 
     def _allowed(self, demand: Demand, job: str, workers: int) -> int:
-        return min(workers, max(choice.limit for choice in demand.choices[job]))
+        return min(workers, max(offer.limit for offer in demand.offers[job]))
 
 
 def throughput_efficiency() -> BySize:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.autoscaling.objectives.base import UNKNOWN_S, Choice, Demand, Want, work_left
+from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, Offer, Want, work_left
+from placement.checks import check_number
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.base import count
@@ -22,13 +23,13 @@ class Prospect:
     """A job on one node type until its end, at every size from 1.
 
     Attributes:
-        choice: the node type.
+        offer: the node type.
         time_s: until its end [s], infinity where it does not run.
         usd: for the nodes until then [USD].
         score: what is minimised [USD].
     """
 
-    choice: Choice
+    offer: Offer
     time_s: Floats
     usd: Floats
     score: Floats
@@ -62,8 +63,7 @@ class CostPerProgress:
 
     def __post_init__(self) -> None:
         for field in ("value_usd_per_h", "hysteresis"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0)
 
     @property
     def name(self) -> str:
@@ -72,14 +72,14 @@ class CostPerProgress:
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
         """See ``Objective``."""
-        return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.choices[view.job]}
+        return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> Want:
         gpu = demand.gpus[view.job]
-        options = demand.choices[view.job]
+        options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
             return _blind(view, options[0] if gpu is None else _on(options, gpu), now_s)
-        prospects = [self._prospect(view, choice, demand) for choice in options]
+        prospects = [self._prospect(view, offer, demand) for offer in options]
         left_usd = None if view.budget_usd is None else view.budget_usd - demand.spent_usd.get(view.job, 0.0)
         left_s = None if view.deadline_s is None else (view.deadline_s - now_s) / _MARGIN
         note = ""
@@ -90,35 +90,35 @@ class CostPerProgress:
                 prospects, note = _within(prospects, left_s, left_usd)
         best, k = self._best(prospects, view, gpu)
         reason = self._reason(view, best, k)
-        return Want(job=view.job, workers=k, gpu=best.choice.kind.gpu_type, reason=reason, note=note)
+        return Want(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
-    def _prospect(self, view: JobView, choice: Choice, demand: Demand) -> Prospect:
-        rate = choice.rate
+    def _prospect(self, view: JobView, offer: Offer, demand: Demand) -> Prospect:
+        rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
-        here = demand.gpus[view.job] == choice.kind.gpu_type
+        here = demand.gpus[view.job] == offer.kind.gpu_type
         have = view.workers if here else 0
-        now = _at(demand.choices[view.job], demand.gpus[view.job], view.workers)
+        now = _at(demand.offers[view.job], demand.gpus[view.job], view.workers)
         work = work_left(view)
         if work is None:
             work = (now or float(rate[rate > 0][0] if (rate > 0).any() else 1.0)) * UNKNOWN_S
-        wait_s = np.where(sizes > have, choice.kind.startup_s, 0.0)
+        wait_s = np.where(sizes > have, offer.kind.startup_s, 0.0)
         change_s = np.where((sizes != have) & (have > 0), view.resize_cost_s, 0.0)
         meanwhile = np.minimum(now * wait_s, work)
-        usd_per_h = choice.whole_usd if demand.alone else choice.part_usd
+        usd_per_h = offer.whole_usd if demand.alone else offer.part_usd
         # What never ends is the worst also where an hour costs nothing, and zero times infinity would be the best.
         with np.errstate(divide="ignore", invalid="ignore"):
             time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
             usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
             score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
-        return Prospect(choice=choice, time_s=time_s, usd=usd, score=score)
+        return Prospect(offer=offer, time_s=time_s, usd=usd, score=score)
 
     def _best(self, prospects: list[Prospect], view: JobView, gpu: str | None) -> tuple[Prospect, int]:
         """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, prospect in enumerate(prospects):
-            score = prospect.score[: prospect.choice.limit]
+            score = prospect.score[: prospect.offer.limit]
             k = max(int(np.argmin(score)), view.min_workers - 1)  # also where no size gets on: all are infinite
-            stays = prospect.choice.kind.gpu_type == gpu
+            stays = prospect.offer.kind.gpu_type == gpu
             if stays and 0 < view.workers <= len(score):
                 at = view.workers - 1
                 if score[at] <= score[k] * (1.0 + self.hysteresis):
@@ -131,7 +131,7 @@ class CostPerProgress:
         if not np.isfinite(best.time_s[k - 1]):
             return f"{self.name}: {count(k)}, {_STANDS_STILL}"
         usd, hours = float(best.usd[k - 1]), float(best.time_s[k - 1]) / 3600.0
-        price = best.choice.kind.name
+        price = best.offer.kind.name
         known = "" if work_left(view) is not None else " for every hour on its present size"
         return f"{self.name}: {count(k)} on {price} cost {usd:.3g} USD in {hours:.3g} h{known}, the least at this value"
 
@@ -165,7 +165,7 @@ def _within(prospects: list[Prospect], left_s: float | None, left_usd: float | N
     )
     if not np.isfinite(best.time_s[k]):
         return rest, f"its {what} cannot be met: {_STANDS_STILL}"
-    had = f"{count(k + 1)} on {best.choice.kind.name}: {best.usd[k]:.3g} USD more in {best.time_s[k] / 3600.0:.3g} h"
+    had = f"{count(k + 1)} on {best.offer.kind.name}: {best.usd[k]:.3g} USD more in {best.time_s[k] / 3600.0:.3g} h"
     return rest, f"its {what} cannot be met; the best that can be had is {had}"
 
 
@@ -185,26 +185,26 @@ def _finite(score: Floats, prospect: Prospect) -> Floats:
     return finite
 
 
-def _on(options: tuple[Choice, ...], gpu: str) -> Choice:
-    return next((choice for choice in options if choice.kind.gpu_type == gpu), options[0])
+def _on(options: tuple[Offer, ...], gpu: str) -> Offer:
+    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
-def _at(options: tuple[Choice, ...], gpu: str | None, workers: int) -> float:
+def _at(options: tuple[Offer, ...], gpu: str | None, workers: int) -> float:
     """Present goodput [samples/s]; 0 while it waits."""
-    for choice in options:
-        if choice.kind.gpu_type == gpu and 0 < workers <= len(choice.rate):
-            return float(choice.rate[workers - 1])
+    for offer in options:
+        if offer.kind.gpu_type == gpu and 0 < workers <= len(offer.rate):
+            return float(offer.rate[workers - 1])
     return 0.0
 
 
-def _blind(view: JobView, choice: Choice, now_s: float) -> Want:
+def _blind(view: JobView, offer: Offer, now_s: float) -> Want:
     """A job that nothing is known of, or whose user has decided."""
-    k = choice.limit if view.held_at is None else len(choice.rate)
-    k = max(min(k, len(choice.rate)), view.min_workers)
+    k = offer.limit if view.held_at is None else len(offer.rate)
+    k = max(min(k, len(offer.rate)), view.min_workers)
     why = "held at that size" if view.held_at is not None else "to find out how fast it is"
     note = ""
     if view.held_at is None and (view.deadline_s is not None or view.budget_usd is not None):
         note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
     if view.deadline_s is not None and view.deadline_s <= now_s:
         note = "its deadline has passed"
-    return Want(job=view.job, workers=k, gpu=choice.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)
+    return Want(job=view.job, workers=k, gpu=offer.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)

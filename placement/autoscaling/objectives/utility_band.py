@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement.autoscaling.objectives.base import Choice, Demand, Want
+from placement.autoscaling.objectives.base import Demand, Offer, Want
 from placement.goodput.step_time import Floats
 from placement.policies.base import count
 
@@ -42,9 +42,9 @@ class UtilityBand:
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
         """See ``Objective``."""
-        jobs = {view.job: view for view in demand.jobs if demand.choices[view.job]}
-        chosen = {job: _chosen(demand.choices[job], demand.gpus[job]) for job in jobs}
-        speeds = {job: _speeds(choice, jobs[job].min_workers) for job, choice in chosen.items()}
+        jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
+        chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
+        speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
         least = {
             job: len(speed) - 1 if jobs[job].held_at is not None else jobs[job].min_workers
             for job, speed in speeds.items()
@@ -67,14 +67,14 @@ class UtilityBand:
         }
 
 
-def _chosen(options: tuple[Choice, ...], gpu: str | None) -> Choice:
+def _chosen(options: tuple[Offer, ...], gpu: str | None) -> Offer:
     """The cheapest, of the GPU type that the job runs on."""
-    return next((choice for choice in options if choice.kind.gpu_type == gpu), options[0])
+    return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
-def _speeds(choice: Choice, least: int) -> Floats:
+def _speeds(offer: Offer, least: int) -> Floats:
     """Speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
-    rate = choice.rate[: max(choice.limit, least)]
+    rate = offer.rate[: max(offer.limit, least)]
     speed: Floats = np.concatenate([[0.0], rate * (least / rate[least - 1] if rate[least - 1] > 0 else 1.0)])
     return speed
 

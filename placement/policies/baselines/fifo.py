@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.oracle import requested_workers
 from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class FifoPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
         order = sorted(jobs, key=lambda view: view.arrival)
-        if any(view.requested_workers is not None for view in jobs):
+        if any(requested_workers(view) is not None for view in jobs):
             return _in_line(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
@@ -43,13 +44,13 @@ class FifoPolicy:
 
 
 def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    board = Board(cluster)
+    placer = WorstFitPlacer(cluster)
     targets: dict[str, Target] = {}
-    kept = {view.job: board.keep(view) for view in order if view.workers}
+    kept = {view.job: placer.keep(view) for view in order if view.workers}
     blocked = ""
     for view in order:
-        asks = view.requested_workers or view.held_at or view.min_workers
-        nodes = kept.get(view.job) or (None if blocked else board.spread(view, asks))
+        asks = requested_workers(view) or view.held_at or view.min_workers
+        nodes = kept.get(view.job) or (None if blocked else placer.spread(view, asks))
         if nodes is None:
             blocked = blocked or view.job
             reason = f"fifo: waits for {asks} workers, behind {blocked}"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SizeOptions:
     """What one job may have.
 
     Attributes:
@@ -30,7 +30,7 @@ class Choice:
             raise ValueError(f"worth must have {len(self.sizes)} entries, one a size, but has {len(self.worth)}")
 
 
-def knapsack(choices: Sequence[Choice], slots: int) -> list[int]:
+def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
     """Index of the option of each job, exactly the best sum; of equal options the first.
 
     f_j(g) = max over options o of worth_j(o) + f_{j-1}(g - size_j(o)); every job gets an option.

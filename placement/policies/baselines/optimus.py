@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.cluster.oracle import oracle_of
 from placement.policies.base import Admission, Target, admit, held_reason
 from placement.policies.growing import climb
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 
@@ -38,7 +39,7 @@ class OptimusPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        told = any(view.oracle is not None for view in jobs)
+        told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
         curves = _remaining_times(jobs, cluster, admission)
@@ -61,7 +62,7 @@ class OptimusPolicy:
 
 def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
     """Minimums strictly in the order of submission, as published."""
-    admission = Admission(empty=Room(cluster), room=Room(cluster), floors={}, waiting={})
+    admission = Admission(empty=FreeResources(cluster), room=FreeResources(cluster), floors={}, waiting={})
     for view in sorted(jobs, key=lambda view: view.arrival):
         if admission.room.add(view, view.min_workers):
             admission.floors[view.job] = view.min_workers
@@ -72,23 +73,24 @@ def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admission) -> dict[str, NDArray[np.float64]]:
     """Per job, remaining time [s] on 0..n workers (entry 0 is never)."""
-    empty = Room(cluster)
+    empty = FreeResources(cluster)
     admitted = [view for view in jobs if view.job in admission.floors]
-    rates = {view.job: _rates(view, empty) for view in admitted if view.oracle is None}
-    work = {view.job: _remaining_s(view) for view in admitted if view.oracle is None}
+    rates = {view.job: _rates(view, empty) for view in admitted if oracle_of(view) is None}
+    work = {view.job: _remaining_s(view) for view in admitted if oracle_of(view) is None}
     equal = any(each is None for each in work.values())
     times: dict[str, NDArray[np.float64]] = {}
     for view in admitted:
-        if view.oracle is not None:
-            steps = np.array([_NEVER_S, *view.oracle.step_s[: view.max_workers]])
-            times[view.job] = steps * view.oracle.remaining_steps
+        oracle = oracle_of(view)
+        if oracle is not None:
+            steps = np.array([_NEVER_S, *oracle.step_s[: view.max_workers]])
+            times[view.job] = steps * oracle.remaining_steps
         else:
             remaining_s = work[view.job]
             times[view.job] = np.minimum(1.0 / rates[view.job], _NEVER_S) * (1.0 if equal else remaining_s or 1.0)
     return times
 
 
-def _rates(view: JobView, empty: Room) -> NDArray[np.float64]:
+def _rates(view: JobView, empty: FreeResources) -> NDArray[np.float64]:
     return np.maximum(speeds(view, empty.slots(view).tolist()), 1.0 / _NEVER_S)
 
 
@@ -108,17 +110,17 @@ def _remaining_s(view: JobView) -> float | None:
 
 def _places(jobs: Sequence[JobView], counts: Mapping[str, int], cluster: Cluster) -> dict[str, Mapping[str, int]]:
     """Who keeps its count keeps its nodes; the others are placed smallest first, on the roomiest nodes."""
-    board = Board(cluster)
+    placer = WorstFitPlacer(cluster)
     placed: dict[str, Mapping[str, int]] = {}
     waiting: list[JobView] = []
     for view in jobs:
-        kept = board.keep(view) if view.job in counts and counts[view.job] == view.workers else None
+        kept = placer.keep(view) if view.job in counts and counts[view.job] == view.workers else None
         if kept:
             placed[view.job] = kept
         elif counts.get(view.job):
             waiting.append(view)
     for view in sorted(waiting, key=lambda view: (counts[view.job], view.arrival)):
-        nodes = board.spread(view, counts[view.job])
+        nodes = placer.spread(view, counts[view.job])
         if nodes is not None:
             placed[view.job] = nodes
     return placed

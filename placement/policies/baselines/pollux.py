@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, alike
 from placement.policies.base import Admission, Target, admit, held_reason
-from placement.policies.baselines.knapsack import Choice, knapsack
+from placement.policies.baselines.knapsack import SizeOptions, knapsack
 from placement.policies.growing import grow_in_turn
-from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.settling import Settler, growth_limit, present_place, restart_factor, use_idle
 from placement.policies.shapes import Shape, shapes, speeds_of
 
 _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
@@ -50,8 +51,7 @@ class PolluxPolicy:
     def __post_init__(self) -> None:
         if not (self.power < 1 and self.power != 0):
             raise ValueError(f"power must be below 1 and not 0, but got {self.power}")
-        if self.most_nodes < 1:
-            raise ValueError(f"most_nodes must be 1 or more, but got {self.most_nodes}")
+        check_number("most_nodes", self.most_nodes, least=1)
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        room = Room(cluster)
+        room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))
         choices = [self._choice(view, admission.floors[view.job], share, room, now_s) for view in running]
@@ -95,7 +95,7 @@ class PolluxPolicy:
             )
         return targets
 
-    def _choice(self, view: JobView, floor: int, share: int, room: Room, now_s: float) -> Choice:
+    def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
         """Sizes and what each is worth; the present place comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
@@ -119,7 +119,7 @@ class PolluxPolicy:
         worth = view.weight * np.sign(self.power) * utility**self.power
         if stays:
             worth[0] += 1e-9 * abs(worth[0])  # of equal choices the one that changes nothing
-        return Choice(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
+        return SizeOptions(sizes=tuple(workers for _, workers in options), worth=worth, stays=stays)
 
     def _reason(self, view: JobView, place: Mapping[int, int]) -> str:
         workers = sum(place.values())

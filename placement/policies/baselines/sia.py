@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, alike
 from placement.policies.base import Target, admit, held_reason
 from placement.policies.baselines.sia_goodput import estimates
 from placement.policies.growing import grow_in_turn
-from placement.policies.settling import Settler, alike, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.settling import Settler, growth_limit, present_place, restart_factor, use_idle
 
 _LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
 
@@ -58,8 +59,7 @@ class SiaPolicy:
         if not self.power < 0:
             raise ValueError(f"power must be below 0, but got {self.power}")
         for field in ("unallocated", "most_nodes", "gap"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be above 0, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), above=0)
 
     @property
     def name(self) -> str:
@@ -85,22 +85,22 @@ class SiaPolicy:
     def _solve(
         self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        board = _Board(cluster, running[0])
+        slots = _SlotsByType(cluster, running[0])
         options: list[list[Configuration]] = []
         costs: list[list[float]] = []
         for view in running:
-            configurations = self._configurations(view, floors[view.job], board)
+            configurations = self._configurations(view, floors[view.job], slots)
             options.append(configurations)
-            costs.append(self._costs(view, configurations, board, now_s))
-        picks = _assign(options, costs, board.capacity, self.gap)
+            costs.append(self._costs(view, configurations, slots, now_s))
+        picks = _assign(options, costs, slots.capacity, self.gap)
         places = None
         if picks is not None:
             chosen = [each[pick] for each, pick in zip(options, picks, strict=True)]
-            chosen = self._fill(running, chosen, board)
-            settler = Settler(board.slots, board.kinds)
+            chosen = self._fill(running, chosen, slots)
+            settler = Settler(slots.by_node, slots.kinds)
             places = settler.place(
                 [each.workers for each in chosen],
-                [present_place(view, board.room.index) for view in running],
+                [present_place(view, slots.room.index) for view in running],
                 [view.min_workers for view in running],
                 [each.kind for each in chosen],
             )
@@ -113,46 +113,48 @@ class SiaPolicy:
         targets = {}
         for view, place in zip(running, places, strict=True):
             workers = sum(place.values())
-            kind = board.types[board.kinds[next(iter(place))]]
+            kind = slots.types[slots.kinds[next(iter(place))]]
             why = f"{view.workers} -> {workers} workers on {len(place)} nodes{f' of {kind}' if kind else ''}"
             if view.held_at is not None:
                 why = held_reason(view, workers)
-            nodes = {board.room.node_ids[i]: n for i, n in sorted(place.items())}
+            nodes = {slots.room.node_ids[i]: n for i, n in sorted(place.items())}
             targets[view.job] = Target(workers=workers, reason=f"sia: {why}", nodes=nodes)
         return targets
 
-    def _configurations(self, view: JobView, floor: int, board: _Board) -> list[Configuration]:
+    def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:
         """What the job may have: on each kind of node the powers of two, then whole nodes; its present size too."""
         most = max(floor, growth_limit(view))
         found: list[Configuration] = []
-        for kind in range(len(board.types)):
-            node, total = board.largest[kind], board.capacity[kind]
+        for kind in range(len(slots.types)):
+            node, total = slots.largest[kind], slots.capacity[kind]
             if not node:
                 continue
             sizes = {1 << i for i in range(node.bit_length())} | {node, floor}
             sizes |= set(range(2 * node, min(total, most) + 1, node))
-            here = present_place(view, board.room.index)
-            if here and all(board.kinds[i] == kind for i in here):
+            here = present_place(view, slots.room.index)
+            if here and all(slots.kinds[i] == kind for i in here):
                 sizes.add(view.workers)
             if view.held_at is not None:
                 sizes = {floor}
             wanted = [size for size in sorted(sizes) if floor <= size <= min(total, most)]
-            each = [Configuration(kind=kind, nodes=board.nodes_for(kind, size), workers=size) for size in wanted]
+            each = [Configuration(kind=kind, nodes=slots.nodes_for(kind, size), workers=size) for size in wanted]
             found += [configuration for configuration in each if configuration.nodes <= self.most_nodes]
         return found
 
-    def _fill(self, running: Sequence[JobView], chosen: Sequence[Configuration], board: _Board) -> list[Configuration]:
+    def _fill(
+        self, running: Sequence[JobView], chosen: Sequence[Configuration], slots: _SlotsByType
+    ) -> list[Configuration]:
         """Give what the program's coarse sizes leave to jobs that it speeds up by more than it costs in a minute."""
         filled = list(chosen)
-        left = list(board.capacity)
+        left = list(slots.capacity)
         for each in chosen:
             left[each.kind] -= each.workers
         for i, view in enumerate(running):
             gain = 1.0 + view.resize_cost_s / 60.0 + 1e-9
             while view.held_at is None and left[filled[i].kind] and filled[i].workers < growth_limit(view):
                 kind, workers = filled[i].kind, filled[i].workers + 1
-                more = Configuration(kind=kind, nodes=board.nodes_for(kind, workers), workers=workers)
-                shapes = [(board.types[kind], (each.nodes, each.workers)) for each in (filled[i], more)]
+                more = Configuration(kind=kind, nodes=slots.nodes_for(kind, workers), workers=workers)
+                shapes = [(slots.types[kind], (each.nodes, each.workers)) for each in (filled[i], more)]
                 before, after = estimates(view, shapes)
                 if more.nodes > self.most_nodes or not after > gain * before:
                     break
@@ -161,14 +163,14 @@ class SiaPolicy:
         return filled
 
     def _costs(
-        self, view: JobView, configurations: Sequence[Configuration], board: _Board, now_s: float
+        self, view: JobView, configurations: Sequence[Configuration], slots: _SlotsByType, now_s: float
     ) -> list[float]:
         """Cost of each configuration; below ``unallocated`` for every one that makes progress."""
-        shapes = [(board.types[each.kind], (each.nodes, each.workers)) for each in configurations]
+        shapes = [(slots.types[each.kind], (each.nodes, each.workers)) for each in configurations]
         goodput = estimates(view, shapes)
         factor = restart_factor(view, now_s, _LEAST_FACTOR)
-        here = present_place(view, board.room.index)
-        present = (board.kinds[next(iter(here))], len(here), view.workers) if here else None
+        here = present_place(view, slots.room.index)
+        present = (slots.kinds[next(iter(here))], len(here), view.workers) if here else None
         costs = []
         for each, value in zip(configurations, goodput, strict=True):
             stays = present is not None and (each.kind, each.workers) == (present[0], present[2])
@@ -178,17 +180,19 @@ class SiaPolicy:
         return costs
 
 
-class _Board:
-    """Slots of the cluster by kind of node, for jobs with interchangeable workers."""
+class _SlotsByType:
+    """Slots of the empty cluster by GPU type, for jobs with interchangeable workers."""
 
     def __init__(self, cluster: Cluster, like: JobView) -> None:
-        self.room = Room(cluster)
-        self.slots = self.room.slots(like).tolist()
+        self.room = FreeResources(cluster)
+        self.by_node = self.room.slots(like).tolist()
         by_id = cluster.by_id()
         names = [by_id[node_id].gpu_type for node_id in self.room.node_ids]
         self.types = sorted(set(names))
         self.kinds = [self.types.index(name) for name in names]
-        of = [[n for n, kind in zip(self.slots, self.kinds, strict=True) if kind == k] for k in range(len(self.types))]
+        of = [
+            [n for n, kind in zip(self.by_node, self.kinds, strict=True) if kind == k] for k in range(len(self.types))
+        ]
         self.capacity = [sum(each) for each in of]
         self.largest = [max(each, default=0) for each in of]
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]

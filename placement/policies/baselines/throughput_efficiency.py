@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
@@ -25,7 +26,7 @@ class ThroughputEfficiencyPolicy:
     idle.
 
     A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
-    steps take ``slow_factor`` times longer (``JobView.slow_nodes``), as long as everybody still runs.
+    steps take ``slow_factor`` times longer (``TraceJobView.slow_nodes``), as long as everybody still runs.
 
     Attributes:
         threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).
@@ -39,8 +40,7 @@ class ThroughputEfficiencyPolicy:
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be at least 0 and below 1, but got {self.threshold}")
-        if not self.slow_factor > 1:
-            raise ValueError(f"slow_factor must be above 1, but got {self.slow_factor}")
+        check_number("slow_factor", self.slow_factor, above=1)
 
     @property
     def name(self) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
+from placement.cluster.oracle import requested_workers
 from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.placing import Board
+from placement.policies.placing import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class TiresiasPolicy:
 
     A job starts in the first queue and enters the second, for good, once it has held GPUs for
     ``threshold_s`` GPU-seconds. Each queue is first in, first out. A job that asks for a fixed number
-    (``JobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
+    (``TraceJobView.requested_workers``) gets exactly that or nothing, and gives way to any that is before it; running
     ones keep their nodes. Jobs that ask for no number keep their minimum and grow in the order of the queues.
 
     It remembers in which order jobs entered the second queue.
@@ -31,8 +34,7 @@ class TiresiasPolicy:
     _entered: dict[str, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.threshold_s > 0:
-            raise ValueError(f"threshold_s must be above 0 GPU-seconds, but got {self.threshold_s}")
+        check_number("threshold_s", self.threshold_s, above=0, unit="GPU-seconds")
 
     @property
     def name(self) -> str:
@@ -42,7 +44,7 @@ class TiresiasPolicy:
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
         order = self._queue(jobs)
-        if any(view.requested_workers is not None for view in jobs):
+        if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)
         admission = admit(jobs, cluster)
         counts = grow(order, admission)
@@ -65,13 +67,13 @@ class TiresiasPolicy:
 
     def _share_time(self, order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
         """Who runs is decided on the cluster's sum, then running jobs stay and others are spread."""
-        totals = Board(cluster).room
+        totals = FreeResources(cluster)
         runs = [view for view in order if totals.add(view, _asks(view))]
-        board = Board(cluster)
-        places = {view.job: board.keep(view) for view in runs if view.workers == _asks(view)}
+        placer = WorstFitPlacer(cluster)
+        places = {view.job: placer.keep(view) for view in runs if view.workers == _asks(view)}
         targets: dict[str, Target] = {}
         for view in runs:
-            nodes = places.get(view.job) or board.spread(view, _asks(view))
+            nodes = places.get(view.job) or placer.spread(view, _asks(view))
             if nodes is not None:
                 reason = f"tiresias: {self._served(view)}"
                 targets[view.job] = Target(workers=_asks(view), reason=reason, nodes=nodes)
@@ -87,4 +89,4 @@ class TiresiasPolicy:
 
 
 def _asks(view: JobView) -> int:
-    return view.requested_workers or view.held_at or view.min_workers
+    return requested_workers(view) or view.held_at or view.min_workers

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
+from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.base import Target, count
@@ -45,13 +46,10 @@ class UtilityCostPolicy:
 
     def __post_init__(self) -> None:
         for field in ("value", "price"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} must be above 0 USD, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), above=0, unit="USD")
         for gpu, price in self.prices.items():
-            if not price >= 0:
-                raise ValueError(f"prices[{gpu!r}] must be 0 USD or more, but got {price}")
-        if not self.slow_factor > 1:
-            raise ValueError(f"slow_factor must be above 1, but got {self.slow_factor}")
+            check_number(f"prices[{gpu!r}]", price, least=0, unit="USD")
+        check_number("slow_factor", self.slow_factor, above=1)
 
     @property
     def name(self) -> str:
@@ -64,7 +62,7 @@ class UtilityCostPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        room = Room(cluster)
+        room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
 
@@ -81,7 +79,7 @@ class UtilityCostPolicy:
 
         return decide_by_worth(self.name, jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
-    def _price(self, view: JobView, room: Room, types: Mapping[str, str]) -> float:
+    def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
         """USD of one worker for one hour."""
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}

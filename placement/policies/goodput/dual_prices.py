@@ -1,4 +1,4 @@
-"""One option for each job so that the sum of values is largest: a price per GPU type instead of an integer program.
+"""One option for each job so that the sum of values is largest: dual prices instead of an integer program.
 
 Lagrangian decomposition (Everett, "Generalized Lagrange multiplier method", Operations Research 1963): with a price
 on every GPU the jobs no longer depend on each other, each takes argmax of value - price x size, and the price is
@@ -35,22 +35,22 @@ class Options:
     Attributes:
         values: worth of each option, (J, C); -inf where it is not possible.
         sizes: what it takes, (J, C), 0 or more.
-        kinds: of which GPU type, (J, C), 0 to K - 1.
+        pool_of: of which GPU type, (J, C), 0 to K - 1.
         capacities: what there is of each type, (K,).
         base: one option per job, (J,), that fit together; nobody gets an option that is worth less than -inf.
     """
 
     values: Floats
     sizes: Floats
-    kinds: Ints
+    pool_of: Ints
     capacities: Floats
     base: Ints
 
     def __post_init__(self) -> None:
-        if not self.values.shape == self.sizes.shape == self.kinds.shape:
+        if not self.values.shape == self.sizes.shape == self.pool_of.shape:
             raise ValueError(
-                "values, sizes and kinds must have one shape, "
-                f"but got {self.values.shape}, {self.sizes.shape} and {self.kinds.shape}"
+                "values, sizes and pool_of must have one shape, "
+                f"but got {self.values.shape}, {self.sizes.shape} and {self.pool_of.shape}"
             )
         used = self.used(self.base)
         if (used > self.capacities + _TINY).any():
@@ -60,7 +60,7 @@ class Options:
         """What these options take of each type."""
         rows = np.arange(len(picks))
         sizes = self.sizes[rows, picks].astype(np.float64)
-        taken: Floats = np.bincount(self.kinds[rows, picks], sizes, len(self.capacities)).astype(np.float64)
+        taken: Floats = np.bincount(self.pool_of[rows, picks], sizes, len(self.capacities)).astype(np.float64)
         return taken
 
     def worth(self, picks: Ints) -> float:
@@ -70,10 +70,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The option of each job, (J,), and the price of a unit of each GPU type, (K,)."""
+    """The option of each job, (J,), and the dual price (Lagrange multiplier) of a unit of each GPU type, (K,)."""
 
     picks: Ints
-    prices: Floats
+    multipliers: Floats
 
 
 def solve(options: Options) -> Solution:
@@ -82,11 +82,13 @@ def solve(options: Options) -> Solution:
     Of equal options the first is taken. Deterministic.
     """
     if not options.values.size:
-        return Solution(picks=np.zeros(len(options.base), dtype=np.int64), prices=np.zeros(len(options.capacities)))
-    prices = find_prices(options)
-    picks = _realise(options, _answers(options, prices))
+        return Solution(
+            picks=np.zeros(len(options.base), dtype=np.int64), multipliers=np.zeros(len(options.capacities))
+        )
+    multipliers = find_multipliers(options)
+    picks = _realise(options, _best_responses(options, multipliers))
     picks = fill(options, picks)
-    if bound(options, prices) - options.worth(picks) > _GAP * _spread(options):
+    if bound(options, multipliers) - options.worth(picks) > _GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
         if (
             whole
@@ -95,13 +97,13 @@ def solve(options: Options) -> Solution:
             picks = max((picks, _exact(options)), key=options.worth)
         elif len(options.capacities) > 1 and len(picks) <= _PAIRED:
             picks = fill(options, _exchange(options, picks))
-    return Solution(picks=picks, prices=prices)
+    return Solution(picks=picks, multipliers=multipliers)
 
 
-def bound(options: Options, prices: Floats) -> float:
+def bound(options: Options, multipliers: Floats) -> float:
     """No choice that fits is worth more: sum of (value - price x size) of every job's answer + price x capacity."""
-    net = options.values - prices[options.kinds] * options.sizes
-    return float(net.max(axis=1).sum() + prices @ options.capacities)
+    net = options.values - multipliers[options.pool_of] * options.sizes
+    return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
 
 def _spread(options: Options) -> float:
@@ -109,44 +111,44 @@ def _spread(options: Options) -> float:
     return float(options.values.max(axis=1).sum() - options.worth(options.base))
 
 
-def _answers(options: Options, prices: Floats) -> Ints:
+def _best_responses(options: Options, multipliers: Floats) -> Ints:
     """What each job takes at these prices."""
-    answers: Ints = np.argmax(options.values - prices[options.kinds] * options.sizes, axis=1)
+    answers: Ints = np.argmax(options.values - multipliers[options.pool_of] * options.sizes, axis=1)
     return answers
 
 
-def find_prices(options: Options) -> Floats:
+def find_multipliers(options: Options) -> Floats:
     """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
 
     A price that rises sends jobs to the other types. After some sweeps prices only rise, as in an ascending
     auction, until every type has room for what is asked of it.
     """
-    kinds = len(options.capacities)
-    prices = np.zeros(kinds)
-    for sweep in range(_SWEEPS if kinds > 1 else 1):
-        before = prices.copy()
+    pools = len(options.capacities)
+    multipliers = np.zeros(pools)
+    for sweep in range(_SWEEPS if pools > 1 else 1):
+        before = multipliers.copy()
         rising = sweep >= _SWEEPS // 2
-        for kind in range(kinds):
-            prices[kind] = max(_find_price(options, prices, kind), prices[kind] if rising else 0.0)
-        if sweep and np.allclose(before, prices, rtol=1e-6, atol=1e-12):
+        for pool in range(pools):
+            multipliers[pool] = max(_find_multiplier(options, multipliers, pool), multipliers[pool] if rising else 0.0)
+        if sweep and np.allclose(before, multipliers, rtol=1e-6, atol=1e-12):
             break
-    return prices
+    return multipliers
 
 
-def _find_price(options: Options, prices: Floats, kind: int) -> float:
+def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
     """Bisection on one price, the others given.
 
     The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
     counted once, so that all but the first few steps look at few jobs.
     """
-    capacity = options.capacities[kind] + _TINY
-    here = options.kinds == kind
+    capacity = options.capacities[pool] + _TINY
+    here = options.pool_of == pool
     size = np.where(here, options.sizes, 0.0)
-    rest = options.values - np.where(here, 0.0, prices[options.kinds]) * options.sizes
+    rest = options.values - np.where(here, 0.0, multipliers[options.pool_of]) * options.sizes
     at_low = _asked(rest, size, 0.0)
     if at_low.sum() <= capacity:
         return 0.0
-    low, high = 0.0, max(float(prices[kind]), 1e-6)
+    low, high = 0.0, max(float(multipliers[pool]), 1e-6)
     for _ in range(100):
         at_high = _asked(rest, size, high)
         if at_high.sum() <= capacity:
@@ -168,9 +170,9 @@ def _find_price(options: Options, prices: Floats, kind: int) -> float:
     return high
 
 
-def _asked(rest: Floats, size: Floats, price: float) -> Floats:
+def _asked(rest: Floats, size: Floats, multiplier: float) -> Floats:
     """How much of one type each job takes at this price."""
-    asked: Floats = size[np.arange(len(rest)), np.argmax(rest - price * size, axis=1)]
+    asked: Floats = size[np.arange(len(rest)), np.argmax(rest - multiplier * size, axis=1)]
     return asked
 
 
@@ -193,12 +195,12 @@ def _realise(options: Options, wanted: Ints) -> Ints:
         moved = False
         for j in list(movers):
             old, new = picks[j], wanted[j]
-            left[options.kinds[j, old]] += options.sizes[j, old]
-            if options.sizes[j, new] <= left[options.kinds[j, new]] + _TINY:
+            left[options.pool_of[j, old]] += options.sizes[j, old]
+            if options.sizes[j, new] <= left[options.pool_of[j, new]] + _TINY:
                 picks[j] = new
                 movers.remove(j)
                 moved = True
-            left[options.kinds[j, picks[j]]] -= options.sizes[j, picks[j]]
+            left[options.pool_of[j, picks[j]]] -= options.sizes[j, picks[j]]
     return picks
 
 
@@ -220,12 +222,12 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
     freed = False
     while heap:
         _, j, option = heapq.heappop(heap)
-        kind, size = options.kinds[j, option], options.sizes[j, option]
-        own = options.sizes[j, picks[j]] if options.kinds[j, picks[j]] == kind else 0.0
-        if size - own <= left[kind] + _TINY and options.values[j, option] > options.values[j, picks[j]] + _TINY:
-            left[options.kinds[j, picks[j]]] += options.sizes[j, picks[j]]
-            left[kind] -= size
-            freed = freed or options.kinds[j, picks[j]] != kind or size < own
+        pool, size = options.pool_of[j, option], options.sizes[j, option]
+        own = options.sizes[j, picks[j]] if options.pool_of[j, picks[j]] == pool else 0.0
+        if size - own <= left[pool] + _TINY and options.values[j, option] > options.values[j, picks[j]] + _TINY:
+            left[options.pool_of[j, picks[j]]] += options.sizes[j, picks[j]]
+            left[pool] -= size
+            freed = freed or options.pool_of[j, picks[j]] != pool or size < own
             picks[j] = option
         elif (needs[j] > left + _TINY).all():
             continue
@@ -244,15 +246,15 @@ def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tup
         What it adds per size, -inf where none fits and adds anything; the option; and how much of each type is needed
         for anything to be added, (J, K).
     """
-    values, sizes, kinds = options.values[rows], options.sizes[rows], options.kinds[rows]
+    values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]
-    own_kind, own_size, own_value = (x[every, own][:, np.newaxis] for x in (kinds, sizes, values))
-    extra = sizes - np.where(kinds == own_kind, own_size, 0.0)
+    own_pool, own_size, own_value = (x[every, own][:, np.newaxis] for x in (pool_of, sizes, values))
+    extra = sizes - np.where(pool_of == own_pool, own_size, 0.0)
     with np.errstate(invalid="ignore"):
         gain = values - own_value
     adds = gain > _TINY
-    needs = [np.where(adds & (kinds == kind), extra, np.inf).min(axis=1) for kind in range(len(left))]
-    rate = np.where(adds & (extra <= left[kinds] + _TINY), gain / np.maximum(extra, _TINY), -np.inf)
+    needs = [np.where(adds & (pool_of == pool), extra, np.inf).min(axis=1) for pool in range(len(left))]
+    rate = np.where(adds & (extra <= left[pool_of] + _TINY), gain / np.maximum(extra, _TINY), -np.inf)
     best = np.argmax(rate, axis=1)
     return rate[every, best], best, np.stack(needs, axis=1)
 
@@ -261,8 +263,8 @@ def _exchange(options: Options, picks: Ints) -> Ints:
     """Let any two jobs choose anew together while that adds to their sum: better for several types, not exact."""
     picks = picks.copy()
     left = options.capacities - options.used(picks)
-    kinds = np.arange(len(left))
-    takes = np.where(options.kinds[:, :, np.newaxis] == kinds, options.sizes[:, :, np.newaxis], 0.0)
+    pools = np.arange(len(left))
+    takes = np.where(options.pool_of[:, :, np.newaxis] == pools, options.sizes[:, :, np.newaxis], 0.0)
     improved = True
     while improved:
         improved = False
@@ -286,9 +288,9 @@ def _exact(options: Options) -> Ints:
     choices: list[Ints] = []
     for j, values in enumerate(options.values):
         rows = np.full((len(values), *shape), -np.inf)
-        for row, size, kind, value in zip(rows, sizes[j].tolist(), options.kinds[j].tolist(), values, strict=True):
-            if size < shape[kind] and value > -np.inf:
-                np.moveaxis(row, kind, 0)[size:] = np.moveaxis(best, kind, 0)[: shape[kind] - size] + value
+        for row, size, pool, value in zip(rows, sizes[j].tolist(), options.pool_of[j].tolist(), values, strict=True):
+            if size < shape[pool] and value > -np.inf:
+                np.moveaxis(row, pool, 0)[size:] = np.moveaxis(best, pool, 0)[: shape[pool] - size] + value
         choice: Ints = rows.argmax(axis=0)
         best = np.take_along_axis(rows, choice[np.newaxis], axis=0)[0]
         choices.append(choice)
@@ -296,5 +298,5 @@ def _exact(options: Options) -> Ints:
     left = list(np.unravel_index(int(np.argmax(best)), shape))
     for j in range(len(choices) - 1, -1, -1):
         picks[j] = choices[j][tuple(left)]
-        left[options.kinds[j, picks[j]]] -= sizes[j, picks[j]]
+        left[options.pool_of[j, picks[j]]] -= sizes[j, picks[j]]
     return picks

@@ -1,4 +1,4 @@
-"""The cluster as markets, one per GPU type, and the shapes that a job may take in each."""
+"""The cluster as pools of nodes, one per GPU type, and the shapes that a job may take in each."""
 
 from __future__ import annotations
 
@@ -11,60 +11,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.free_slots import Room
-from placement.cluster.jobs import JobView
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, WorkerKind
 
 Ints: TypeAlias = NDArray[np.int64]
-Breed: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
-"""Bundle and label selector: jobs of one breed have interchangeable workers."""
-
-_EVERY = 8  # sizes up to here are all on the menu, and all up to a whole node
+_EVERY = 8  # sizes up to here are all tried, and all up to a whole node
 _FEW_NODES = 16  # beyond so many nodes, sizes grow by a fifth each instead of by a node
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Market:
+class GpuPool:
     """The nodes of one GPU type that are not about to go.
 
     Attributes:
         gpu: the type, empty where nodes do not say.
         cluster: its nodes.
         node_ids: their ids, in the order of every array over nodes.
-        slots: by breed, how many such workers each node could hold if it were empty.
-        shares: by breed, dominant share of one worker: the largest part of any resource of the market that it takes.
+        slots: by kind of worker, how many such workers each node could hold if it were empty.
+        shares: by kind of worker, dominant share of one worker: the largest part of any resource of the pool that it
+            takes.
     """
 
     gpu: str
     cluster: Cluster
     node_ids: tuple[str, ...]
-    slots: dict[Breed, Ints]
-    shares: dict[Breed, float]
+    slots: dict[WorkerKind, Ints]
+    shares: dict[WorkerKind, float]
 
 
-def breed(view: JobView) -> Breed:
-    """The breed of a job."""
-    return tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items()))
-
-
-def split(cluster: Cluster, samples: Mapping[Breed, JobView]) -> tuple[Market, ...]:
-    """Markets of the cluster in the order of their types, with the slots of these breeds."""
+def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
+    """Pools of the cluster in the order of their types, with the slots of these kinds of workers."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
             groups.setdefault(node.gpu_type, []).append(index)
-    markets = []
+    pools = []
     for gpu, indices in sorted(groups.items()):
         part = Cluster(nodes=tuple(cluster.nodes[i] for i in indices))
-        room = Room(part)
+        room = FreeResources(part)
         slots = {kind: room.slots(view) for kind, view in samples.items()}
         shares = {kind: room.share(view) for kind, view in samples.items()}
-        markets.append(Market(gpu=gpu, cluster=part, node_ids=room.node_ids, slots=slots, shares=shares))
-    return tuple(markets)
+        pools.append(GpuPool(gpu=gpu, cluster=part, node_ids=room.node_ids, slots=slots, shares=shares))
+    return tuple(pools)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Menu:
-    """Sizes that jobs may have in one market, rising.
+class SizeGrid:
+    """Sizes that jobs may have in one pool, rising.
 
     Attributes:
         sizes: workers.
@@ -76,7 +69,7 @@ class Menu:
     regular: NDArray[np.bool_]
 
 
-def menu(node: int, total: int, most: int, extra: Iterable[int]) -> Menu:
+def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
     """Sizes of interest where the largest node holds ``node`` workers and all together ``total``.
 
     Args:
@@ -87,11 +80,12 @@ def menu(node: int, total: int, most: int, extra: Iterable[int]) -> Menu:
     """
     top = min(total, most)
     wanted = tuple(sorted({size for size in extra if 1 <= size <= top}))
-    return _menu(node, top, wanted)
+    return _size_grid(node, top, wanted)
 
 
 @functools.lru_cache(maxsize=256)
-def _menu(node: int, top: int, wanted: tuple[int, ...]) -> Menu:
+def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
+    """The grid up to ``top``; decisions ask for the same few again and again."""
     regular = set(wanted)
     size = 1
     while size <= min(node, top):
@@ -102,7 +96,9 @@ def _menu(node: int, top: int, wanted: tuple[int, ...]) -> Menu:
         regular.add(nodes * node)
         nodes += 1 if nodes < _FEW_NODES else max(1, nodes // 5)
     sizes = sorted(regular | set(range(1, min(max(_EVERY, node), top) + 1)))
-    return Menu(sizes=np.array(sizes, dtype=np.int64), regular=np.array([s in regular for s in sizes], dtype=np.bool_))
+    return SizeGrid(
+        sizes=np.array(sizes, dtype=np.int64), regular=np.array([s in regular for s in sizes], dtype=np.bool_)
+    )
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:

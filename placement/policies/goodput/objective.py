@@ -1,4 +1,4 @@
-"""What every job has at stake in a decision, and what a change is worth after its cost."""
+"""The utility of every job's speed in a decision, and what a change is worth after its cost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from placement.goodput.remaining import discount, happiness
 from placement.goodput.step_time import Floats
-from placement.policies.goodput.tables import Case, Seat
+from placement.policies.goodput.tables import Instance, Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stakes:
+class UtilityFunction:
     """Per job, (J,), and for all.
 
     Attributes:
@@ -35,6 +35,11 @@ class Stakes:
     hysteresis: float
     crowded: bool
 
+    def of(self, jobs: NDArray[np.int64]) -> UtilityFunction:
+        """The same for some of the jobs."""
+        parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
+        return dataclasses.replace(self, **parts)
+
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
         """weight x phi(speed x discount), (J, C).
 
@@ -50,27 +55,29 @@ class Stakes:
 
 
 def worth_of(
-    case: Case,
-    stakes: Stakes,
-    present: Sequence[Seat],
-    seats: Sequence[Seat],
+    instance: Instance,
+    utility: UtilityFunction,
+    present: Sequence[Placement],
+    placements: Sequence[Placement],
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> tuple[float, float]:
     """(minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
 
     Args:
-        case: the question.
-        stakes: the stakes.
+        instance: the jobs and pools.
+        utility: what speeds are worth.
         present: where jobs are now.
-        seats: where they would be.
-        valid: per job, whether ``seats`` is something it may have; else it counts as not running.
+        placements: where they would be.
+        valid: per job, whether ``placements`` is something it may have; else it counts as not running.
         may_wait: per job, whether having nothing is an option like the others, with speed 0.
     """
-    had, has = (np.array([seat.workers for seat in each], dtype=np.int64) for each in (present, seats))
+    had, has = (np.array([placement.workers for placement in each], dtype=np.int64) for each in (present, placements))
     runs = np.where(has > 0, valid, may_wait)
-    stays = [now is then or now == then for now, then in zip(present, seats, strict=True)]
+    stays = [now is then or now == then for now, then in zip(present, placements, strict=True)]
     same = np.array(stays, dtype=np.bool_) | (had == 0)
     fewer = (had > 0) & (has <= had)
-    values = stakes.values(case.speed_at(seats)[:, np.newaxis], fewer[:, np.newaxis], same[:, np.newaxis])[:, 0]
-    return -round(float(stakes.weight[~runs].sum()), 9), float(values[runs].sum())
+    values = utility.values(instance.speed_at(placements)[:, np.newaxis], fewer[:, np.newaxis], same[:, np.newaxis])[
+        :, 0
+    ]
+    return -round(float(utility.weight[~runs].sum()), 9), float(values[runs].sum())

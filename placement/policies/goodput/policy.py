@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
-from placement.goodput.speeds import Memory
+from placement.goodput.speeds import GoodputCache
 from placement.policies.base import Target, count, held_reason
-from placement.policies.goodput.local_search import improve, present_seats
-from placement.policies.goodput.objective import Stakes
-from placement.policies.goodput.tables import Case, Seat, build
+from placement.policies.goodput.local_search import improve, present_placements
+from placement.policies.goodput.objective import UtilityFunction
+from placement.policies.goodput.tables import Instance, Placement, build
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -27,9 +28,9 @@ class GoodputPolicy:
     * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
       model (``placement.goodput.speeds``).
     * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
-      (``worth.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing weigh
-      as much as the middle one. A job that would end later than ``late`` times its fair time (``worth.overdue``) weighs
-      more by that ratio, at most ten times, so that nobody starves.
+      (``remaining.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing
+      weigh as much as the middle one. A job that would end later than ``late`` times its fair time
+      (``remaining.overdue``) weighs more by that ratio, at most ten times, so that nobody starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
@@ -38,12 +39,12 @@ class GoodputPolicy:
       worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
       first", which is optimal where speed grows linearly.
 
-    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0) is
-    the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every job
-    takes argmax of value - price x workers, with one price per GPU type (``prices``), among sizes that leave no
-    scattered room; what is left is filled with any size. The outcome replaces the present allocation only if it is
-    worth more after all costs of changing (``improving``), so that equal inputs change nothing. A job's workers are all
-    of one GPU type.
+    Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0)
+    is the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every
+    job takes argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among sizes that
+    leave no scattered room; what is left is filled with any size. The outcome replaces the present allocation only if
+    it is worth more after all costs of changing (``local_search``), so that equal inputs change nothing. A job's
+    workers are all of one GPU type.
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s) the
     average completion time of a trace moves by 1 to 4 %, down on some and up on others.
@@ -69,21 +70,17 @@ class GoodputPolicy:
     fair_power: float = 0.0
     late: float = 3.0
     lengths: bool = True
-    _memory: Memory = dataclasses.field(default_factory=Memory, init=False, repr=False, compare=False)
+    _cache: GoodputCache = dataclasses.field(default_factory=GoodputCache, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.horizon_s > 0:
-            raise ValueError(f"horizon_s must be above 0 seconds, but got {self.horizon_s}")
-        if not self.crowd > 0:
-            raise ValueError(f"crowd must be above 0 jobs for each worker, but got {self.crowd}")
+        check_number("horizon_s", self.horizon_s, above=0, unit="seconds")
+        check_number("crowd", self.crowd, above=0, unit="jobs for each worker")
         for field in ("hysteresis", "exponent"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0)
         for field in ("power", "fair_power"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field} must be between 0 and 1, but got {getattr(self, field)}")
-        if not self.late >= 1:
-            raise ValueError(f"late must be 1 or more, but got {self.late}")
+        check_number("late", self.late, least=1)
 
     @property
     def name(self) -> str:
@@ -92,37 +89,37 @@ class GoodputPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
-        case = build(jobs, cluster, self._memory)
-        stakes = self.stakes(case, now_s)
-        seats, valid = present_seats(case)
-        before, waiting = seats, dict[int, str]()
+        instance = build(jobs, cluster, self._cache)
+        utility = self.utility(instance, now_s)
+        placements, valid = present_placements(instance)
+        before, waiting = placements, dict[int, str]()
         for _ in range(_ROUNDS):
-            better, waiting = improve(case, stakes, seats, valid)
+            better, waiting = improve(instance, utility, placements, valid)
             if better is None:  # staying is best; where that is not possible, on nodes that have less room now, nobody
-                seats = [seat if ok else Seat() for seat, ok in zip(seats, valid, strict=True)]
+                placements = [placement if ok else Placement() for placement, ok in zip(placements, valid, strict=True)]
                 break
-            seats, valid = better, [True] * len(better)
-        speed = case.speed_at(seats).tolist()
+            placements, valid = better, [True] * len(better)
+        speed = instance.speed_at(placements).tolist()
         return {
-            view.job: self._target(case, stakes, j, (before[j], seats[j]), speed[j], waiting.get(j))
-            for j, view in enumerate(case.views)
+            view.job: self._target(instance, utility, j, (before[j], placements[j]), speed[j], waiting.get(j))
+            for j, view in enumerate(instance.views)
         }
 
-    def stakes(self, case: Case, now_s: float) -> Stakes:
+    def utility(self, instance: Instance, now_s: float) -> UtilityFunction:
         """What each job's speed is worth now."""
-        views = case.views
-        left_s = seconds_left(views, case.rate) if self.lengths else np.full(len(views), np.nan)
+        views = instance.views
+        left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         weight = rank_weights(left_s, self.exponent) * np.array([view.weight for view in views], dtype=np.float64)
         known = len(views) > 0 and not np.isnan(left_s).any()
         if known:
-            share = max(float(case.capacities.sum()) / len(views), 1.0) if case.alike else 1.0
-            fair = np.where(case.possible & (case.sizes <= share), case.speed, 0.0).max(axis=1, initial=0.0)
+            share = max(float(instance.capacities.sum()) / len(views), 1.0) if instance.alike else 1.0
+            fair = np.where(instance.possible & (instance.sizes <= share), instance.speed, 0.0).max(axis=1, initial=0.0)
             lateness = overdue(views, left_s, np.maximum(fair, 1.0), now_s)
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
         lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
-        crowd = len(views) / max(float(case.capacities.sum()), 1.0) if case.alike and known else 0.0
-        return Stakes(
+        crowd = len(views) / max(float(instance.capacities.sum()), 1.0) if instance.alike and known else 0.0
+        return UtilityFunction(
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
@@ -133,19 +130,33 @@ class GoodputPolicy:
         )
 
     def _target(
-        self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float, waits: str | None
+        self,
+        instance: Instance,
+        utility: UtilityFunction,
+        j: int,
+        placements: tuple[Placement, Placement],
+        speed: float,
+        waits: str | None,
     ) -> Target:
-        before, after = seats
+        """What one job is to have, where, and why."""
+        before, after = placements
         if not after.place:
             return Target(workers=0, reason=f"goodput: {waits or 'waits: nothing is left'}")
-        market = case.markets[after.market]
-        nodes = {market.node_ids[i]: workers for i, workers in sorted(after.place.items())}
-        reason = self._reason(case, stakes, j, (before, after), speed)
+        pool = instance.pools[after.pool]
+        nodes = {pool.node_ids[i]: workers for i, workers in sorted(after.place.items())}
+        reason = self._reason(instance, utility, j, (before, after), speed)
         return Target(workers=after.workers, reason=f"goodput: {reason}", nodes=nodes)
 
-    def _reason(self, case: Case, stakes: Stakes, j: int, seats: tuple[Seat, Seat], speed: float) -> str:
+    def _reason(
+        self,
+        instance: Instance,
+        utility: UtilityFunction,
+        j: int,
+        placements: tuple[Placement, Placement],
+        speed: float,
+    ) -> str:
         """The decision for one job as a sentence."""
-        view, (before, after) = case.views[j], seats
+        view, (before, after) = instance.views[j], placements
         if view.held_at is not None:
             return held_reason(view, after.workers)
         if after == before:
@@ -154,12 +165,12 @@ class GoodputPolicy:
             text = f"starts with {count(after.workers)}, speed {speed:.2f}"
         else:
             text = f"{view.workers} -> {count(after.workers)}: speed {speed:.2f}"
-        larger = case.possible[j] & (case.kinds == after.market) & (case.sizes > after.workers)
+        larger = instance.possible[j] & (instance.pool_of == after.pool) & (instance.sizes > after.workers)
         if larger.any():
             c = int(np.flatnonzero(larger)[0])
-            more = "one" if case.sizes[c] == after.workers + 1 else str(int(case.sizes[c]) - after.workers)
-            text += f", {more} more would add {case.speed[j, c] - speed:.2f}"
+            more = "one" if instance.sizes[c] == after.workers + 1 else str(int(instance.sizes[c]) - after.workers)
+            text += f", {more} more would add {instance.speed[j, c] - speed:.2f}"
         else:
             text += ", the most it can use now"
         scale = "assumed, no model yet" if view.goodput is None else "fitted and measured"
-        return f"{text} ({scale}); its weight is {stakes.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"
+        return f"{text} ({scale}); its weight is {utility.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"

@@ -8,6 +8,7 @@ import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
+from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
 from placement.errors import InputError
 from placement.simulator.nodes.spot import SpotTrace
@@ -44,13 +45,10 @@ class Disturbances:
 
     def __post_init__(self) -> None:
         for field in ("node_mtbf_h", "slow_every_h", "noise", "spot_offset_h"):
-            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
-                raise InputError(f"{field} must be 0 or more, but got {getattr(self, field)}")
+            check_number(field, getattr(self, field), least=0, finite=True, error=InputError)
         for field in ("repair_s", "slow_for_s"):
-            if not getattr(self, field) > 0:
-                raise InputError(f"{field} must be above 0 seconds, but got {getattr(self, field)}")
-        if not self.slow_factor >= 1:
-            raise InputError(f"slow_factor must be 1 or more, but got {self.slow_factor}")
+            check_number(field, getattr(self, field), above=0, unit="seconds", error=InputError)
+        check_number("slow_factor", self.slow_factor, least=1, error=InputError)
         if not 0 <= self.interference < 1:
             raise InputError(f"interference must be at least 0 and below 1, but got {self.interference}")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.objectives import Objective
+from placement.checks import check_number
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluster, Node
 from placement.cluster.node_types import NodeType
 from placement.cluster.price_table import PriceTable
@@ -20,7 +21,7 @@ _HORIZON_S = 60 * 86400.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Autoscaling:
+class AutoscaledCluster:
     """How the cluster's size follows the jobs; the cluster string is then the most nodes of each type.
 
     Attributes:
@@ -39,10 +40,13 @@ class Autoscaling:
 
     def __post_init__(self) -> None:
         for field in ("startup_s", "notice_s"):
-            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
-                raise InputError(f"{field} must be 0 seconds or more, but got {getattr(self, field)}")
-        if not self.expected_h > 0:
-            raise InputError(f"expected_h must be above 0 hours, but got {self.expected_h}")
+            check_number(field, getattr(self, field), least=0, unit="seconds", finite=True, error=InputError)
+        check_number("expected_h", self.expected_h, above=0, unit="hours", error=InputError)
+
+    def __str__(self) -> str:
+        """As reports of simulations have it, from the first on."""
+        fields = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in dataclasses.fields(self))
+        return f"Autoscaling({fields})"
 
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Whether these rules know of such things.

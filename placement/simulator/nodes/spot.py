@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from placement.checks import is_whole
 from placement.errors import InputError
 
 Span = tuple[float, float]
@@ -93,7 +94,7 @@ def _counts(text: str, source: str) -> SpotTrace:
     if not isinstance(counts, list) or not counts:
         raise InputError(f"data of spot trace {source} must be a list of counts, but got {type(counts).__name__}")
     for i, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        if not is_whole(count):
             raise InputError(f"data[{i}] of spot trace {source} must be a count of 0 or more, but got {count!r}")
     places = [_merge((i * gap_s, (i + 1) * gap_s) for i, c in enumerate(counts) if c > k) for k in range(max(counts))]
     return SpotTrace(source=source, length_s=float(gap_s * len(counts)), places=tuple(places))

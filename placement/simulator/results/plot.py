@@ -9,7 +9,7 @@ from typing import Any
 
 from placement.errors import InputError
 from placement.simulator.nodes.clusters import parse_cluster
-from placement.simulator.results.report import Report
+from placement.simulator.results.report import SimulationReport
 
 _COLOURS = {"cifar10": 0.60, "ncf": 0.45, "deepspeech2": 0.33, "bert": 0.13, "yolov3": 0.0, "imagenet": 0.80}
 
@@ -29,7 +29,7 @@ Bar = tuple[str, str, float, float, int]
 """(node id, job, from [s], to [s], workers)."""
 
 
-def bars(report: Report) -> Iterator[Bar]:
+def bars(report: SimulationReport) -> Iterator[Bar]:
     """(node id, job, from [s], to [s], workers) of every stay of a job on a node, in the order of its end."""
     present: dict[tuple[str, str], tuple[float, int]] = {}
     for placed in report.placed:
@@ -42,7 +42,7 @@ def bars(report: Report) -> Iterator[Bar]:
             present.setdefault((node, placed.job), (placed.time_s, workers))
 
 
-def plot(reports: Sequence[Report], path: Path) -> None:
+def plot(reports: Sequence[SimulationReport], path: Path) -> None:
     """Draw the allocation of each report: a row for each node, a lane for each of its GPUs, time rightwards.
 
     A bar is a job's stay on a node, as high as its GPUs there. Jobs of one application have one hue and differ in
@@ -75,7 +75,7 @@ def plot(reports: Sequence[Report], path: Path) -> None:
         plt.close(figure)
 
 
-def _draw(report: Report, axis: Any, end_h: float) -> None:
+def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
     from matplotlib.patches import Patch
 
     nodes = parse_cluster(report.cluster).nodes
@@ -108,7 +108,7 @@ def _draw(report: Report, axis: Any, end_h: float) -> None:
     )
 
 
-def _lanes(report: Report, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
+def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
     """Every bar with the GPUs that it is drawn on: (first lane, lanes), in one piece where there is room for it."""
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
@@ -127,7 +127,7 @@ def _lanes(report: Report, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list
         yield bar, pieces
 
 
-def _draw_use(report: Report, axis: Any, end_h: float) -> None:
+def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
     """GPUs in use, and jobs that have arrived and hold nothing."""
     held: dict[str, int] = {}
     hours, used = [0.0], [0]
@@ -147,7 +147,7 @@ def _draw_use(report: Report, axis: Any, end_h: float) -> None:
     twin.set_ylabel("jobs waiting", fontsize=8, color="tab:red")
 
 
-def _waiting(report: Report) -> tuple[list[float], list[int]]:
+def _waiting(report: SimulationReport) -> tuple[list[float], list[int]]:
     """(hours, jobs without a GPU from then on)."""
     steps = [(job.arrival_s, 1) for job in report.jobs]
     running: set[str] = set()
@@ -167,7 +167,7 @@ def _waiting(report: Report) -> tuple[list[float], list[int]]:
     return times, counts
 
 
-def _shades(report: Report) -> dict[str, tuple[float, float, float]]:
+def _shades(report: SimulationReport) -> dict[str, tuple[float, float, float]]:
     seen: dict[str, int] = {}
     shades = {}
     for job in report.jobs:

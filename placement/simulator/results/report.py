@@ -8,16 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from placement.allocator.events import DecisionRecord
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """From this moment on, the job has these workers per node id (none: it waits, or is over)."""
-
-    time_s: float
-    job: str
-    nodes: Mapping[str, int]
+from placement.allocator.events import DecisionRecord, Trigger
+from placement.simulator.world import Placed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +58,7 @@ class Rented:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class SimulationReport:
     """One trace under one policy. Times in seconds; decision times are CPU time and the only part that differs
     between two runs with the same seed.
 
@@ -159,7 +151,7 @@ class Report:
             "cost_usd": self.cost,
             "rented_usd": self.rented.usd,
             "node_hours": dict(self.rented.node_hours),
-            "refused_decisions": sum(1 for record in self.log if record.trigger == "refused"),
+            "refused_decisions": sum(1 for record in self.log if record.trigger is Trigger.REFUSED),
             "decision_ms_mean": float(decision_ms.mean()),
             "decision_ms_p99": float(np.percentile(decision_ms, 99)),
             "decision_ms_max": float(decision_ms.max()),
@@ -169,3 +161,7 @@ class Report:
     def log_lines(self) -> Sequence[str]:
         """The decision log as text; the same seed gives the same lines, byte for byte."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
+
+
+Report = SimulationReport
+"""The name that users import from ``placement.simulator``."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 
+from placement.checks import check_number
 from placement.errors import InputError
 from placement.simulator.workloads.profiles import Application
 
@@ -28,8 +29,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         for field in ("error", "spread"):
-            if not (getattr(self, field) >= 0 and math.isfinite(getattr(self, field))):
-                raise InputError(f"{field} of lengths must be 0 or more, but got {getattr(self, field)}")
+            check_number(f"{field} of lengths", getattr(self, field), least=0, finite=True, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
         """What is true of this job: its application, with more or fewer epochs."""

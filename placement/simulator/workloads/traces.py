@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from placement.checks import check_number
 from placement.errors import InputError
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
@@ -35,11 +35,9 @@ class TraceJob:
     def __post_init__(self) -> None:
         if not self.name:
             raise InputError("name must be a non-empty string, but got ''")
-        if not (self.time_s >= 0 and math.isfinite(self.time_s)):
-            raise InputError(f"time of job {self.name!r} must be 0 seconds or more, but got {self.time_s}")
+        check_number(f"time of job {self.name!r}", self.time_s, least=0, unit="seconds", finite=True, error=InputError)
         for field in ("num_replicas", "batch_size"):
-            if getattr(self, field) < 1:
-                raise InputError(f"{field} of job {self.name!r} must be 1 or more, but got {getattr(self, field)}")
+            check_number(f"{field} of job {self.name!r}", getattr(self, field), least=1, error=InputError)
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:

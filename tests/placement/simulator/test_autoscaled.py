@@ -16,7 +16,7 @@ from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.nodes.provider import Autoscaling, Provider
+from placement.simulator.nodes.provider import AutoscaledCluster, Provider
 from placement.simulator.nodes.spot import SpotTrace
 from placement.simulator.workloads.traces import TraceJob
 from tests.placement.simulator.worlds import profiles, trace
@@ -24,7 +24,7 @@ from tests.placement.simulator.worlds import profiles, trace
 JOBS = tuple(
     TraceJob(name=f"j{i}", time_s=600.0 * i, application="toy", num_replicas=1, batch_size=32) for i in range(3)
 )
-FAST = Autoscaling(
+FAST = AutoscaledCluster(
     objective=CostPerProgress(value_usd_per_h=20.0),
     startup_s=30.0,
     config=AutoscalerConfig(linger_s=30.0, launch_timeout_s=60.0, retry_s=600.0),
@@ -97,7 +97,7 @@ def test_what_does_not_go_together_is_refused(folder: Path, tmp_path: Path, caps
     with pytest.raises(InputError, match="failing or slow nodes"):
         play(folder, disturbances=Disturbances(node_mtbf_h=1.0))
     with pytest.raises(InputError, match="startup_s must be 0 seconds or more"):
-        Autoscaling(startup_s=-1.0)
+        AutoscaledCluster(startup_s=-1.0)
     file = trace(tmp_path / "t.csv", [("a", 0.0, "toy", 1, 32)])
     words = ["--trace", str(file), "--profiles", str(folder), "--cluster", "t4:2x4", "--rules", "live", "--quiet"]
     assert main([*words, "--value", "3"]) == 2

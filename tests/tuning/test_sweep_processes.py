@@ -14,11 +14,11 @@ from elastic_ray.job_spec import TrialSpec
 from elastic_ray.warm_pool.processes import setup_of
 from tests.job.test_told import spec
 from tests.local_cluster import LocalCluster
-from tuning.process_pool import ProcessPool
+from tuning.sweep_processes import SweepProcesses
 
 
 def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shared_cluster: LocalCluster) -> None:
-    pool, node = ProcessPool("sweep"), ray.get_runtime_context().get_node_id()
+    pool, node = SweepProcesses("sweep"), ray.get_runtime_context().get_node_id()
     kind = spec(trial=TrialSpec(controller="", keep_s=30.0))
     assert cloudpickle.loads(cloudpickle.dumps(kind)) == kind, "else no process would ever fit another trial"
     pool.admit("first", kind)

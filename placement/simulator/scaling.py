@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from placement.allocator.events import NodesChanged
 from placement.autoscaling.autoscaler import Autoscaler
-from placement.cluster.cluster import Cluster, Node
+from placement.cluster.cluster import Cluster
 from placement.simulator.job import SimulatedJob
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.disturbances import Disturbances
@@ -66,7 +66,7 @@ class ScalingDriver(LiveDriver):
 
     def _scale(self, now_s: float) -> None:
         """Ask the autoscaler, carry out what it says, and tell the allocator."""
-        nodes = Cluster(nodes=tuple(self._nodes(self._noticed)))
+        nodes = self._nodes(self._noticed)
         decision = self._autoscaler.decide(self._world.core.views(now_s), nodes, now_s)
         self._released = frozenset(decision.release)
         for machine in self._provider.want(decision.nodes, now_s):
@@ -117,16 +117,13 @@ class ScalingDriver(LiveDriver):
         self._tell_nodes(now_s)
         self._scale(now_s)
 
-    def _nodes(self, away: Collection[str]) -> list[Node]:
+    def _nodes(self, away: Collection[str]) -> Cluster:
         """Nodes that can take workers, those that are on their way out as draining."""
         machines = self._provider.machines
-        return [
-            dataclasses.replace(machines[n].node, draining=True) if n in away else machines[n].node
-            for n in sorted(self._ready)
-        ]
+        return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
 
     def _tell_nodes(self, now_s: float) -> None:
-        cluster = Cluster(nodes=tuple(self._nodes(self._ending | self._released)))
+        cluster = self._nodes(self._ending | self._released)
         if cluster != self._told:
             self._told = cluster
             self._world.send(NodesChanged(cluster=cluster, obtainable=self._obtainable), now_s)

@@ -8,20 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import TOLERANCE, Cluster
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 
 _FEW = 16  # changed nodes up to which they are looked at one by one
 
 
 @dataclasses.dataclass(slots=True)
-class _Kind:
+class _KindSlots:
     """Workers of one bundle and label selector; thousands of jobs share a few.
 
     Attributes:
         needs: column and amount of each resource; None if no node has one of them.
         share: dominant share of one worker.
         matching: nodes with the labels that are asked for; None for all.
-        slots: how many more fit on each node, after ``seen`` of the room's changes.
+        slots: how many more fit on each node, after ``seen`` of the changes.
         seen: see there.
     """
 
@@ -32,7 +32,7 @@ class _Kind:
     seen: int
 
 
-class Room:
+class FreeResources:
     """Unused resources per node; a decision takes from it, so that no count is promised that fits nowhere.
 
     Draining nodes are left out. Nodes are indexed in the order of ``node_ids``.
@@ -47,16 +47,12 @@ class Room:
             [[node.free.get(name, 0.0) for name in self._names] for node in self._nodes], dtype=np.float64
         ).reshape(len(self._nodes), len(self._names))
         self._total = self._free.sum(axis=0)
-        self._kinds: dict[object, _Kind] = {}
+        self._kinds: dict[WorkerKind, _KindSlots] = {}
         self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
 
-    def copy(self) -> Room:
-        """The same room, to try something in."""
-        twin = object.__new__(Room)
-        twin.__dict__.update(self.__dict__)
-        twin._free = self._free.copy()
-        twin._kinds, twin._changed = {}, []
-        return twin
+    def key(self, view: JobView) -> str:
+        """See ``occupancy.Free``."""
+        return view.job
 
     def index(self, node_id: str) -> int | None:
         """Position of a node, None if it is gone or draining."""
@@ -101,24 +97,24 @@ class Room:
         """Dominant share: the largest part of any resource of the whole room that one worker takes."""
         return self._kind(view).share
 
-    def _kind(self, view: JobView) -> _Kind:
-        key = tuple(view.bundle.items()), tuple(view.selector.items())
+    def _kind(self, view: JobView) -> _KindSlots:
+        key = worker_kind(view)
         if key not in self._kinds:
             self._kinds[key] = self._new_kind(view)
         return self._kinds[key]
 
-    def _new_kind(self, view: JobView) -> _Kind:
+    def _new_kind(self, view: JobView) -> _KindSlots:
         wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
         matching = None
         if view.selector:
             matching = np.array([node.matches(view.selector) for node in self._nodes], dtype=np.bool_)
         if not all(name in self._names for name in wanted):
             nothing = np.zeros(len(self._nodes), dtype=np.int64)
-            return _Kind(needs=None, share=1.0, matching=matching, slots=nothing, seen=0)
+            return _KindSlots(needs=None, share=1.0, matching=matching, slots=nothing, seen=0)
         needs = tuple((self._names.index(name), float(amount)) for name, amount in wanted.items())
         share = max(amount / max(float(self._total[column]), TOLERANCE) for column, amount in needs)
         slots = self._count(needs, matching)
-        return _Kind(needs=needs, share=share, matching=matching, slots=slots, seen=len(self._changed))
+        return _KindSlots(needs=needs, share=share, matching=matching, slots=slots, seen=len(self._changed))
 
     def _count(self, needs: tuple[tuple[int, float], ...], matching: NDArray[np.bool_] | None) -> NDArray[np.int64]:
         fits = np.floor(self._free[:, [c for c, _ in needs]] / [amount for _, amount in needs] + TOLERANCE).min(axis=1)

@@ -26,7 +26,7 @@ class _Process:
     since_s: float = 0.0
 
 
-class ProcessPool:
+class SweepProcesses:
     """Lends processes to runs of trials and takes them back.
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are

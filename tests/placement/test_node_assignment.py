@@ -1,4 +1,4 @@
-"""Who sits where: conservation, staying, and whole nodes."""
+"""Who is where: conservation, staying, and whole nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.policies.goodput.seating import seat
+from placement.policies.goodput.node_assignment import assign_nodes
 
 
 @st.composite
@@ -33,7 +33,7 @@ def rooms(draw: st.DrawFn) -> tuple[list[int], list[int], list[dict[int, int]]]:
 @given(room=rooms())
 def test_everybody_sits_and_no_node_is_overfull(room: tuple[list[int], list[int], list[dict[int, int]]]) -> None:
     slots, sizes, present = room
-    places = seat(np.array(slots), sizes, present)
+    places = assign_nodes(np.array(slots), sizes, present)
     assert [sum(place.values()) for place in places] == sizes
     used = np.zeros(len(slots), dtype=int)
     for place in places:
@@ -47,8 +47,8 @@ def test_everybody_sits_and_no_node_is_overfull(room: tuple[list[int], list[int]
 @given(room=rooms())
 def test_the_same_sizes_again_move_nobody(room: tuple[list[int], list[int], list[dict[int, int]]]) -> None:
     slots, sizes, present = room
-    places = seat(np.array(slots), sizes, present)
-    assert seat(np.array(slots), sizes, places) == places
+    places = assign_nodes(np.array(slots), sizes, present)
+    assert assign_nodes(np.array(slots), sizes, places) == places
 
 
 def test_powers_of_two_never_straddle_nodes() -> None:
@@ -63,14 +63,14 @@ def test_powers_of_two_never_straddle_nodes() -> None:
                 sizes[-1] = 1
             left -= sizes[-1]
         present = (present + [{}] * len(sizes))[: len(sizes)]
-        present = seat(np.full(8, 4), sizes, present)
+        present = assign_nodes(np.full(8, 4), sizes, present)
         assert all(len(place) == max(1, size // 4) for place, size in zip(present, sizes, strict=True)), present
 
 
 def test_a_shrinking_job_keeps_its_fullest_nodes() -> None:
-    assert seat(np.array([4, 4]), [4], [{0: 2, 1: 4}]) == [{1: 4}]
+    assert assign_nodes(np.array([4, 4]), [4], [{0: 2, 1: 4}]) == [{1: 4}]
 
 
 def test_small_jobs_make_room_for_a_whole_node() -> None:
-    places = seat(np.array([4, 4]), [1, 1, 4], [{0: 1}, {1: 1}, {}])
+    places = assign_nodes(np.array([4, 4]), [1, 1, 4], [{0: 1}, {1: 1}, {}])
     assert len(places[2]) == 1

@@ -15,7 +15,7 @@ from placement.policies import Policy, make_policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyParcel:
+class PackedPolicy:
     """A policy that any process of the cluster can unpack.
 
     Attributes:
@@ -34,14 +34,14 @@ class PolicyParcel:
         return policy
 
 
-def pack_policy(policy: object) -> PolicyParcel:
+def pack_policy(policy: object) -> PackedPolicy:
     """Pack whatever ``make_policy`` makes a policy of.
 
     Raises:
         ValueError: a name that no policy has.
         TypeError: an object that is no policy, or that cannot be pickled.
     """
-    if isinstance(policy, PolicyParcel):
+    if isinstance(policy, PackedPolicy):
         return policy
     made = make_policy(policy)
     source = _source(made)
@@ -58,7 +58,7 @@ def pack_policy(policy: object) -> PolicyParcel:
     finally:
         if own:
             ray.cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
-    return PolicyParcel(name=made.name, identity=_identity(made, source), pickled=pickled)
+    return PackedPolicy(name=made.name, identity=_identity(made, source), pickled=pickled)
 
 
 def _source(policy: Policy) -> Any:

@@ -1,0 +1,94 @@
+"""SHELL: the jobs' controllers, as the allocator calls them: one call per job at a time, and none waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError
+
+from placement.allocator.events import Allocate, Instruction
+
+logger = logging.getLogger("placement.allocator")
+
+_CALL_TIMEOUT_S = 5.0  # a controller that does not answer in this time is asked again after its next heartbeat
+_QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whether it lives
+
+
+class Controllers:
+    """Handles of the controllers, and what is still to be told to them.
+
+    Args:
+        on_death: called with the job whose controller is gone for good.
+    """
+
+    def __init__(self, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        self._handles: dict[str, ActorHandle[Any]] = {}
+        self._heard_s: dict[str, float] = {}
+        self._calls: set[asyncio.Task[None]] = set()
+        self._outbox: dict[tuple[str, type[Instruction]], Instruction] = {}
+        self._sending: set[tuple[str, type[Instruction]]] = set()
+
+    def heard(self, job: str, controller: ActorHandle[Any]) -> None:
+        """A heartbeat of this controller."""
+        self._handles[job] = controller
+        self._heard_s[job] = time.time()
+
+    def forget(self, job: str) -> None:
+        """The job is over."""
+        self._handles.pop(job, None)
+        self._heard_s.pop(job, None)
+
+    def post(self, instruction: Instruction) -> None:
+        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
+        address = (instruction.job, type(instruction))
+        self._outbox[address] = instruction
+        if address not in self._sending:
+            self._sending.add(address)
+            self.spawn(self._send(address))
+
+    def ask_the_quiet(self) -> None:
+        """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
+        now_s = time.time()
+        for job, heard_s in self._heard_s.items():
+            if now_s - heard_s > _QUIET_S and job in self._handles:
+                self.spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))
+
+    def spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        """Run beside everything else; the loop itself keeps only weak references to its tasks."""
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _send(self, address: tuple[str, type[Instruction]]) -> None:
+        try:
+            while (instruction := self._outbox.pop(address, None)) is not None:
+                await self._carry_out(instruction)
+        finally:
+            self._sending.discard(address)
+
+    async def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Allocate):
+            nodes = dict(instruction.nodes)
+            await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
+        else:
+            await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
+
+    async def _tell(self, job: str, call: Callable[[Any], Any]) -> None:
+        """Call one controller; never wait for a slow one, and never let a broken one harm the others."""
+        controller = self._handles.get(job)
+        if controller is None:
+            return
+        try:
+            await asyncio.wait_for(call(controller), timeout=_CALL_TIMEOUT_S)
+        except ActorDiedError:  # not ActorUnavailableError: that one may come back
+            if self._handles.get(job) is controller:
+                logger.warning("job %s: its controller is gone", job)
+                self._on_death(job)
+        except Exception as error:  # also a time-out: the next heartbeat leads to a reminder
+            logger.warning("job %s: its controller did not answer: %r", job, error)

@@ -1,0 +1,138 @@
+"""The nodes while a decision puts jobs onto them: who is where, what is left, and the two ways to choose a node.
+
+``best_fit`` takes the tightest node that holds all, so that large gaps stay whole; ``worst_fit`` takes the roomiest, so
+that a job spans few nodes. Both are bin packing's. Who keeps its place, and who comes first, is the caller's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints: TypeAlias = NDArray[np.int64]
+
+_Job = TypeVar("_Job")
+_JobContra = TypeVar("_JobContra", contravariant=True)
+_Key = TypeVar("_Key", bound=Hashable)
+_KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
+
+
+class Free(Protocol[_JobContra, _KeyCo]):
+    """What is left of the nodes, counted from 0: ``FreeResources`` where workers differ, else ``FreeSlots``."""
+
+    def key(self, job: _JobContra) -> _KeyCo:
+        """What tells two jobs apart."""
+        ...
+
+    def slots(self, job: _JobContra) -> Ints:
+        """How many more of the job's workers fit on each node; the caller's own copy."""
+        ...
+
+    def take(self, job: _JobContra, index: int, workers: int) -> None:
+        """Use room on one node; negative workers give back."""
+        ...
+
+
+class FreeSlots:
+    """Free slots of each node, where the workers of all jobs are alike; jobs are numbers.
+
+    Args:
+        slots: workers that each node can hold.
+    """
+
+    def __init__(self, slots: Sequence[int] | Ints) -> None:
+        self._free = np.array(slots, dtype=np.int64)
+
+    def key(self, job: int) -> int:
+        """See ``Free``."""
+        return job
+
+    def slots(self, job: int) -> Ints:
+        """See ``Free``."""
+        return self._free.copy()
+
+    def take(self, job: int, index: int, workers: int) -> None:
+        """See ``Free``."""
+        self._free[index] -= workers
+
+
+class Occupancy(Generic[_Job, _Key]):
+    """Workers of each job by node, and what they leave free.
+
+    Args:
+        free: what is left of the nodes; only changed here from now on.
+    """
+
+    def __init__(self, free: Free[_Job, _Key]) -> None:
+        self._free = free
+        self._places: dict[_Key, dict[int, int]] = {}
+        self._on: dict[int, set[_Key]] = {}
+        self._spanning: set[_Key] = set()
+
+    def slots(self, job: _Job) -> Ints:
+        """How many more of the job's workers fit on each node."""
+        return self._free.slots(job)
+
+    def place(self, job: _Job) -> Mapping[int, int]:
+        """The job's workers by node; empty if it has none."""
+        return self._places.get(self._free.key(job), {})
+
+    def workers(self, job: _Job) -> int:
+        """The job's workers altogether."""
+        return sum(self.place(job).values())
+
+    def put(self, job: _Job, index: int, workers: int) -> None:
+        """Add workers of the job on one node; the caller has looked at ``slots``."""
+        self._free.take(job, index, workers)
+        key = self._free.key(job)
+        place = self._places.setdefault(key, {})
+        place[index] = place.get(index, 0) + workers
+        self._on.setdefault(index, set()).add(key)
+        if len(place) > 1:
+            self._spanning.add(key)
+
+    def put_all(self, job: _Job, place: Mapping[int, int]) -> None:
+        """Add workers of the job on several nodes."""
+        for index, workers in place.items():
+            self.put(job, index, workers)
+
+    def lift(self, job: _Job) -> dict[int, int]:
+        """Take the job from its nodes; where it was."""
+        key = self._free.key(job)
+        place = self._places.pop(key, {})
+        self._spanning.discard(key)
+        for index, workers in place.items():
+            self._free.take(job, index, -workers)
+            self._on[index].discard(key)
+        return place
+
+    def on(self, index: int) -> frozenset[_Key]:
+        """Keys of the jobs on a node."""
+        return frozenset(self._on.get(index, ()))
+
+    def spanned(self, beside: _Job | None = None) -> set[int]:
+        """Nodes that carry a job which spans several, other than the one that is named."""
+        own = None if beside is None else self._free.key(beside)
+        return {index for key in self._spanning if key != own for index in self._places[key]}
+
+
+def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
+    """The tightest node that takes so many workers, of equal ones the first; None if none does."""
+    enough = fits >= wanted
+    return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
+
+
+def worst_fit(fits: NDArray[np.int64]) -> int | None:
+    """The roomiest node, of equal ones the first; None if none takes a worker."""
+    index = int(np.argmax(fits)) if len(fits) else 0
+    return index if len(fits) and fits[index] > 0 else None
+
+
+def mask(indices: Mapping[int, int] | set[int], length: int) -> NDArray[np.bool_]:
+    """Which of so many nodes are among these."""
+    found = np.zeros(length, dtype=np.bool_)
+    found[list(indices)] = True
+    return found

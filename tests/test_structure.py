@@ -1,0 +1,76 @@
+"""The shape of the tree: small modules and folders, and nobody writes into another object. Imports: pyproject.toml."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("placement", "tuning")
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 14, 400, 50
+
+# Objects of Ray and NNI, which are set up by writing into them.
+FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules(package: str) -> list[Path]:
+    return sorted(path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py"))
+
+
+def written(function: _Function) -> Iterator[ast.Attribute]:
+    """Attributes of objects that the function was given, not of its own object nor of one that it has made."""
+    own = {"self", "cls", *FOREIGN}
+    for node in ast.walk(function):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, (ast.AnnAssign, ast.AugAssign))
+            else []
+        )
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            own |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) not in own:
+                    yield each
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_and_folders_are_small(package: str) -> None:
+    long = {
+        str(path): n for path in modules(package) if (n := len((ROOT / path).read_text().splitlines())) > MOST_LINES
+    }
+    folders = {path.parent for path in modules(package)}
+    full = {str(folder): n for folder in folders if (n := len(list((ROOT / folder).glob("*.py")))) > MOST_MODULES}
+    assert not long and not full
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_functions_are_short(package: str) -> None:
+    long = [
+        f"{path}: {node.name}"
+        for path in modules(package)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, _Function)
+        for body in [node.body[1:] if ast.get_docstring(node) else node.body]
+        if body and (node.end_lineno or 0) - body[0].lineno + 1 > MOST_FUNCTION_LINES
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nobody_writes_into_another_object(package: str) -> None:
+    found = [
+        f"{path}:{each.lineno} {ast.unparse(each)}"
+        for path in modules(package)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, _Function)
+        for each in written(node)
+    ]
+    assert not sorted(set(found))
