@@ -288,8 +288,8 @@ class Communicator:
         return True
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
-        # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that
-        # the abort can set too, instead of the blocking work.wait().
+        # gloo tells a survivor nothing when it waits on another survivor (docs/protocol.md, pitfall 1), hence an event
+        # that the abort can set too, instead of the blocking work.wait().
         self._wake.clear()
         wake = self._wake
         poll_s = 0.25
