@@ -23,7 +23,8 @@ class ElasticConfig:
         warm_worker_memory_bytes: a leaving worker whose resident memory is above this ends instead of going
             back to the warm pool.
         heartbeat_timeout_s: silence after which a member counts as hung.
-        join_timeout_s: time a new worker has from its reservation until it is ready to join.
+        join_timeout_s: time a new worker has from its reservation until it is ready to join; after one that was late
+            the next have twice as long each time, up to eight times, until one is ready.
         reserve_timeout_s: time a reservation of resources may stay unfulfilled before it is given back.
         switch_timeout_s: time a generation has to form its communicator and exchange state.
         collective_timeout_s: longest wait in a collective, for a slow but living peer; must exceed the

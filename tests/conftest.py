@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -11,6 +14,12 @@ import pytest
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
 SETTLE_S = 5.0
+# A module that names one of these starts processes; the others compute, and run beside them on another core.
+PROCESSES = re.compile(
+    r"local_cluster|ray_(cluster|nodes)|shared_cluster|^\s*import ray\b"
+    r"|subprocess|multiprocessing|tests\.(loop|tuning)",
+    re.MULTILINE,
+)
 
 # A shared machine stalls now and then; pytest's own timeout finds what hangs.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -36,6 +45,20 @@ def ray_cluster(shared_cluster: LocalCluster) -> Iterator[LocalCluster]:
     shared_cluster.clear()
     shared_cluster.remove_added_nodes()
     assert not leaks, f"left {SETTLE_S:g} s after the test:\n" + "\n".join(leaks)
+
+
+@functools.lru_cache
+def starts_processes(module: Path) -> bool:
+    """Whether a test module starts processes, as its text says."""
+    return PROCESSES.search(module.read_text()) is not None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under ``pytest -n``, tests that start processes run one after the other: they measure and wait."""
+    for item in items:
+        if starts_processes(item.path):
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

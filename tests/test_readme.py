@@ -35,7 +35,7 @@ def blocks(language: str) -> list[str]:
 def test_there_are_two_commands_and_one_runs_the_main_job_the_other_the_tests() -> None:
     main_job, tests = blocks("bash")
     assert main_job == 'pip install -c constraints.txt -e ".[examples]" && python examples/digits.py'
-    assert tests == 'pip install -c constraints.txt -e ".[test]" && pytest'
+    assert tests == 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadgroup'
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -37,6 +37,7 @@ from elastic_ray.membership.signals import (
     Withdraw,
 )
 
+_MOST_PATIENCE = 8.0  # times join_timeout_s
 _UNKNOWN = 4  # generations that a controller may have announced in its last moments
 
 
@@ -47,7 +48,8 @@ class MembershipConfig:
     Attributes:
         min_workers: fewest workers that the first generation begins with.
         reserve_timeout_s: an unfulfilled reservation is given back after this.
-        join_timeout_s: a started worker that is not ready after this is given up.
+        join_timeout_s: a started worker that is not ready after this is given up; the next ones have twice as long
+            each time, up to eight times, until one is ready.
         switch_timeout_s: members of an announced forced generation that are silent this long count as hung.
         patience_s: how long a change waits for further joiners that are starting.
         notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
@@ -96,6 +98,7 @@ class JobMembership(Roster):
         self.trained = False
         self._not_before_s = 0.0
         self._retry_s = 0.0
+        self._patience = 1.0  # times join_timeout_s: on a busy machine, starting anew is what keeps it busy
         self._suspicion: _Deadline | None = None
         self._hope: _Deadline | None = None
         self._first_wish_s: float | None = None
@@ -216,6 +219,7 @@ class JobMembership(Roster):
             return
         if record.phase is Phase.STARTING:
             record.phase, record.since_s, record.loaded = Phase.READY, now_s, told.loaded
+            self._patience = 1.0
             self._loaded = max(self._loaded, told.loaded)
             record.has_state = told.has_state or record.has_state
         elif record.phase is Phase.MEMBER:
@@ -484,10 +488,14 @@ class JobMembership(Roster):
         for record in self.in_phase(Phase.LEAVING):
             if now_s - record.since_s > config.switch_timeout_s:
                 self._lost(record.worker, "its train function did not unwind in time", now_s)
-        for record in self.in_phase(Phase.STARTING):
-            if now_s - record.since_s > config.join_timeout_s:
-                self._not_before_s = now_s + config.backoff_s
-                self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}")
+        limit_s = config.join_timeout_s * self._patience
+        late = [record for record in self.in_phase(Phase.STARTING) if now_s - record.since_s > limit_s]
+        for record in late:
+            self._not_before_s = now_s + config.backoff_s
+            times = f" x {self._patience:g}" if self._patience > 1 else ""
+            self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}{times}")
+        if late:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
         if self.in_flight is not None and self._hope is None and not self._ended:
             self._flight_deadline(self.in_flight, now_s)
 

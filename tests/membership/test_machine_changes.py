@@ -355,6 +355,29 @@ def test_a_joiner_that_is_late_is_given_up() -> None:
     assert driver.asked == {"w1"}
 
 
+def test_who_comes_after_a_late_joiner_has_twice_as_long_until_one_is_ready() -> None:
+    """Thirty jobs that start at once on two cores must not start anew for ever."""
+    driver = running(1)
+    driver.target(n1=2)
+    limits_s = []
+    for number in range(2, 8):
+        driver.tick(after_s=CONFIG.backoff_s)
+        driver.reserved(f"w{number}")
+        waited_s = 0.0
+        while f"w{number}" in driver.asked:
+            driver.tick(after_s=60.0)
+            waited_s += 60.0
+        limits_s.append(waited_s - 60.0)
+    assert limits_s == [120.0, 240.0, 480.0, 960.0, 960.0, 960.0]
+    driver.tick(after_s=CONFIG.backoff_s)
+    driver.join("w8")
+    driver.switched(2, "w1", "w8")
+    driver.target(n1=3)
+    driver.reserved("w9")
+    driver.tick(after_s=CONFIG.join_timeout_s + 1.0)
+    assert "w9" not in driver.asked
+
+
 def test_joiners_are_tried_once_more_when_their_group_did_not_form() -> None:
     """A joiner's death reaches its peers' sockets before the controller: the healthy ones must not pay for it."""
     driver = running(1)
