@@ -34,9 +34,9 @@ import ray.train
 import elastic_ray as er
 from placement import AllocatorConfig, AutoscalerConfig, Autoscaling, NodeType, get_or_create_allocator
 
+SMOKE = "--smoke" in sys.argv[1:]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # as Ray's provider of logical nodes has it
 MARKET = "ray.io/market-type"
-SMOKE = "--smoke" in sys.argv[1:]
 TIME_LIMIT_S = 300.0
 COMMANDS = (
     *("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands"),
