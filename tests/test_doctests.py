@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import doctest
 import importlib
 from pathlib import Path
@@ -19,7 +20,10 @@ MODULES = [
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_docstrings_of_a_module_are_true(module: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    alone = contextvars.Context()  # a session that an example begins is no other test's
+    failed, tried = alone.run(
+        doctest.testmod, importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE
+    )
     assert tried and not failed
 
 
