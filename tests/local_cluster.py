@@ -26,9 +26,12 @@ _ENVIRONMENT = {
 }
 os.environ.update(_ENVIRONMENT)
 if os.environ.get("ELASTIC_RAY_TESTS_WITH_TOKEN"):  # whatever is tested, on clusters that want a token
-    _token = Path(RAY_TMPDIR) / "token"
-    _token.write_text(secrets.token_hex(16))
-    _token.chmod(0o600)
+    # A test's own driver, in another process, has the token of that test's cluster.
+    _token = Path(os.environ.get("ELASTIC_RAY_TESTS_TOKEN", f"{RAY_TMPDIR}/token"))
+    if not _token.exists():
+        _token.write_text(secrets.token_hex(16))
+        _token.chmod(0o600)
+    os.environ["ELASTIC_RAY_TESTS_TOKEN"] = str(_token)
     os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(_token)})
 os.environ.pop("RAY_ADDRESS", None)  # never somebody else's cluster
 
