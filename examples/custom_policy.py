@@ -1,6 +1,7 @@
 """A policy of one's own: two small jobs on a local cluster of four slots, shared out by the function below.
 
-    python examples/custom_policy.py        (about three quarters of a minute on two cores)
+    python examples/custom_policy.py              (about three quarters of a minute on two cores)
+    python examples/custom_policy.py --smoke      (some seconds: until both jobs have trained)
 
 The same function replays a trace in the simulator, beside the policies that come with it:
 
@@ -11,6 +12,7 @@ The same function replays a trace in the simulator, beside the policies that com
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +21,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in workers
 
 from placement import Cluster, JobView, get_or_create_allocator
+
+SMOKE = "--smoke" in sys.argv[1:]
 
 
 def least_left_first(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
@@ -86,13 +90,13 @@ def main() -> None:
             run_config=ray.train.RunConfig(name=name, storage_path=folder),
         ).submit()
 
-    begin_s, shown = time.monotonic(), ""
+    begin_s, shown, all_slots = time.monotonic(), "", 1 if SMOKE else 4
     jobs = {"long": submit("long", epochs=10_000)}
     while not all(job.done() for job in jobs.values()):
         statuses = {name: job.status() for name, job in jobs.items()}
-        if statuses["long"].workers == 4 and "short" not in jobs:
-            jobs["short"] = submit("short", epochs=12)
-        if "short" in jobs and jobs["short"].done() and statuses["long"].workers == 4:
+        if statuses["long"].workers >= all_slots and "short" not in jobs:
+            jobs["short"] = submit("short", epochs=2 if SMOKE else 12)
+        if "short" in jobs and jobs["short"].done() and statuses["long"].workers >= all_slots:
             jobs["long"].stop()  # it has all slots again: enough has been seen
         sizes = ", ".join(f"{name} {status.workers}" for name, status in statuses.items())
         if sizes != shown:

@@ -5,10 +5,13 @@ follow the gradient noise. In mid-training one worker is killed, and then a job'
 about a minute and a half on two cores:
 
     python examples/digits.py
+    python examples/digits.py --smoke              two jobs of a few epochs and no kills: whether the installation works
+    python examples/digits.py --plot sizes.png     draws the sizes over time as well; needs `pip install -e ".[plot]"`
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -27,11 +30,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 import ray.train
 from digits_loop import digits, train
+from plot_sizes import draw
 
 import elastic_ray as er
 
 SLOTS = 8
 TARGET_ACCURACY = 0.95
+SMOKE_ACCURACY = 0.5  # of so few epochs
 KILL_AFTER_S = 10.0  # a worker, after "cnn" has begun to train
 KILL_CONTROLLER_AFTER_S = 6.0  # after that
 TIME_LIMIT_S = 170.0
@@ -45,6 +50,11 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 # When a job is submitted: so many seconds after another one (or nothing) has begun to train.
 ARRIVALS: dict[str, tuple[str | None, float]] = {"mlp": (None, 0.0), "cnn": ("mlp", 2.0), "late": ("cnn", 4.0)}
+# With --smoke: enough to submit, train together, grow and end.
+SMOKE_JOBS: dict[str, dict[str, Any]] = {
+    "mlp": {"net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 3},
+    "cnn": {"net": "cnn", "optimizer": "adam", "lr": 0.003, "epochs": 2},
+}
 
 
 @dataclasses.dataclass
@@ -60,10 +70,12 @@ class Job:
 
 
 class Demo:
-    """Submits the jobs in time, kills one worker and one controller, and shows what happens."""
+    """Submits the jobs in time, kills a worker and a controller (no kills in a smoke test), and shows what happens."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, smoke: bool = False) -> None:
         self.directory = directory
+        self.smoke = smoke
+        self.configs = SMOKE_JOBS if smoke else JOBS
         self.digits = digits()
         self.jobs: dict[str, Job] = {}
         self.killed_s: float | None = None
@@ -81,14 +93,16 @@ class Demo:
 
     def run(self) -> None:
         """Until all jobs have ended."""
-        while len(self.jobs) < len(JOBS) or any(job.ended_s is None for job in self.jobs.values()):
-            for name in [name for name in JOBS if name not in self.jobs]:
+        while len(self.jobs) < len(self.configs) or any(job.ended_s is None for job in self.jobs.values()):
+            for name in [name for name in self.configs if name not in self.jobs]:
                 if self.arrives(name):
                     self.submit(name)
             for name, job in self.jobs.items():
                 if job.ended_s is None:
                     self.look(name, job)
-            if self.killed_s is None:
+            if self.smoke:
+                pass
+            elif self.killed_s is None:
                 self.maybe_kill("cnn")
             elif not self.killed_controller and self.now_s > self.killed_s + KILL_CONTROLLER_AFTER_S:
                 self.kill_controller()
@@ -98,7 +112,7 @@ class Demo:
 
     def arrives(self, name: str) -> bool:
         """Whether it is time to submit a job."""
-        other, delay_s = ARRIVALS[name]
+        other, delay_s = (None, 0.0) if self.smoke else ARRIVALS[name]
         begin_s = 0.0 if other is None else self.jobs[other].running_s if other in self.jobs else None
         return begin_s is not None and self.now_s >= begin_s + delay_s
 
@@ -106,7 +120,7 @@ class Demo:
         """Submit a job; from here on its size is the allocator's to choose."""
         trainer = er.ElasticTrainer(
             train,
-            train_loop_config={**JOBS[name], **self.digits},
+            train_loop_config={**self.configs[name], **self.digits},
             scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
             run_config=ray.train.RunConfig(name=name, storage_path=self.directory),
             # Eight workers and their start on two cores: some wait for their turn longer than the usual 2 s.
@@ -187,8 +201,8 @@ def describe(event: er.JobEvent) -> str:
     return f"{what}{pause}  ({event.reason})"
 
 
-def summary(demo: Demo) -> bool:
-    """Print what happened; whether every job reached the accuracy it should."""
+def summary(demo: Demo, target: float) -> bool:
+    """Print what happened; whether every job reached the target accuracy."""
     show("\nworkers over time, one column per second:")
     for name, job in demo.jobs.items():
         show(f"  {name:<5} {''.join(columns(job.sizes))}")
@@ -203,7 +217,7 @@ def summary(demo: Demo) -> bool:
             show(f"  {name:<5} failed: {error}")
             good = False
             continue
-        good = good and accuracy >= TARGET_ACCURACY
+        good = good and accuracy >= target
         count = [event.kind for event in job.events].count
         pause = max(event.pause_s for event in job.events)
         show(
@@ -229,23 +243,35 @@ def batch_sizes(job: Job) -> str:
     return " -> ".join(str(size) for size in [*sizes, *(change["to_batch_size"] for change in changes)])
 
 
-def main() -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 when every job is accurate enough."""
     start_s = time.monotonic()
+    target = SMOKE_ACCURACY if arguments.smoke else TARGET_ACCURACY
     ray.init(address="local", num_cpus=SLOTS, include_dashboard=False, log_to_driver=False, logging_level="error")
     show(f"one Ray cluster with {SLOTS} slots, started in {time.monotonic() - start_s:.1f} s")
     with tempfile.TemporaryDirectory(prefix="elastic-ray-digits-") as directory:
-        demo = Demo(directory)
+        demo = Demo(directory, smoke=arguments.smoke)
         try:
             demo.run()
-            good = summary(demo)
+            good = summary(demo, target)
+            if arguments.plot:
+                draw({name: job.handle.events() for name, job in demo.jobs.items()}, arguments.plot)
         finally:
             ray.shutdown()
-    show(f"\nin {time.monotonic() - start_s:.0f} s; every job must reach {TARGET_ACCURACY}: {'yes' if good else 'NO'}")
+    show(f"\nin {time.monotonic() - start_s:.0f} s; every job must reach {target}: {'yes' if good else 'NO'}")
     return 0 if good else 1
 
 
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="two jobs of a few epochs and no kills")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the jobs' sizes over time, .png or .svg")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
+    arguments = parse()
     with contextlib.redirect_stdout(io.StringIO()):
-        code = main()
+        code = main(arguments)
     sys.exit(code)

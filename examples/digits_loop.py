@@ -3,10 +3,13 @@
 alone:               python examples/digits_loop.py
 under torchrun:      torchrun --nproc-per-node 2 examples/digits_loop.py
 as an elastic job:   see examples/digits.py
+
+``--smoke`` trains one epoch.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import elastic_ray as er
 
-CONFIG = {"net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 10}
+CONFIG = {"net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 1 if "--smoke" in sys.argv[1:] else 10}
 
 
 def train(config: dict[str, Any]) -> float:

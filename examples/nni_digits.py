@@ -6,6 +6,7 @@ train. The train function is written for NNI; its web page is at http://127.0.0.
 minutes on two cores and needs `pip install -e ".[examples,nni]"`:
 
     python examples/nni_digits.py
+    python examples/nni_digits.py --smoke      two short trials: whether the installation works
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ import tuning
 import tuning.nni
 
 SLOTS = 8
-TRIALS = int(os.environ.get("TRIALS", "12"))
-PORT = int(os.environ.get("PORT", "8080"))
-EPOCHS = 9
+SMOKE = "--smoke" in sys.argv[1:]
+TRIALS = 2 if SMOKE else int(os.environ.get("TRIALS", "12"))
+PORT = int(os.environ.get("PORT", "0" if SMOKE else "8080"))
+EPOCHS = 2 if SMOKE else 9
 SPACE = {
     "lr": {"_type": "loguniform", "_value": [1e-3, 1.0]},  # at the initial batch size; elastic_ray scales it from there
     "width": {"_type": "choice", "_value": [16, 64, 128]},
     "batch_size": {"_type": "choice", "_value": [16, 32, 64]},  # the initial one
 }
 # The cost of a step is that of a larger net on an accelerator, see digits_loop.stand_in_for_a_larger_net.
-COST = {"step_s": 0.02, "sample_s": 0.003}
+COST = {} if SMOKE else {"step_s": 0.02, "sample_s": 0.003}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -93,7 +95,7 @@ def neighbour(directory: str, constants: dict[str, Any]) -> er.JobHandle:
     """An ordinary elastic job on the same cluster."""
     trainer = er.ElasticTrainer(
         digits_loop.train,
-        train_loop_config={**constants, "net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 10},
+        train_loop_config={**constants, "net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": EPOCHS + 1},
         scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
         run_config=ray.train.RunConfig(name="neighbour", storage_path=directory),
         elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0),

@@ -5,6 +5,7 @@ keep up, and the allocator moves slots between trials and to the other job while
 minutes on two cores and needs `pip install -e ".[examples,tune]"`:
 
     python examples/tune_digits.py
+    python examples/tune_digits.py --smoke      two short trials: whether the installation works
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ import elastic_ray as er
 import tuning
 
 SLOTS = 8
-TRIALS = int(os.environ.get("TRIALS", "12"))
-EPOCHS = 9
+SMOKE = "--smoke" in sys.argv[1:]
+TRIALS = 2 if SMOKE else int(os.environ.get("TRIALS", "12"))
+EPOCHS = 2 if SMOKE else 9
 SPACE = {
     "lr": tune.loguniform(1e-3, 1.0),  # at the initial batch size; elastic_ray scales it from there
     "width": tune.choice([16, 64, 128]),
     "batch_size": tune.choice([16, 32, 64]),  # the initial one
 }
 # The cost of a step is that of a larger net on an accelerator, see digits_loop.stand_in_for_a_larger_net.
-COST = {"step_s": 0.02, "sample_s": 0.003}
+COST = {} if SMOKE else {"step_s": 0.02, "sample_s": 0.003}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -97,7 +99,7 @@ def neighbour(directory: str, constants: dict[str, Any]) -> er.JobHandle:
     """An ordinary elastic job on the same cluster."""
     trainer = er.ElasticTrainer(
         digits_loop.train,
-        train_loop_config={**constants, "net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": 10},
+        train_loop_config={**constants, "net": "mlp", "optimizer": "sgd", "lr": 0.2, "epochs": EPOCHS + 1},
         scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)),
         run_config=ray.train.RunConfig(name="neighbour", storage_path=directory),
         elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0),

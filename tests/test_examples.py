@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -23,6 +24,49 @@ def run(*command: str, timeout_s: float) -> str:
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
+
+
+# What a smoke run must print.
+SMOKE = {
+    "digits.py": r"every job must reach 0\.5: yes",
+    "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
+    "custom_policy.py": r"decided by least_left_first",
+    "autoscaling.py": r"large +last epoch 0, 512 samples in it",
+    "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
+    "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "example",
+    # CI runs this one in full, as the main job.
+    [pytest.param(name, marks=pytest.mark.slow) if name == "digits.py" else name for name in sorted(SMOKE)],
+)
+def test_a_smoke_run_takes_seconds_and_does_what_the_example_does(example: str) -> None:
+    if example == "nni_digits.py" and importlib.util.find_spec("nni") is None:
+        pytest.skip("NNI is not installed: pip install -e '.[nni]'")
+    output = run(sys.executable, f"examples/{example}", "--smoke", timeout_s=280)
+    assert re.search(SMOKE[example], output), output
+
+
+def test_every_example_has_a_smoke_run_or_needs_none() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SMOKE, "plot_sizes.py"}
+
+
+def test_the_events_of_jobs_are_drawn(tmp_path: Path) -> None:
+    for job, sizes in {"a": (0, 2, 1), "b": (0, 1)}.items():
+        (tmp_path / job).mkdir()
+        events = [
+            {"kind": kind, "time_s": 10.0 * i, "from_workers": 0, "to_workers": size, "reason": "a test"}
+            for i, (size, kind) in enumerate(
+                zip((*sizes, 0), ("started", "resize", "failure", "finished"), strict=False)
+            )
+        ]
+        (tmp_path / job / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    picture = tmp_path / "sizes.png"
+    run(sys.executable, "examples/plot_sizes.py", str(tmp_path), str(picture), timeout_s=60)
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class ArrowDataset:
         Raises:
             FileNotFoundError: a path that does not exist, or no Parquet file.
             ValueError: no rows, an unknown column or URI scheme, a file that is not Parquet, sizes out of
-            range.
+                range.
         """
         _check_sizes(buffer_row_groups, cache_row_groups)
         self._filesystem, paths, base = _find(source, filesystem)

@@ -124,8 +124,9 @@ class ElasticTrainer:
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
-            missing. JobNameTakenError: if an active job has the same name. OSError: if the run's directory
-            cannot be written, or its storage does not answer.
+                missing.
+            JobNameTakenError: if an active job has the same name.
+            OSError: if the run's directory cannot be written, or its storage does not answer.
         """
         return self._submit(self.spec())
 

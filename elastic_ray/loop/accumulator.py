@@ -28,11 +28,15 @@ class Accumulator(Mapping[str, float]):
 
     Every rank must add to the same names in a step, at least 0.0.
 
-    >>> totals = Accumulator()
-    >>> for x, y in loader:
-    ...     totals["correct"] += (model(x).argmax(1) == y).sum().item()
-    ...     totals["samples"] += len(y)
-    >>> accuracy = totals["correct"] / totals["samples"]
+    >>> from elastic_ray import AdaptiveDataLoader, remaining_epochs_until
+    >>> loader = AdaptiveDataLoader([1.0, 2.0, 3.0, 4.0], batch_size=2)
+    >>> for epoch in remaining_epochs_until(1):
+    ...     totals = Accumulator()
+    ...     for x in loader:
+    ...         totals["sum"] += x.sum().item()
+    ...         totals["samples"] += len(x)
+    >>> totals["sum"] / totals["samples"]
+    2.5
     """
 
     def __init__(self) -> None:

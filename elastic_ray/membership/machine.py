@@ -1,6 +1,6 @@
 """The job's membership as a state machine: stimuli in, instructions out; no clock, no Ray, no torch (pure).
 
-Only this machine issues generations, and every one it issues supersedes the ones before (design, pitfall 9).
+Only this machine issues generations, and every one it issues supersedes the ones before (docs/protocol.md, pitfall 9).
 """
 
 from __future__ import annotations

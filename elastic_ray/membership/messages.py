@@ -1,4 +1,4 @@
-"""The messages of the membership protocol, as plain values (design: "Live resize")."""
+"""The messages of the membership protocol, as plain values (docs/protocol.md)."""
 
 from __future__ import annotations
 

@@ -287,8 +287,8 @@ class Communicator:
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
         """Wait for an operation until it has ended; False where ``until_s`` has come first."""
-        # gloo tells a survivor nothing when it waits on another survivor (design pitfall 1), hence an event that
-        # the abort can set too, instead of the blocking work.wait().
+        # gloo tells a survivor nothing when it waits on another survivor (docs/protocol.md, pitfall 1), hence an event
+        # that the abort can set too, instead of the blocking work.wait().
         self._wake.clear()
         wake = self._wake
         poll_s = 0.25

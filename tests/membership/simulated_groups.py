@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FORM_TIMEOUT_S = 5.0
 COLLECTIVE_TIMEOUT_S = 6.0
-# Gloo tells only some survivors that a peer has died (design, pitfall 1).
+# Gloo tells only some survivors that a peer has died (docs/protocol.md, pitfall 1).
 HEARS_OF_DEATH = 0.6
 _LINEAGE = 1 << 40
 
