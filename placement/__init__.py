@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from placement.cluster.node_types import NodeType
     from placement.errors import InputError
     from placement.planning.tenants import Tenant
-    from placement.policies.base import Policy, Target
+    from placement.policies.shared.base import Policy, Target
 
 # Loaded on first use: the simulator needs no Ray.
 _HOMES = {
@@ -32,9 +32,9 @@ _HOMES = {
     "JobView": "placement.cluster.jobs",
     "Node": "placement.cluster.cluster",
     "NodeType": "placement.cluster.node_types",
-    "Policy": "placement.policies.base",
+    "Policy": "placement.policies.shared.base",
     "PolicyConflictError": "placement.allocator.actor",
-    "Target": "placement.policies.base",
+    "Target": "placement.policies.shared.base",
     "Tenant": "placement.planning.tenants",
     "get_or_create_allocator": "placement.allocator.actor",
 }

@@ -86,3 +86,27 @@ def test_nobody_writes_into_another_object(package: str) -> None:
         for each in written(node)
     ]
     assert not sorted(set(found))
+
+
+def imported(path: Path) -> Iterator[Path]:
+    """Folders of this tree that a module imports from when it is loaded, its own left out."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            place = Path(*node.module.split("."))
+            folder = place if (ROOT / place).is_dir() else place.parent
+            if folder.parts and folder.parts[0] in PACKAGES and folder != path.parent:
+                yield folder
+
+
+def test_no_two_folders_import_each_other() -> None:
+    """Also a folder and one inside it; ``__init__`` gathers public names, and does not count."""
+    arrows = {
+        (path.parent, folder)
+        for package in PACKAGES
+        for path in modules(package)
+        if path.name != "__init__.py"
+        for folder in imported(path)
+    }
+    assert not sorted({tuple(sorted(map(str, arrow))) for arrow in arrows if arrow[::-1] in arrows})

@@ -30,7 +30,7 @@ from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
-from placement.policies.base import Policy
+from placement.policies.shared.base import Policy
 
 
 class AllocatorCore:

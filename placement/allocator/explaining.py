@@ -10,7 +10,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.labels import satisfying
 from placement.planning.problem import Plan
-from placement.policies.base import describe
+from placement.policies.shared.base import describe
 from placement.text import printable, short_ids
 
 EXTRA = "one-more-worker"

@@ -22,7 +22,7 @@ from placement.cluster.node_types import NodeType, check_types, type_of
 from placement.goodput.speeds import GoodputCache
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
-from placement.policies.base import Policy
+from placement.policies.shared.base import Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
 from placement.goodput.remaining import remaining
 from placement.planning.problem import Problem, by_precedence, secured
-from placement.policies.base import count
+from placement.policies.shared.base import count
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

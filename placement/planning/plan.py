@@ -13,7 +13,7 @@ from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
-from placement.policies.base import Policy, Target, as_targets, describe
+from placement.policies.shared.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
 

@@ -3,7 +3,6 @@
 A policy of one's own needs no registration: pass the object instead of a name.
 """
 
-from placement.policies.base import Policy, Target
 from placement.policies.baselines.fair_share import FairSharePolicy
 from placement.policies.baselines.fifo import FifoPolicy
 from placement.policies.baselines.fixed import FixedPolicy
@@ -15,6 +14,7 @@ from placement.policies.baselines.tiresias import TiresiasPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
 from placement.policies.goodput.policy import GoodputPolicy
 from placement.policies.registry import POLICIES, make_policy
+from placement.policies.shared.base import Policy, Target
 
 __all__ = [
     "POLICIES",

@@ -13,7 +13,7 @@ from typing import Any
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.policies.base import Policy, Target, as_targets
+from placement.policies.shared.base import Policy, Target, as_targets
 
 SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a class with such a method decide"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from placement.policies.base import Policy
 from placement.policies.baselines.fair_share import FairSharePolicy
 from placement.policies.baselines.fifo import FifoPolicy
 from placement.policies.baselines.fixed import FixedPolicy
@@ -17,6 +16,7 @@ from placement.policies.baselines.tiresias import TiresiasPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
 from placement.policies.goodput.policy import GoodputPolicy
 from placement.policies.own import load, own_policy
+from placement.policies.shared.base import Policy
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {

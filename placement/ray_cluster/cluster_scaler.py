@@ -12,7 +12,7 @@ from placement.autoscaling.config import Autoscaling
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
-from placement.policies.base import Policy
+from placement.policies.shared.base import Policy
 from placement.ray_cluster.node_requests import NodeRequests, refusals
 
 logger = logging.getLogger("placement.nodes")

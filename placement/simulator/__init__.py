@@ -10,19 +10,20 @@ Names are loaded on first use, so that ``python -m placement.simulator`` can ask
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from placement.errors import InputError
     from placement.simulator.engine import simulate
     from placement.simulator.results.report import JobReport, Report, SimulationReport
-    from placement.simulator.world import Placed
+    from placement.simulator.world.state import Placed
 
 _HOMES = {
     "InputError": "placement.errors",
     "JobReport": "placement.simulator.results.report",
-    "Placed": "placement.simulator.world",
+    "Placed": "placement.simulator.world.state",
     "Report": "placement.simulator.results.report",
     "SimulationReport": "placement.simulator.results.report",
     "simulate": "placement.simulator.engine",
@@ -30,8 +31,4 @@ _HOMES = {
 
 __all__ = ["InputError", "JobReport", "Placed", "Report", "SimulationReport", "simulate"]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -23,10 +23,10 @@ from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.results.report import SimulationReport
-from placement.simulator.rules import make_rules
 from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import read_trace
+from placement.simulator.world.rules import make_rules
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

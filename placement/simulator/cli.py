@@ -21,7 +21,7 @@ from placement.simulator.options import (
     disturbances,
     lengths,
 )
-from placement.simulator.rules import RULES
+from placement.simulator.world.rules import RULES
 
 _PROG = "python -m placement.simulator"
 _POLICY_HELP = f"comma-separated, of {', '.join(sorted(POLICIES))}; or your own, module:name or path/to/file.py:name"

@@ -17,21 +17,21 @@ from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
 from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
-from placement.policies.base import Policy
-from placement.simulator.job import SimulatedJob
+from placement.policies.shared.base import Policy
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.clusters import gpu_types, parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster, Provider
 from placement.simulator.results.fairness import rho
 from placement.simulator.results.report import JobReport, Rented, SimulationReport
-from placement.simulator.rules import Rules, make_rules
 from placement.simulator.scaling import ScalingDriver
 from placement.simulator.threads import one_thread
 from placement.simulator.workloads.lengths import Lengths
 from placement.simulator.workloads.profiles import Application, load_profiles
 from placement.simulator.workloads.traces import TraceJob, in_order, read_trace
-from placement.simulator.world import World
+from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.rules import Rules, make_rules
+from placement.simulator.world.state import World
 
 _LOG_LENGTH = 10_000_000
 _ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from placement.allocator.events import NodesChanged
 from placement.cluster.cluster import Cluster
-from placement.simulator.job import SimulatedJob
 from placement.simulator.nodes.disturbances import Disturbances, Kind
-from placement.simulator.world import World
+from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.state import World
 
 TICK_S = 30.0
 """How often every job tells how it stands, and the slow round of the allocator."""

@@ -8,11 +8,11 @@ from collections.abc import Collection
 from placement.allocator.events import NodesChanged
 from placement.autoscaling.autoscaler import Autoscaler
 from placement.cluster.cluster import Cluster
-from placement.simulator.job import SimulatedJob
 from placement.simulator.live import LiveDriver
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import Machine, Provider
-from placement.simulator.world import World
+from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.state import World
 
 _LEAVE_S = 30.0
 """So long before a spot node's end its workers leave; from the notice on another node is asked for."""

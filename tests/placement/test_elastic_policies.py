@@ -12,7 +12,7 @@ from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import ThroughputEfficiencyPolicy, UtilityCostPolicy
-from placement.policies.base import Policy
+from placement.policies.shared.base import Policy
 from tests.placement.views import cluster, model, view
 
 BOTH = pytest.mark.parametrize(

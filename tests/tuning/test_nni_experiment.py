@@ -103,7 +103,7 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
     assert [json.loads(json.loads(row["data"])) for row in finals] == [4.0, 12.0]
     assert not manager.is_running()
     left = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
-    assert not [each for each in left if "nni_node" in each or "-m nni" in each or "tuning.nni_trial" in each]
+    assert not [each for each in left if "nni_node" in each or "-m nni" in each or "tuning.nni.trial" in each]
     stderr = tmp_path / found.id / "environments" / "local-env" / "trials" / bad.trial / "trial.stderr"
     assert "the user's own mistake" in stderr.read_text()
 
@@ -231,7 +231,7 @@ def _commands(folder: Path) -> list[int]:
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         cmdline, environ = process.info["cmdline"] or [], process.info["environ"] or {}
-        if "tuning.nni_trial" in cmdline and str(folder) in environ.get("NNI_OUTPUT_DIR", ""):
+        if "tuning.nni.trial" in cmdline and str(folder) in environ.get("NNI_OUTPUT_DIR", ""):
             found.append(process.pid)
     return found
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from tuning.nni.experiment import Experiment
@@ -21,12 +22,4 @@ _HOMES = {
 
 __all__ = ["AssessorScheduler", "Experiment", "ExperimentFailedError", "NNISearch", "Outcome", "Results"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tuning.nni' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -152,7 +152,7 @@ def _configured(config: ExperimentConfig) -> Any:
     theirs.trial_concurrency = config.trial_concurrency
     theirs.max_trial_number = config.max_trial_number
     theirs.max_experiment_duration = config.max_experiment_duration
-    theirs.trial_command = f'exec "{sys.executable}" -m tuning.nni_trial'
+    theirs.trial_command = f'exec "{sys.executable}" -m tuning.nni.trial'
     theirs.tuner = _algorithm(config.tuner)
     if config.assessor is not None:
         theirs.assessor = _algorithm(config.assessor)

@@ -1,6 +1,6 @@
 """SHELL: the jobs of an NNI experiment's trials, held by the experiment's process, one thread each.
 
-A trial's command (``tuning.nni_trial``) connects and waits. While the connection lasts the trial does; NNI ends a trial
+A trial's command (``tuning.nni.trial``) connects and waits. While the connection lasts the trial does; NNI ends a trial
 by killing its command. What the job reports goes to NNI's manager by the channel that NNI gives every trial.
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from placement.autoscaling.objectives.base import Demand, Want
 from placement.cluster.cluster import Cluster
-from placement.policies.base import Policy
 from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
+from placement.policies.shared.base import Policy
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

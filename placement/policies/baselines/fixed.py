@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.policies.base import Target, admit, held_reason
+from placement.policies.shared.base import Target, admit, held_reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.oracle import oracle_of
-from placement.policies.base import Admission, Target, admit, held_reason
-from placement.policies.growing import climb
-from placement.policies.placing import WorstFitPlacer
+from placement.policies.shared.base import Admission, Target, admit, held_reason
+from placement.policies.shared.growing import climb
+from placement.policies.shared.placing import WorstFitPlacer
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 

@@ -12,10 +12,10 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
-from placement.policies.base import Target, admit, held_reason
 from placement.policies.baselines.sia_goodput import estimates
-from placement.policies.growing import grow_in_turn
-from placement.policies.settling import Settler, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.shared.base import Target, admit, held_reason
+from placement.policies.shared.growing import grow_in_turn
+from placement.policies.shared.settling import Settler, growth_limit, present_place, restart_factor, use_idle
 
 _LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from placement.cluster.jobs import JobView
-from placement.policies.shapes import Floats, Shape, goodputs, speeds_of
+from placement.policies.shared.shapes import Floats, Shape, goodputs, speeds_of
 
 _ONE: Shape = (1, 1)
 

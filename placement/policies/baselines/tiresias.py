@@ -10,8 +10,8 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.oracle import requested_workers
-from placement.policies.base import Target, admit, grow, held_reason
-from placement.policies.placing import WorstFitPlacer
+from placement.policies.shared.base import Target, admit, grow, held_reason
+from placement.policies.shared.placing import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

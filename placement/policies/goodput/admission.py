@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placement.cluster.free_resources import FreeResources
-from placement.policies.base import describe
 from placement.policies.goodput.tables import Instance, Placement
+from placement.policies.shared.base import describe
 
 
 class PoolCapacity:

@@ -12,10 +12,10 @@ from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
 from placement.goodput.speeds import GoodputCache
-from placement.policies.base import Target, count, held_reason
 from placement.policies.goodput.local_search import improve, present_placements
 from placement.policies.goodput.objective import UtilityFunction
 from placement.policies.goodput.tables import Instance, Placement, build
+from placement.policies.shared.base import Target, count, held_reason
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
 _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more than two are rare

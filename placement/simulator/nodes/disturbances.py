@@ -12,7 +12,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import Cluster, Node
 from placement.errors import InputError
 from placement.simulator.nodes.spot import SpotTrace
-from placement.simulator.rules import Rules
+from placement.simulator.world.rules import Rules
 
 Kind = Literal["down", "up", "slow", "well"]
 

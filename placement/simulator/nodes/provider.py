@@ -15,7 +15,7 @@ from placement.cluster.price_table import PriceTable
 from placement.errors import InputError
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.spot import Span, SpotTrace
-from placement.simulator.rules import Rules
+from placement.simulator.world.rules import Rules
 
 _HORIZON_S = 60 * 86400.0
 

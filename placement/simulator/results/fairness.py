@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from placement.cluster.cluster import Cluster
-from placement.simulator.job import SimulatedJob
-from placement.simulator.rules import Location, Rules
 from placement.simulator.workloads.profiles import Application
 from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.rules import Location, Rules
 
 _EXPLORES_S = 60.0  # a job alone takes the next larger size after so long, as in the published rounds
 

@@ -15,7 +15,7 @@ from placement.errors import InputError
 from placement.goodput.remaining import remaining
 from placement.goodput.speeds import model_of
 from placement.policies import make_policy
-from placement.policies.base import Policy
+from placement.policies.shared.base import Policy
 from placement.simulator.nodes.clusters import parse_cluster
 
 CPU_NODES = "cpu"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from placement.allocator.events import DecisionRecord, Trigger
-from placement.simulator.world import Placed
+from placement.simulator.world.state import Placed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

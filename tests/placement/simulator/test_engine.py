@@ -15,7 +15,7 @@ from placement.policies import POLICIES, FixedPolicy, Target, ThroughputEfficien
 from placement.simulator import InputError, Report, simulate
 from placement.simulator.cli import main
 from placement.simulator.nodes.disturbances import Disturbances
-from placement.simulator.rules import Location, PolluxRules, SiaRules
+from placement.simulator.world.rules import Location, PolluxRules, SiaRules
 from tests.placement.simulator.worlds import profiles, step_s, trace
 
 JOBS = [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)]

@@ -13,9 +13,9 @@ from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
-from placement.simulator.rules import Location, Rules
 from placement.simulator.workloads.profiles import Application
 from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.world.rules import Location, Rules
 
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""

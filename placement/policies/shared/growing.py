@@ -11,7 +11,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.oracle import slow_nodes
 from placement.cluster.packing import pack
 from placement.goodput.step_time import Floats
-from placement.policies.base import Admission, Target, admit, grow, held_reason
+from placement.policies.shared.base import Admission, Target, admit, grow, held_reason
 
 Score = Callable[[JobView, int], "float | None"]
 """(job, its workers) -> what one more is worth; None if it wants no more."""

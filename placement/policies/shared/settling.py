@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from placement.cluster.jobs import JobView
 from placement.cluster.occupancy import FreeSlots, Occupancy
-from placement.policies.shapes import speeds_of
+from placement.policies.shared.shapes import speeds_of
 
 
 class Settler:

@@ -1,6 +1,6 @@
 """SHELL: NNI's trial command: lends a trial to the experiment's process, and ends with it.
 
-``exec python -m tuning.nni_trial``. It imports nothing that takes time: the trial's job is held by the process that
+``exec python -m tuning.nni.trial``. It imports nothing that takes time: the trial's job is held by the process that
 runs :class:`tuning.nni.Experiment`. NNI stops a trial with SIGINT, and shows it as EARLY_STOPPED only if it dies by
 that; the broken connection tells the experiment's process.
 """

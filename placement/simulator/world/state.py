@@ -11,9 +11,9 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
 from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
-from placement.policies.base import Policy
-from placement.simulator.job import SimulatedJob
-from placement.simulator.rules import Location
+from placement.policies.shared.base import Policy
+from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.rules import Location
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
