@@ -90,10 +90,11 @@ def test_nobody_writes_into_another_object(package: str) -> None:
 
 def imported(path: Path) -> Iterator[Path]:
     """Folders of this tree that a module imports from when it is loaded, its own left out."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = [ast.Pass()]
-        if isinstance(node, ast.ImportFrom) and node.module:
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text())))
+    typing = [each for each in nodes if isinstance(each, ast.If) and "TYPE_CHECKING" in ast.unparse(each.test)]
+    unloaded = {id(each) for node in typing for each in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in unloaded:
             place = Path(*node.module.split("."))
             folder = place if (ROOT / place).is_dir() else place.parent
             if folder.parts and folder.parts[0] in PACKAGES and folder != path.parent:
