@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("placement", "elastic_ray", "tuning")
-MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES = 14, 400, 50
+MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 14, 400, 50, 8
 
 # Objects of Ray and NNI, which are set up by writing into them.
 FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
@@ -74,6 +74,19 @@ def test_functions_are_short(package: str) -> None:
         if body and (node.end_lineno or 0) - body[0].lineno + 1 > MOST_FUNCTION_LINES
     ]
     assert not long
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_longer_private_functions_say_what_they_return(package: str) -> None:
+    """Shorter ones are read as fast as a text about them."""
+    silent = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in modules(package)
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, _Function) and node.name.startswith("_") and not node.name.startswith("__")
+        if (node.end_lineno or 0) - node.lineno + 1 > MOST_UNDOCUMENTED_LINES and not ast.get_docstring(node)
+    ]
+    assert not silent
 
 
 @pytest.mark.parametrize("package", PACKAGES)

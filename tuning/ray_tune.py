@@ -221,6 +221,7 @@ class ElasticTrainable(Trainable):
         return self._storage
 
     def _start(self) -> TrialJob:
+        """The trial's job, started where Tune keeps its results; constants go over the train loop's own config."""
         storage, template = self._place(), self._template
         if self._constants:
             spec = template.spec

@@ -259,6 +259,7 @@ class TrialJob:
         self._tell("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
+        """A new job of the trial in a run directory of its own; the note names it, so that it can be found again."""
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)
@@ -346,6 +347,8 @@ class TrialJob:
         self._call("writing the trial's note", write)
 
     def _read_note(self) -> Mapping[str, str] | None:
+        """The note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
+
         def read() -> Any:
             with self._filesystem.open_input_stream(posixpath.join(self._directory, _NOTE)) as stream:
                 return json.loads(stream.readall())

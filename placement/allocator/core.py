@@ -157,6 +157,7 @@ class AllocatorCore:
         return [*told, *changed]
 
     def _watch_the_clock(self, now_s: float) -> None:
+        """Settle anew after more than ``silence_s`` between events; a refresh is pending when settling is over."""
         gap = now_s - self._event_s if self._event_s is not None else 0.0
         self._event_s = now_s
         if gap > self._config.silence_s and self._jobs:
@@ -169,6 +170,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.REFRESH
 
     def _hear(self, view: JobView, now_s: float) -> None:
+        """Take in a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
             self._settled_s = now_s + self._config.settle_s
@@ -191,6 +193,7 @@ class AllocatorCore:
             self._pending = self._pending or news
 
     def _take_nodes(self, cluster: Cluster) -> None:
+        """Take over a changed cluster: urgent if a job waits or some workers no longer fit, otherwise only pending."""
         if cluster == self._cluster:
             return
         self._cluster = cluster
@@ -261,6 +264,7 @@ class AllocatorCore:
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float) -> list[Allocate]:
+        """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
             reason = plan.reasons.get(name, job.reason)
@@ -319,6 +323,7 @@ class AllocatorCore:
     def _record(
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: str
     ) -> None:
+        """Append to the decision log; ``before`` counts workers, ``nodes`` has those afterwards, empty for none."""
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

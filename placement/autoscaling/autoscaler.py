@@ -204,6 +204,7 @@ class Autoscaler:
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
     ) -> Demand:
+        """What the objective is asked: jobs by arrival, their offers on these types, the GPU type each runs on."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
@@ -317,6 +318,7 @@ class Autoscaler:
         there: Mapping[str, Sequence[Node]],
         now_s: float,
     ) -> ScalingDecision:
+        """The decision, with reasons by node type and notes by job; its nodes are waited for from now on."""
         gone = set(release)
         stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
         nodes = {name: max(target[name], n) for name, n in stay.items()}

@@ -110,6 +110,7 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
+    """The type at its market's price; raises InputError unless labels and GPUs agree with market and instance type."""
     where = f"cluster file {path}, node type {raw.name!r}"
     try:
         price = prices.instance(raw.instance)
@@ -140,6 +141,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
 
 
 def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
+    """Worker types of a ``ray up`` file; that of the head counts only where it has ``max_workers`` above 0."""
     types = found.get("available_node_types")
     if not isinstance(types, dict) or not types:
         raise InputError(f"cluster file {path} must have node types under available_node_types, but has none")
@@ -164,6 +166,7 @@ def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_type(name: str, body: Mapping[str, Any], limit: int, where: str) -> _Raw:
+    """One of ``available_node_types``, with ``limit`` nodes at most; ``instance`` is empty where none is named."""
     config = _mapping(body.get("node_config") or {}, f"{where}: node_config", "{InstanceType: g4dn.12xlarge}")
     return _Raw(
         name=name,
@@ -191,6 +194,7 @@ def _is_spot(config: Mapping[str, Any], where: str) -> bool:
 
 
 def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
+    """The worker groups of a RayCluster, perhaps none; raises InputError where its head would take work."""
     spec = _mapping(found.get("spec"), f"cluster file {path}: spec", "{headGroupSpec: ..., workerGroupSpecs: ...}")
     where = f"cluster file {path}, headGroupSpec"
     head = _within(spec, ("headGroupSpec", "rayStartParams"), f"cluster file {path}")
@@ -203,6 +207,7 @@ def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
 
 
 def _of_group(found: object, path: str) -> _Raw:
+    """One worker group: resources are its first container's limits, instance type and market its node selector's."""
     group = _mapping(found, f"cluster file {path}: each worker group", "{groupName: t4-spot, maxReplicas: 8}")
     name = str(group.get("groupName") or "")
     where = f"cluster file {path}, worker group {name!r}"
@@ -251,6 +256,7 @@ def _whole(body: Mapping[str, Any], field: str, where: str, default: int) -> int
 
 
 def _number(body: Mapping[str, Any], field: str, where: str, default: float) -> float:
+    """The field, or else the default, as a finite number of 0 or more; it may be written as text."""
     value = body.get(field, default)
     try:
         number = float(value)  # "0" too: Kubernetes has some numbers as strings
@@ -266,6 +272,7 @@ def _got(value: object) -> str:
 
 
 def _amounts(resources: object, where: str) -> dict[str, float]:
+    """Resources of one node by name; raises InputError where they are missing, empty or no numbers."""
     if not isinstance(resources, Mapping) or not resources:
         raise InputError(
             f"{where}: resources must say what a node has, such as {{CPU: 48, GPU: 4}}, but got {resources}"

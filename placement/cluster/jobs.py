@@ -154,6 +154,7 @@ class JobView:
         self._check_history(where)
 
     def _check_history(self, where: str) -> None:
+        """Raise unless the growth limit is from 1, and restarts and seconds are from 0; None passes."""
         for name, least in (
             ("growth_limit", 1),
             ("attained_s", 0),
@@ -165,6 +166,7 @@ class JobView:
                 check_number(f"{name} {where}", value, least=least)
 
     def _check_batch(self, where: str) -> None:
+        """Raise unless batch sizes are 1 sample or more and the atomic bounds in order; None is no limit."""
         for name in ("init_batch_size", "max_batch_size"):
             value = getattr(self, name)
             if value is not None:
@@ -275,6 +277,7 @@ def _fitted_speeds(
     atomic_bsz_range: tuple[int, int] | None,
     accumulation: bool,
 ) -> NDArray[np.float64]:
+    """Speed on 0..n workers relative to the smallest size that runs, k of them on ``nodes[k - 1]`` nodes; read-only."""
     values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
     positive = values[values > 0]
     speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
@@ -290,6 +293,7 @@ def _fitted_goodputs(
     atomic_bsz_range: tuple[int, int] | None,
     accumulation: bool,
 ) -> NDArray[np.float64]:
+    """Goodput [samples/s] on 1..n workers, k of them on ``nodes[k - 1]`` nodes; 0 where no batch fits, read-only."""
     best, _, _ = model.best(
         np.array(nodes),
         np.arange(1, len(nodes) + 1),

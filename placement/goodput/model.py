@@ -208,6 +208,7 @@ class GoodputModel:
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
     def _fixed_batch(self, ask: _BatchQuery) -> _BestBatches:
+        """M0 itself in each column, split as evenly as can be; goodput is -1 where the shares do not fit."""
         share = np.ceil(self.init_batch_size / ask.replicas)
         k = np.ceil(share / ask.high) if ask.accumulation else np.ones_like(share)
         m = np.ceil(share / k)
@@ -218,6 +219,7 @@ class GoodputModel:
         return np.where(fits, rate, -1.0), m, k
 
     def _search(self, ask: _BatchQuery) -> _BestBatches:
+        """The best batch of each column within the limits, by coarse steps, then by fine ones around the best."""
         # Samples per replica and step, over all k = s + 1 micro-steps.
         most = np.maximum(np.floor(ask.limit / ask.replicas), 1.0)
         least = np.minimum(np.maximum(np.ceil(self.init_batch_size / ask.replicas), ask.low), most)

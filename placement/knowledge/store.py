@@ -163,6 +163,7 @@ class KnowledgeStore:
         self._fold_in(measurements)
 
     def _fold_in(self, measurements: Measurements) -> None:
+        """Delete others' files that these measurements cover, if an hour old and unchanged since they were read."""
         since_s = time.time() - KnowledgeConfig().forget_s
         for path, theirs in list(self._others.items()):
             if not covers(measurements, theirs, since_s):
@@ -176,6 +177,7 @@ class KnowledgeStore:
                     self._files.delete_file(path)
 
     def _read(self, path: str) -> Measurements | None:
+        """What a writer's file holds; None where it is gone, or torn or not ours, of which the log says why."""
         try:
             with self._files.open_input_file(path) as file:
                 table = pq.ParquetFile(file).read()  # read_table() would import pandas: 40 MB
@@ -191,6 +193,7 @@ class KnowledgeStore:
 
 
 def _table(measurements: Measurements) -> pa.Table:
+    """All measurements as rows of ``_SCHEMA``, steps before noises; no rows where there are none."""
     rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
     if not rows:
         return _SCHEMA.empty_table()
@@ -204,6 +207,7 @@ def _table(measurements: Measurements) -> pa.Table:
 
 
 def _step_row(step: KnownStep) -> dict[str, Any]:
+    """A measured step time as a row of the file; columns of noises are left out and become null."""
     seen = step.observation
     return {
         "kind": "step",
@@ -222,6 +226,7 @@ def _step_row(step: KnownStep) -> dict[str, Any]:
 
 
 def _noise_row(known: KnownNoise) -> dict[str, Any]:
+    """A noise scale, with the limits of its job's batch, as a row of the file; None where there is no limit."""
     batches = known.batches
     least, most = batches.atomic_bsz_range or (None, None)
     return {
@@ -249,6 +254,7 @@ def _measurements(table: pa.Table) -> Measurements:
 
 
 def _step(row: dict[str, Any]) -> KnownStep:
+    """The step time in a row of kind ``step``; raises TypeError or ValueError where a value is out of range."""
     return KnownStep(
         fingerprint=row["fingerprint"],
         gpu_type=row["gpu_type"],
@@ -267,6 +273,7 @@ def _step(row: dict[str, Any]) -> KnownStep:
 
 
 def _noise(row: dict[str, Any]) -> KnownNoise:
+    """The noise scale in a row of kind ``noise``; its atomic range is None where either bound is missing."""
     least, most = row["atomic_bsz_least"], row["atomic_bsz_most"]
     return KnownNoise(
         fingerprint=row["fingerprint"],

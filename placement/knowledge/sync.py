@@ -132,6 +132,7 @@ class KnowledgeSync:
             await asyncio.wait(self._saves, timeout=_SAVE_TIMEOUT_S)
 
     async def _save(self, key: tuple[str, str], root: _RootState) -> None:
+        """Write what is known of one root's models; a failure is logged, and leaves the version to be written later."""
         version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints)
         root.begin()
         try:

@@ -141,6 +141,7 @@ def check_targets(targets: Mapping[str, Target], views: Sequence[JobView], clust
 
 
 def _check_count(view: JobView, workers: int) -> None:
+    """Raise AllocationError unless the count is whole and 0, or from the job's minimum to its maximum."""
     if not is_whole(workers):
         raise AllocationError("whole number", f"job {view.job!r} was given {workers!r} workers")
     if 0 < workers < view.min_workers:
@@ -152,6 +153,7 @@ def _check_count(view: JobView, workers: int) -> None:
 
 
 def _check_nodes(view: JobView, target: Target, nodes: Mapping[str, Node]) -> None:
+    """Raise AllocationError where named nodes do not add up to the count, or lack labels that the job asks for."""
     if target.nodes is None:
         return
     if sum(target.nodes.values()) != target.workers:

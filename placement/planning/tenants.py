@@ -113,6 +113,7 @@ def _lend(
 
 
 def _could_use_more(problem: Problem, allocation: Allocation) -> bool:
+    """Whether the room beside the allocation takes some waiting job's minimum, or one more worker of use to a job."""
     room = FreeResources(
         problem.beside({v.job: allocation[v.job] for v in problem.views if v.job in allocation}).cluster
     )
@@ -278,6 +279,7 @@ class _Filling:
         return self._counts[view.job] < most and self._give(view, 1, limit)
 
     def _give(self, view: JobView, workers: int, limit: Resources | None) -> bool:
+        """Whether the workers fit into quota, limit (None for none) and room; they are then counted, otherwise not."""
         used, quota = self.used[view.tenant], self._tenants[view.tenant].quota
         after = {r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()}
         if any(amount > quota.get(r, math.inf) + TOLERANCE for r, amount in after.items()):

@@ -75,6 +75,7 @@ def load(text: str) -> Any:
 
 
 def _module_of_file(path: Path) -> Any:
+    """The module of a Python file, run anew at each call; raises FileNotFoundError where there is no file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
     name = f"policy_of_{path.stem}"
@@ -100,6 +101,7 @@ def _instance(kind: type[Any]) -> Any:
 
 
 def _check_arguments(function: Any, given: Any) -> None:
+    """Raise TypeError unless it can be called with jobs, cluster and time; what has no signature passes."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: no signature to read

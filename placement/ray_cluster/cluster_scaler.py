@@ -71,6 +71,7 @@ class ClusterScaler:
             logger.exception("a look at the cluster's size failed; the next follows in %g s", self._config.interval_s)
 
     def _decide(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:
+        """Take in failed launches, decide anew, and ask Ray for the nodes; calls block, and what is new is logged."""
         if self._refused_s is None:
             self._refused_s = now_s
         for refusal in refusals(self._refused_s):

@@ -101,6 +101,7 @@ def _coordinator() -> Any | None:
 
 
 def _through(coordinator: Any, wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> Any:
+    """The coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
     if not wanted:
         return coordinator.cancel_request.remote(_REQUESTER)
     from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority

@@ -71,6 +71,7 @@ class NoticeWatcher:
         self._main = asyncio.get_event_loop().create_task(self._run())
 
     async def _run(self) -> None:
+        """Ask the cloud every ``poll_s`` until it gives notice, then drain the node and return; no failure ends it."""
         cloud: str | None = None
         failures = 0
         said = False

@@ -124,6 +124,7 @@ def _aws(answer: Mapping[str, str]) -> Notice | None:
 
 
 def _azure(answer: Mapping[str, list[Mapping[str, object]]], now_s: float, machine: str) -> Notice | None:
+    """The first event that takes this machine away (any, if ``machine`` is empty); None where there is none."""
     for event in answer["Events"]:
         resources = event.get("Resources") or []
         if event["EventType"] not in ("Preempt", "Terminate") or (machine and machine not in resources):  # type: ignore[operator]

@@ -87,6 +87,7 @@ class Orphans:
             logger.warning("placement groups could not be looked at: %s", error)
 
     async def _look_for_notes(self, now_s: float) -> None:
+        """Delete the notes of dead controllers, once in ``_NOTES_EVERY_S`` at most; a failure is only logged."""
         if now_s - self._looked_for_notes_s < _NOTES_EVERY_S:
             return
         self._looked_for_notes_s = now_s

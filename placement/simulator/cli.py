@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Exit status 0, after each trace was simulated under each policy, and printed, written and drawn as asked."""
     policies = [name.strip() for name in options.policy.split(",") if name.strip()]
     if not policies:
         raise InputError("policy must name one policy or more, but got none")

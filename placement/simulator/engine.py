@@ -178,6 +178,7 @@ class _Simulation:
     def _run_scaled(
         self, world: World, jobs: Sequence[SimulatedJob], scale: AutoscaledCluster, on_progress: OnProgress | None
     ) -> Rented:
+        """Node hours and USD of what was rented until the last job's end, having run all jobs to theirs."""
         types = scale.types(self.nodes, self.prices, self.wrong.spot)
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
         autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
@@ -281,6 +282,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
 
 
 def _report(job: SimulatedJob, fairness: float) -> JobReport:
+    """What became of a job that has finished; ``fairness`` is its rho."""
     assert job.started_s is not None and job.finished_s is not None
     return JobReport(
         job=job.name,

@@ -114,6 +114,7 @@ def disturbances(options: argparse.Namespace) -> Disturbances:
 
 
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
+    """Traces by GPU type, the empty one for all nodes; raises InputError where a type has two."""
     traces: dict[str, SpotTrace] = {}
     for value in values:
         match = _TYPED.fullmatch(value)

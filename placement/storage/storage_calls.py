@@ -147,6 +147,7 @@ class StorageCalls:
         return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
 
     def _add(self, call: Call) -> Call:
+        """The same call, queued; an idle thread is woken for it, or one more started where there may be more."""
         with self._news:
             self._queue.append(call)
             if self._idle >= len(self._queue):
@@ -157,6 +158,7 @@ class StorageCalls:
         return call
 
     def _work(self) -> None:
+        """Run queued calls, each one's result or exception its answer, until none has come for ``_IDLE_S``."""
         while (call := self._next()) is not None:
             if call.answer.set_running_or_notify_cancel():
                 call.heard()

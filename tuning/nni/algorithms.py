@@ -129,6 +129,7 @@ def works(kind: str) -> list[str]:
 
 
 def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
+    """The algorithm that is named, or the user's own class; raises TypeError where it is neither or both."""
     if isinstance(given, str):
         given = {"name": given}
     elif not isinstance(given, Mapping):
@@ -172,6 +173,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
+    """The same with ``optimize_mode`` among its arguments, if it takes that; raises ValueError where they disagree."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

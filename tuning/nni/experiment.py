@@ -220,6 +220,7 @@ class Experiment:
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
 
     def _context(self) -> ExperimentContext:
+        """Where the trials keep files: under ``storage_path`` if given, else in NNI's folder of the experiment."""
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
             root, inside = self._storage_path, self.id
@@ -243,6 +244,7 @@ class Experiment:
         return True
 
     def _over(self) -> bool:
+        """Whether it has ended, or the tuner has no more trials; raises ExperimentFailedError where it cannot go on."""
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s

@@ -138,6 +138,7 @@ class Manager:
 
 
 def _configured(config: ExperimentConfig) -> Any:
+    """An ``nni.experiment.Experiment`` that is set up and not started; raises ImportError without NNI."""
     try:
         import nni
         from nni.experiment import Experiment
@@ -160,6 +161,7 @@ def _configured(config: ExperimentConfig) -> Any:
 
 
 def _algorithm(algorithm: Algorithm) -> Any:
+    """NNI's configuration of it; a custom one for the user's class, or for ours in place of NNI's."""
     from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
 
     arguments = dict(algorithm.class_args)
@@ -209,6 +211,7 @@ def _patience() -> Iterator[None]:
 
 
 def _free_port(port: int) -> int:
+    """The port itself, or any free one for 0; raises RuntimeError where it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -80,6 +80,7 @@ class ManagerChannel:
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
+        """Body of the manager's answer; empty where it has none yet. Raises HTTPError for any other refusal."""
         body = None if data is None else json.dumps(data).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method=method)
@@ -144,6 +145,7 @@ class TrialServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _accept(self) -> None:
+        """Serve every command that connects in a thread of its own, until the listener is closed."""
         while self._open:
             try:
                 link, _ = self._listener.accept()
@@ -157,6 +159,7 @@ class TrialServer:
                 thread.start()
 
     def _serve(self, link: socket.socket) -> None:
+        """Run the trial of one command, then send it (exit status, message); a failure of any kind is its message."""
         told: dict[str, str] = {}
         try:
             told = json.loads(link.makefile().readline())
@@ -193,6 +196,7 @@ class TrialServer:
             job.stop()
 
     def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
+        """The trial's job, started in a directory of its own; raises TypeError where the parameters are no mapping."""
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._context.path, trial.trial)

@@ -49,6 +49,7 @@ def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
 
 
 def _check_parameter(name: Any, spec: Any) -> None:
+    """Raise ValueError unless the parameter has a type of NNI's and values that fit it; the message says which do."""
     where = f"search_space[{name!r}]"
     if not isinstance(spec, Mapping) or not {"_type", "_value"} <= spec.keys():
         raise ValueError(f'{where} must be {{"_type": ..., "_value": [...]}}, but got {spec!r}')
@@ -103,6 +104,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
+    """NNI's words for a numeric domain of Tune's; raises ValueError where NNI has no equal."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

@@ -75,6 +75,7 @@ class CostPerProgress:
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> Want:
+        """Its best size and GPU type within deadline and budget; of a job held, or not known yet, see ``_blind``."""
         gpu = demand.gpus[view.job]
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
@@ -93,6 +94,7 @@ class CostPerProgress:
         return Want(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
     def _prospect(self, view: JobView, offer: Offer, demand: Demand) -> Prospect:
+        """Its end at every size; unknown work is ``UNKNOWN_S`` at the present goodput, or at the smallest size's."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
         here = demand.gpus[view.job] == offer.kind.gpu_type

@@ -44,6 +44,7 @@ class FifoPolicy:
 
 
 def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
+    """Targets of jobs in line: running ones stay, others start as asked or wait behind the first that waits."""
     placer = WorstFitPlacer(cluster)
     targets: dict[str, Target] = {}
     kept = {view.job: placer.keep(view) for view in order if view.workers}

@@ -85,6 +85,7 @@ class SiaPolicy:
     def _solve(
         self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
+        """Targets of the running jobs: configurations on named nodes, or minimums where there is no solution."""
         slots = _SlotsByType(cluster, running[0])
         options: list[list[Configuration]] = []
         costs: list[list[float]] = []

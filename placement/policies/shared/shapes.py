@@ -70,6 +70,7 @@ def _goodputs(
     atomic_bsz_range: tuple[int, int] | None,
     accumulation: bool,
 ) -> Floats:
+    """Goodput [samples/s] of each shape at its best batch, finite, 0 where nothing fits; read-only."""
     nodes, workers = np.array(wanted).T
     best, _, _ = model.best(
         nodes, workers, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation

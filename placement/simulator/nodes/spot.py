@@ -84,6 +84,7 @@ def read_spot(path: str | Path) -> SpotTrace:
 
 
 def _counts(text: str, source: str) -> SpotTrace:
+    """The trace of a JSON record: place k (from 0) is taken while the count is above k."""
     try:
         found = json.loads(text)
         gap_s, counts = found["metadata"]["gap_seconds"], found["data"]
@@ -143,6 +144,7 @@ def _events(text: str, source: str) -> SpotTrace:
 
 
 def _event(row: Sequence[str], where: str) -> tuple[float, str, str]:
+    """(time [s], ``add`` or ``remove``, machine's name) of a CSV row; raises InputError where it is not that."""
     try:
         at_ms, what, name = row
         at_s = float(at_ms) / 1000.0

@@ -68,6 +68,7 @@ def isolated_s(app: Application, rules: Rules, gpu: str, per_node: int, most: in
 
 @functools.lru_cache(maxsize=4096)
 def _alone_s(app: Application, gpu: str, per_node: int, replicas: int) -> float:
+    """Seconds of pure training on so many GPUs, each epoch at its best batch; infinity where no batch fits."""
     counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
     least, most = app.local_bsz_range(gpu)
     table = app.step_times[gpu]

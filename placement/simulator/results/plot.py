@@ -76,6 +76,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
 
 
 def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
+    """Draw the jobs' stays on nodes into an axis from 0 to ``end_h`` hours, with title and legend."""
     from matplotlib.patches import Patch
 
     nodes = parse_cluster(report.cluster).nodes

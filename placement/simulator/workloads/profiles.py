@@ -128,6 +128,7 @@ def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Applic
 
 @functools.lru_cache(maxsize=8)  # simulations of one process share the tables
 def _load(folder: Path, gpus: tuple[str, ...]) -> dict[str, Application]:
+    """Applications with a placement table for each GPU type, by name; raises InputError where there are none."""
     if not folder.is_dir():
         raise InputError(f"profiles must be a folder with one folder per application, but got {folder}")
     found = {

@@ -128,6 +128,7 @@ class StepTimes:
         return step, min(max(sync, 0.0), step)
 
     def _interpolate(self, nodes: int, replicas: int, local_bsz: float) -> tuple[float, float]:
+        """(step time, synchronisation in it) [s] between measured points; outside them, of the most similar shape."""
         from scipy.interpolate import LinearNDInterpolator  # takes a while to import
 
         if self._between is None:

@@ -292,6 +292,7 @@ class SimulatedJob:
         self._noise = self.app.noise(self.app.init_batch_size, 0)
 
     def _choose_batch(self) -> None:
+        """Set atomic batch and accumulation: of the fixed batch, else the model's best, else of the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
         replicas, gpu = self.training.workers, self.training.gpu
         least, most = self.app.local_bsz_range(gpu)

@@ -107,6 +107,7 @@ class World:
                 job.lose_workers()
 
     def _carry_out(self, instruction: Instruction, now_s: float) -> None:
+        """Move the job to the nodes of an ``Allocate``, advanced to now before; other instructions change nothing."""
         if not isinstance(instruction, Allocate):
             return
         job = self.jobs[instruction.job]
