@@ -17,7 +17,7 @@ SETTLE_S = 5.0
 # A module that names one of these starts processes; the others compute, and run beside them on another core.
 PROCESSES = re.compile(
     r"local_cluster|ray_(cluster|nodes)|shared_cluster|^\s*import ray\b"
-    r"|subprocess|multiprocessing|tests\.(loop|tuning)",
+    r"|subprocess|multiprocessing|free_port|\branks\b|tests\.(loop|tuning)",
     re.MULTILINE,
 )
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
 
-from elastic_ray.checkpoints.reported import ReportedCheckpoints
+from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import StorageCalls
 from tests.hanging_storage import HangingStorage
 
-NOTE: dict[str, Any] = {"progress": {"epoch": 1}, "metrics": {}}
+NOTE = CheckpointNote(resume_point=ResumePoint(epoch=1), metrics={})
 PATIENCE_S = 2.5
 
 

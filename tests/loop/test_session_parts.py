@@ -13,7 +13,7 @@ from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.messages import Member, Place, Plan
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.session.group import Group
@@ -30,7 +30,7 @@ from elastic_ray.steps.sums import StepSums
 from placement.goodput.model import NoiseScale
 from tests.loop.test_step_ledger import step_of
 
-PLAN = Plan(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
+PLAN = GenerationSpec(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
 
 
 class Peers:
@@ -45,17 +45,17 @@ class Worker:
     worker, stop_requested, preempting, prepared_ahead, voided = "a", False, False, 0, False
     wanted_batch: BatchChoice | None = None
 
-    def __init__(self, *groups: tuple[Plan, Any] | None) -> None:
+    def __init__(self, *groups: tuple[GenerationSpec, Any] | None) -> None:
         self._groups = list(groups)
         self.generation, self.current, self.communicator = 1, None, Peers()
 
-    def prepared_plan(self, generation: int) -> Plan | None:
+    def prepared_spec(self, generation: int) -> GenerationSpec | None:
         return self._groups[0][0] if self._groups and self._groups[0] is not None else None
 
-    def take(self, generation: int) -> tuple[Plan, Any] | None:
+    def take(self, generation: int) -> tuple[GenerationSpec, Any] | None:
         return self._groups.pop(0)
 
-    def take_next(self, *, timeout_s: float) -> tuple[Plan, Any]:
+    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Any]:
         if (found := self._groups.pop(0)) is None:
             raise LostGroupError("none")
         return found
@@ -75,7 +75,7 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
     """With an exchange that fails so many times."""
     controller, entered = Controller(), list[int]()
 
-    def enter(plan: Plan, communicator: Any) -> int:
+    def enter(plan: GenerationSpec, communicator: Any) -> int:
         entered.append(plan.generation)
         if len(entered) <= failing:
             raise CommunicationFailedError("broke")
@@ -167,8 +167,8 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
 
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
     worker = Worker()
-    group = Group("b", worker, Place(rank=1, world_size=3))  # type: ignore[arg-type]
-    assert group.place == Place(rank=1, world_size=3) and group.world_size == 1
+    group = Group("b", worker, RankInfo(rank=1, world_size=3))  # type: ignore[arg-type]
+    assert group.place == RankInfo(rank=1, world_size=3) and group.world_size == 1
     worker.current = PLAN  # type: ignore[assignment]
     assert group.place.world_size == 2 and group.place.rank == 1
     worker.communicator = None  # type: ignore[assignment]
@@ -233,7 +233,7 @@ class Votes:
 def passes_of(votes: Votes) -> tuple[LoaderPasses, RunParts, Changes]:
     states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
     parts = RunParts(
-        group=Group("a", worker, Place()),  # type: ignore[arg-type]
+        group=Group("a", worker, RankInfo()),  # type: ignore[arg-type]
         states=states,
         registry=Registry(),
         ledger=StepLedger(states, recoverable=True),
