@@ -21,7 +21,7 @@ from elastic_ray.warm_pool.client import PoolClient
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
 from elastic_ray.worker.setup import ProcessFacts, ProcessOwner, WorkerSetup
-from placement.ray_cluster.named_actors import NAMESPACE, actors_named
+from placement.ray_cluster.named_actors import NAMESPACE, actor_class, actors_named
 
 logger = logging.getLogger(__name__)
 
@@ -84,17 +84,20 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
         owner: for whom it works; None for one of the cluster's pool, which has no owner yet.
         name: its actor's name.
     """
-    actor: Any = ray.remote(WorkerProcess)
-    return actor.options(
-        name=name,
-        namespace=NAMESPACE,
-        lifetime="detached",
-        num_cpus=0,
-        max_concurrency=_THREADS,
-        max_restarts=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        runtime_env=environment_of(spec) or None,
-    ).remote(owner)
+    return (
+        actor_class(WorkerProcess)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=_THREADS,
+            max_restarts=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env=environment_of(spec) or None,
+        )
+        .remote(owner)
+    )
 
 
 def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,12 @@ from placement.ray_cluster.snapshot import on_head
 
 NAMESPACE = "elastic_ray"
 """Ray's namespace of all named actors of ours."""
+
+
+@functools.cache
+def actor_class(kind: type) -> Any:
+    """``ray.remote`` of a class, once: each call makes classes that Ray keeps, some 20 kB."""
+    return ray.remote(kind)
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
@@ -25,7 +32,8 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     Raises:
         ValueError: an actor of this name is alive, and ``get_if_exists`` is not set.
     """
-    actor: Any = ray.remote(kind)
+    if options.get("get_if_exists") and (found := find_actor(name)) is not None:
+        return found
     fixed = {
         "name": name,
         "namespace": NAMESPACE,
@@ -35,7 +43,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
         "scheduling_strategy": "DEFAULT",  # never the placement group of the trial that calls
         **on_head(),
     }
-    return actor.options(**{**fixed, **options}).remote(*arguments)
+    return actor_class(kind).options(**{**fixed, **options}).remote(*arguments)
 
 
 def find_actor(name: str) -> Any | None:

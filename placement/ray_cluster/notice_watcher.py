@@ -20,6 +20,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from placement.cluster.cluster import MARKET_LABEL
+from placement.ray_cluster.named_actors import actor_class
 from placement.ray_cluster.notices import AWS_TOKEN, Notice, NoticeConfig, Request, probe, question, read_notice
 from placement.ray_cluster.snapshot import RawNode
 from placement.text import log_plainly
@@ -52,12 +53,15 @@ class Watchers:
         for node_id in self._actors.keys() - wanted:
             ray.kill(self._actors.pop(node_id))
         for node_id in wanted - self._actors.keys():
-            actor: Any = ray.remote(NoticeWatcher)
-            self._actors[node_id] = actor.options(
-                num_cpus=0,
-                max_restarts=-1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-            ).remote(self._config, node_id)
+            self._actors[node_id] = (
+                actor_class(NoticeWatcher)
+                .options(
+                    num_cpus=0,
+                    max_restarts=-1,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                )
+                .remote(self._config, node_id)
+            )
 
 
 class NoticeWatcher:

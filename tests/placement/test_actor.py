@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
+from placement.allocator.actor import Allocator, PolicyConflictError, get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import CoreSnapshot
 from placement.autoscaling.autoscaler import AutoscalerConfig
@@ -187,6 +187,14 @@ def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_n
     wait_until(lambda: loaded() == ["scipy"], "the solver is there")
     get_or_create_allocator("goodput")
     assert loaded() == []
+
+
+def test_asking_for_the_allocator_again_and_again_makes_nothing(jobs: Jobs) -> None:
+    """A controller asks for head actors every few seconds; each time Ray kept classes, 100 MB an hour."""
+    first = get_or_create_allocator()
+    made = len(Allocator.__subclasses__())
+    assert all(get_or_create_allocator() == first for _ in range(5))
+    assert len(Allocator.__subclasses__()) == made
 
 
 def test_jobs_arrive_share_and_end(jobs: Jobs) -> None:
