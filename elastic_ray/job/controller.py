@@ -142,7 +142,7 @@ class JobController:
         """What was submitted, without the train function."""
         trial = self._spec.trial
         if trial is not None:
-            trial = dataclasses.replace(trial, held=None)  # an answer is not to keep it alive
+            trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
         return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:

@@ -172,8 +172,8 @@ class GenerationChanges(Roster):
         """Whether all of them only were about to take over a state that one which starts over in place holds now."""
         if any(w.phase is Phase.MEMBER for w in survivors):
             return False
-        held = max(w.held for w in survivors)
-        return any(w.held > held for w in self.holders() if w not in survivors)
+        newest = max(w.state_generation for w in survivors)
+        return any(w.state_generation > newest for w in self.holders() if w not in survivors)
 
     def _call_off(self, joiners: list[WorkerRecord]) -> None:
         if self.in_flight is not None and joiners:

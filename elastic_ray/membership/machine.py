@@ -204,7 +204,7 @@ class JobMembership(GenerationChanges):
         if record is None or record.phase not in (Phase.MEMBER, Phase.READY, Phase.STARTING):
             return
         before = record.phase
-        record.start_over(now_s, held=self.generation if has_state else 0, has_state=has_state)
+        record.start_over(now_s, state_generation=self.generation if has_state else 0, has_state=has_state)
         # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
         for generation in range(max(1, self.generation), self.issued + 1):
             self._out.append(Withdraw(generation=generation, to=(worker,)))
@@ -258,9 +258,9 @@ class JobMembership(GenerationChanges):
         """Reserve resources for the workers that the target has and the roster lacks."""
         if now_s < self._not_before_s:
             return
-        held = self.present()
+        present = self.present()
         for node, wanted in sorted(self._target.items()):
-            for _ in range(wanted - held.get(node, 0)):
+            for _ in range(wanted - present.get(node, 0)):
                 self.named += 1
                 worker = f"w{self.named}"
                 self.workers[worker] = WorkerRecord(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)

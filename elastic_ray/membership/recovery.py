@@ -136,7 +136,7 @@ def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> Wo
         has_state=witness.has_state or witness.starts_over or witness.veteran,
         loaded=witness.loaded,
         failed_in=witness.failed,
-        held=(newest.generation if newest is not None else 1) if witness.starts_over else 0,
+        state_generation=(newest.generation if newest is not None else 1) if witness.starts_over else 0,
     )
 
 

@@ -32,7 +32,7 @@ class WorkerRecord:
         has_state: whether it is known to hold a trained state; true of every member.
         loaded: steps of the automatic checkpoint that it has loaded; 0 without one.
         failed_in: latest generation that failed on it; it waits for a newer one.
-        held: generation in which it ran out of memory, with the state that it keeps.
+        state_generation: generation in which it ran out of memory, with the state that it keeps.
         rebuilt: its ``Ready`` overtook its ``Rerun``.
         failures: planned generations in a row that could not be formed with it as a joiner.
     """
@@ -44,7 +44,7 @@ class WorkerRecord:
     has_state: bool = False
     loaded: int = 0
     failed_in: int = -1
-    held: int = 0
+    state_generation: int = 0
     rebuilt: bool = False
     failures: int = 0
 
@@ -66,10 +66,10 @@ class WorkerRecord:
         """Its ``Ready`` has come before the ``Rerun`` that it belongs to."""
         self.rebuilt = True
 
-    def start_over(self, now_s: float, *, held: int, has_state: bool) -> None:
-        """It builds anew in its process, with the state of generation ``held`` or without one."""
+    def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
+        """It builds anew in its process, with the state of generation ``state_generation`` or without one."""
         self.enter(Phase.READY if self.rebuilt else Phase.STARTING, now_s)
-        self.has_state, self.rebuilt, self.held = has_state, False, held
+        self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float) -> None:
         """It trains in a generation."""
@@ -166,12 +166,12 @@ class Roster:
         """Number of the generation in effect, 0 before the first."""
         return self.current.generation if self.current is not None else 0
 
-    def held(self) -> dict[str, int]:
+    def workers_by_node(self) -> dict[str, int]:
         """Workers with resources (reserved, or asked for) by node."""
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """As :meth:`held`, without those on their way out."""
+        """As :meth:`workers_by_node`, without those on their way out."""
         return dict(Counter(w.node for w in self.workers.values() if w.phase is not Phase.LEAVING))
 
     def watched(self) -> set[str]:

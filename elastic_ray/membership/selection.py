@@ -60,8 +60,8 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
     holders = roster.holders()
     group = [w for w in roster.in_phase(Phase.READY) if w.has_state or not holders]
     if holders:
-        newest = max(w.held for w in holders)
-        if all(w.held < newest for w in group):
+        newest = max(w.state_generation for w in holders)
+        if all(w.state_generation < newest for w in group):
             return None  # who has trained longest is still starting over
         patient = patient and any(w.phase is Phase.STARTING for w in holders)
     else:

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
-from elastic_ray.checkpoints.object_store import hold
+from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
@@ -136,7 +136,7 @@ class ControllerLink:
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S:
-                self.push(dataclasses.replace(report, held=None, again=True))
+                self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
 
     def repeat(self) -> bool:
         """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
@@ -202,19 +202,19 @@ class ControllerLink:
         self.push(WorkerHeartbeat(worker=self._worker, report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        path, kept, problem = None, None, ""
+        path, reference, problem = None, None, ""
         if checkpoint is not None:
             note = CheckpointNote(resume_point=resume_point, metrics=metrics)
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
-                kept = hold(checkpoint)
+                reference = put_checkpoint(checkpoint)
         message = WorkerReport(
             worker=self._worker,
             index=index,
             metrics=metrics,
             checkpoint=path,
             resume_point=resume_point,
-            held=kept,
+            checkpoint_ref=reference,
             problem=problem,
         )
         self._reported.append((time.monotonic(), message))

@@ -75,8 +75,9 @@ class WorkerTold(Signal):
 class WorkerReport(Signal):
     """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
 
-    ``held`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why the
-    checkpoint was given up.
+    ``checkpoint_ref`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why
+    the checkpoint was given up.
+
     Ray may deliver calls to an async actor out of order, hence the number. ``again``: a controller before this one has
     heard it, and may not have written it.
     """
@@ -85,7 +86,7 @@ class WorkerReport(Signal):
     metrics: Mapping[str, Any]
     checkpoint: str | None
     resume_point: ResumePoint
-    held: Any = None
+    checkpoint_ref: Any = None
     again: bool = False
     problem: str = ""
 

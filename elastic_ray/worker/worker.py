@@ -15,7 +15,7 @@ import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.format import read_state
-from elastic_ray.checkpoints.object_store import held
+from elastic_ray.checkpoints.object_store import fetched_checkpoint
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
@@ -177,7 +177,7 @@ class Worker:
         link = self._link = ControllerLink(assignment, self._setup)
         progress = _start_of(assignment)
         kept, source = self._saved_state(assignment, link)
-        with held(assignment.held) as checkpoint:
+        with fetched_checkpoint(assignment.checkpoint_ref) as checkpoint:
             for _ in range(_RERUNS):
                 saved = SavedState(states=kept, path=source) if kept is not None else None
                 session = self._session(assignment, link, progress, saved, checkpoint)

@@ -316,7 +316,7 @@ class WorkerGroup:
             controller=self._controller,
             secret=self._spec.secret,
             checkpoint=path,
-            held=trial.held if trial is not None and path == trial.start_from else None,
+            checkpoint_ref=trial.checkpoint_ref if trial is not None and path == trial.start_from else None,
             resume_point=point,
             states=self._record.states if forming else (),
             expected=self._places.of(
