@@ -23,7 +23,7 @@ from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import Stop
-from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Note
 from elastic_ray.record import views
 from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
@@ -225,7 +225,7 @@ class JobSupervisor:
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
-            or self.group.machine.in_phase(Phase.FINISHED)
+            or self.group.machine.in_phase(WorkerPhase.FINISHED)
         ):
             return False
         return self._saved or self.group.history.saves_soon(time.monotonic())

@@ -90,7 +90,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
-            _check_process_group(session.group.place.world_size)
+            _check_process_group(session.group.rank_info.world_size)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
         self._run: ModelRun = session

@@ -124,7 +124,7 @@ class GroupChanges:
         """All ranks of a new group are identical; returns the time since the last committed step [s]."""
         self._steps_waited = 0
         pause_s = self._parts.clock.resume()
-        self._parts.ledger.forgive()
+        self._parts.ledger.clear_failure()
         return pause_s
 
     def _set_shape(self, shape: BatchChoice | None) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
-_PARTING_WAIT_S = 0.5
+_FINISHED_WAIT_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Session:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something, from rank 0; all ranks come by here."""
-        if self.group.place.rank == 0:
+        if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 
     def moment(self, name: str) -> None:
@@ -344,15 +344,15 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""
-        plan = self.group.plan
-        if plan is None:
+        spec = self.group.generation_spec
+        if spec is None:
             return None
         shape, steps, step_time, grad_time = self._parts.clock.take()
         progress = self.progress
         return StepReport(
-            generation=plan.generation,
-            nodes=plan.nodes,
-            replicas=plan.world_size,
+            generation=spec.generation,
+            nodes=spec.nodes,
+            replicas=spec.world_size,
             shape=shape,
             steps=steps,
             step_time=step_time,
@@ -379,4 +379,4 @@ class Session:
             )
         self.registry.call(HookPoint.BEFORE_END)
         if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
-            self.consensus.part(Announced(Intent.FINISH), _PARTING_WAIT_S)
+            self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S)

@@ -270,7 +270,7 @@ class StepLedger:
 
     # What happens within a step
 
-    def trains(self) -> None:
+    def mark_training(self) -> None:
         """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
 
         Raises:
@@ -284,7 +284,7 @@ class StepLedger:
             )
         self._trains = True
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """A gradient reduction of this step was completed."""
         self._reduced = True
 
@@ -293,7 +293,7 @@ class StepLedger:
         if self._failure is None:
             self._failure = cause
 
-    def forgive(self) -> None:
+    def clear_failure(self) -> None:
         """A group was entered: what failed in another one is over."""
         self._failure = None
 

@@ -57,7 +57,7 @@ class CarriedGradients:
         if step is not self._step or not self._steps:
             self._step, self._steps = step, self._steps + 1
             if local:
-                self._context.ledger.trains()
+                self._context.ledger.mark_training()
         self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
@@ -73,7 +73,7 @@ class CarriedGradients:
                 self._warned = True
                 self._context.tell("warning", _TWICE)
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
         self._local = False
 

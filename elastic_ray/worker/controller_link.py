@@ -253,8 +253,8 @@ class HeartbeatThread:
             count += 1
             session = self._session
             report = self._report() if count % self._every == 0 else None
-            plan = session.group.plan
-            at = (plan.generation, session.progress.loader_steps) if plan is not None else None
+            spec = session.group.generation_spec
+            at = (spec.generation, session.progress.loader_steps) if spec is not None else None
             try:
                 self._link.beat(report=report, at=at)
                 self._link.repeat()

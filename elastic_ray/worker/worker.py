@@ -232,7 +232,7 @@ class Worker:
             whole = not session.ledger.half_updated
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
-                raised = seal_error(error, rank=session.group.place.rank, node=self._host)
+                raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
                 return _end(RunFailed, error=raised)

@@ -15,7 +15,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.changes import MembershipConfig
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
-from elastic_ray.membership.recovery import Witness
+from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.roster import number
 from elastic_ray.membership.signals import (
     AllLost,
@@ -201,7 +201,7 @@ class WorkerGroup:
         self._before = state.earlier
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.take_over(
-            [_witness(each) for each in told],
+            [_survivor(each) for each in told],
             self.goal,
             issued=state.issued,
             world_size=state.world_size,
@@ -328,10 +328,10 @@ class WorkerGroup:
         )
 
 
-def _witness(told: Introduction) -> Witness:
+def _survivor(told: Introduction) -> SurvivingWorker:
     """A living worker as the membership machine needs it."""
     ready, failed = told.ready, told.failed
-    return Witness(
+    return SurvivingWorker(
         worker=told.worker,
         node=told.node,
         spec=told.spec,

@@ -168,9 +168,9 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
     worker = Worker()
     group = Group("b", worker, Place(rank=1, world_size=3))  # type: ignore[arg-type]
-    assert group.place == Place(rank=1, world_size=3) and group.world_size == 1
+    assert group.rank_info == Place(rank=1, world_size=3) and group.world_size == 1
     worker.current = PLAN  # type: ignore[assignment]
-    assert group.place.world_size == 2 and group.place.rank == 1
+    assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
     worker.communicator = None  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="not entered a generation"):
         _ = group.communicator
@@ -254,7 +254,7 @@ def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added(
     assert votes.intents == [Intent.EDGE] and changes.between == 1
     assert parts.states.progress.sums == {(-1, 0): {"loss": 3.0}}
     passes.begin_step(step_of(loader_pass))
-    parts.ledger.reduced()
+    parts.ledger.mark_reduced()
     assert passes.edge(loader_pass) and votes.intents == [Intent.EDGE], "the vote has ridden on the gradients"
 
 

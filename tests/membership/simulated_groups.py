@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic_ray.consensus.ballot import agreed_lead
+from elastic_ray.consensus.ballot import agreed_generations_ahead
 from elastic_ray.data.sharding import step_size
 from elastic_ray.membership.messages import GenerationSpec, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
@@ -180,7 +180,7 @@ class Groups:
             further = [w.name for w in job.workers.values() if w.holds_state and w.state.ticks > state.ticks]
             assert not further, f"a step that every member had committed is lost, although {further} hold it"
             job.safe_ticks = state.ticks
-        lead = agreed_lead(float(sum(leads)), float(sum(d * d for d in leads)), world)
+        lead = agreed_generations_ahead(float(sum(leads)), float(sum(d * d for d in leads)), world)
         assert lead == (leads[0] if len(set(leads)) == 1 else 0)
         count = step_size(position=state.position, total=job.samples, batch_size=job.batch, world_size=world)
         if count:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.recovery import Witness
+from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import (
     Finished,
     Left,
@@ -81,9 +81,9 @@ class SimWorker:
         """Whether its process can tell a new controller of it; that of a run which has ended can."""
         return self.responsive or (self.ending is not None and self.hung_s is None)
 
-    def witness(self) -> Witness:
+    def as_survivor(self) -> SurvivingWorker:
         """As ``Worker._introduce``."""
-        return Witness(
+        return SurvivingWorker(
             worker=self.name,
             node=self.node,
             spec=self.current,

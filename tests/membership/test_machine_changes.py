@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
     Announce,
     Launch,
@@ -416,7 +416,7 @@ def test_a_leaver_that_dies_while_it_leaves_disturbs_nobody(late: float) -> None
     driver = running(2)
     driver.target(n1=1)
     driver.switched(2, "w1")
-    assert driver.machine.workers["w2"].phase is Phase.LEAVING
+    assert driver.machine.workers["w2"].phase is WorkerPhase.LEAVING
     out = driver.tick(after_s=late) if late else driver.lost("w2")
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
     assert not only(Announce, out)
