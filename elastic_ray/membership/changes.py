@@ -6,20 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Withdraw
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import InFlight, Roster, WorkerPhase, WorkerRecord, number
-from elastic_ray.membership.signals import (
-    AllLost,
-    Announce,
-    Complete,
-    Instruction,
-    Note,
-    PrepareFailed,
-    Release,
-    StepFailed,
-    Switched,
-    Withdraw,
-)
+from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

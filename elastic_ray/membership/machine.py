@@ -8,29 +8,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
+from elastic_ray.membership.instructions import AllLost, Complete, Instruction, Launch, Release, Reserve, Withdraw
 from elastic_ray.membership.recovery import SurvivingWorker, recover
 from elastic_ray.membership.roster import WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.selection import first_group, next_group, surplus
 from elastic_ray.membership.signals import (
-    AllLost,
     Allocated,
-    Complete,
     Finished,
-    Instruction,
-    Launch,
     Left,
     Lost,
     PrepareFailed,
     Ready,
-    Release,
     Rerun,
-    Reserve,
     Reserved,
     StepFailed,
     Stimulus,
     Switched,
     TimePassed,
-    Withdraw,
 )
 
 _MOST_PATIENCE = 8.0  # times join_timeout_s

@@ -21,7 +21,7 @@ from elastic_ray.parallel.refusals import (
     refuse_sparse,
     refuse_steps_in_backward,
 )
-from elastic_ray.parallel.run import ModelRun, UpdateLedger
+from elastic_ray.parallel.run_view import ModelRun, UpdateLedger
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState, ModuleState

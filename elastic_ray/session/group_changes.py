@@ -7,11 +7,11 @@ from collections.abc import Callable
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group_entry import GroupEntry
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
 
 # Steps that a planned change of group waits for gradients that are different on each rank.
@@ -36,8 +36,8 @@ class GroupChanges:
 
     def __init__(
         self,
-        parts: RunParts,
-        membership: Membership,
+        parts: RunState,
+        membership: WorkerMembership,
         controller: ControllerClient,
         moment: Callable[[str], None],
         *,

@@ -37,7 +37,7 @@ class GroupParts(Protocol):
         """Make all buffers equal on all ranks."""
 
 
-class Agreeing(Protocol):
+class EntryConsensus(Protocol):
     """Announcements of this rank."""
 
     def enter_group(self) -> None:
@@ -64,7 +64,7 @@ class GroupEntry:
         self,
         state: ExchangedState,
         parts: GroupParts,
-        consensus: Agreeing,
+        consensus: EntryConsensus,
         *,
         begin: Callable[[], float],
         set_shape: Callable[[BatchChoice | None], None],

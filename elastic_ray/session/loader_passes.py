@@ -7,7 +7,7 @@ from typing import Protocol
 
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -31,7 +31,7 @@ class LoaderPasses:
         moment: a named moment of the run, for scripted faults.
     """
 
-    def __init__(self, parts: RunParts, changes: Changes, moment: Callable[[str], None]) -> None:
+    def __init__(self, parts: RunState, changes: Changes, moment: Callable[[str], None]) -> None:
         self._parts = parts
         self._changes = changes
         self._moment = moment

@@ -17,14 +17,14 @@ from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
@@ -79,7 +79,7 @@ class Session:
     def __init__(
         self,
         worker: str,
-        membership: Membership,
+        membership: WorkerMembership,
         controller: ControllerClient,
         *,
         progress: RunProgress | None = None,
@@ -113,13 +113,13 @@ class Session:
         )
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
 
-    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunParts:
+    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunState:
         """The parts of a run that begins there."""
         group = Group(self.worker, self.membership, expected)
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)
-        return RunParts(
+        return RunState(
             group=group,
             states=states,
             registry=Registry(),

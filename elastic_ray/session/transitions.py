@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class GroupTransitions:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: WorkerMembership,
         controller: ControllerClient,
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],

@@ -21,7 +21,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import CommunicatorFactory, Membership
+from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.departures import Departures
@@ -172,7 +172,7 @@ def _local_size(world_size: int) -> int:
     return 1 if world_size == 1 else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
 
 
-def _membership(place: RankInfo, form: CommunicatorFactory) -> Membership:
+def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
     """This process's side of the membership protocol; a group that does not form ends the run."""
 
     def give_up(generation: int, cause: str) -> None:
@@ -181,7 +181,7 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> Membership:
             "Every rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
         )
 
-    membership = Membership(str(place.rank), form, give_up)
+    membership = WorkerMembership(str(place.rank), form, give_up)
     return membership
 
 

@@ -63,7 +63,7 @@ class WorkerOutOfMemory(Rerun):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTold(Signal):
+class WorkerNotice(Signal):
     """Something that the job's user should know, as an event: its kind, a sentence, and numbers."""
 
     kind: EventKind
@@ -108,7 +108,7 @@ class WorkerHeartbeat(Signal):
     waits: str = ""
 
 
-class Greeting(enum.Enum):
+class ControllerAnswer(enum.Enum):
     """What a controller answers a process that asks whether it is the controller's."""
 
     KNOWN = "known"
@@ -117,7 +117,7 @@ class Greeting(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class WorkerReregistration:
     """What a worker tells a controller that Ray has restarted: all that the controller had known of it.
 
     Attributes:
@@ -161,7 +161,7 @@ WorkerMessage = (
     | Switched
     | WorkerOutOfMemory
     | WorkerReport
-    | WorkerTold
+    | WorkerNotice
 )
 """What a worker says of itself; :data:`elastic_ray.membership.messages.ControllerMessage` is what it hears."""
 

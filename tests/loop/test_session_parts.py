@@ -20,7 +20,7 @@ from elastic_ray.session.group import Group
 from elastic_ray.session.group_entry import GroupEntry
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.registry import HookPoint, Registry
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.shared_state import Exchanged, SharedState
@@ -230,9 +230,9 @@ class Votes:
         return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
 
 
-def passes_of(votes: Votes) -> tuple[LoaderPasses, RunParts, Changes]:
+def passes_of(votes: Votes) -> tuple[LoaderPasses, RunState, Changes]:
     states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
-    parts = RunParts(
+    parts = RunState(
         group=Group("a", worker, Place()),  # type: ignore[arg-type]
         states=states,
         registry=Registry(),

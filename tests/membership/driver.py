@@ -6,22 +6,16 @@ from typing import TypeVar
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Reserve
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
-    AllLost,
     Allocated,
-    Announce,
-    Complete,
     Finished,
-    Instruction,
     Left,
     Lost,
-    Note,
     Ready,
-    Release,
-    Reserve,
     Reserved,
     Stimulus,
     Switched,

@@ -18,26 +18,21 @@ import numpy as np
 
 from elastic_ray.data.sharding import rank_indices
 from elastic_ray.membership.changes import MembershipConfig
-from elastic_ray.membership.machine import JobMembership
-from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.roster import WorkerPhase
-from elastic_ray.membership.signals import (
+from elastic_ray.membership.instructions import (
     AllLost,
-    Allocated,
     Announce,
     Complete,
     Instruction,
     Launch,
-    Lost,
     Note,
-    Ready,
     Release,
     Reserve,
-    Reserved,
-    Stimulus,
-    TimePassed,
     Withdraw,
 )
+from elastic_ray.membership.machine import JobMembership
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.roster import WorkerPhase
+from elastic_ray.membership.signals import Allocated, Lost, Ready, Reserved, Stimulus, TimePassed
 from tests.membership.driver import Ledger
 from tests.membership.simulated_groups import Groups, State
 from tests.membership.simulated_worker import SimWorker

@@ -141,7 +141,7 @@ class SimWorker:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def hear_plan(self, spec: GenerationSpec) -> None:
-        """As ``Membership.post``."""
+        """As ``WorkerMembership.post``."""
         if self.doing == "gone":
             return
         self._void_below = max(self._void_below, spec.void_below)
@@ -156,7 +156,7 @@ class SimWorker:
             self._job.groups.form(spec, self)
 
     def hear_cancel(self, generation: int) -> None:
-        """As ``Membership.post``."""
+        """As ``WorkerMembership.post``."""
         self._cancelled.add(generation)
         self._call_off()
         self._look()

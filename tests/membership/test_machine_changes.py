@@ -7,16 +7,9 @@ import dataclasses
 import pytest
 
 from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import Announce, Launch, Note, Release, Reserve, Withdraw
 from elastic_ray.membership.roster import WorkerPhase
-from elastic_ray.membership.signals import (
-    Announce,
-    Launch,
-    Note,
-    PrepareFailed,
-    Release,
-    Reserve,
-    Withdraw,
-)
+from elastic_ray.membership.signals import PrepareFailed
 from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
 # -- the first start -----------------------------------------------------------------------------------------------

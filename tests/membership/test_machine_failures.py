@@ -5,24 +5,18 @@ from __future__ import annotations
 import pytest
 
 from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Note, Release, Reserve, Withdraw
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
-    AllLost,
-    Announce,
-    Complete,
     Left,
     Lost,
-    Note,
     PrepareFailed,
     Ready,
-    Release,
     Rerun,
-    Reserve,
     Reserved,
     StepFailed,
     Stimulus,
     Switched,
-    Withdraw,
 )
 from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
