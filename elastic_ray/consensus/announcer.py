@@ -118,7 +118,7 @@ class Announcer:
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
         """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
 
-        The announcement stands as long as the group does, for those that come to another one to find.
+        The announcement stands as long as the group does: a rank that announces something else later finds it.
 
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.

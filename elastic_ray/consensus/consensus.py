@@ -138,8 +138,6 @@ class RankConsensus:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`."""
         return self.announcer.announce_finished(what, self._position.loader_steps, wait_s)
 
-    # What rides on reductions of gradients
-
     def reductions_started(self) -> None:
         """The reductions that were announced are all on their way."""
         self.announcer.done()
@@ -163,8 +161,6 @@ class RankConsensus:
     def check_same_step(self, tags: Sequence[float]) -> None:
         """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`."""
         self.announcer.check_same_step(tags)
-
-    # Votes
 
     def vote(
         self, what: Announced, added: Sums, *, some_are_idle: bool = False

@@ -36,7 +36,7 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """The session that a model belongs to which is wrapped now.
+    """The session of a model that is being wrapped.
 
     Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
     cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop

@@ -247,8 +247,6 @@ class Session:
         """Add to an accumulator's sum in the innermost step in progress."""
         self._parts.sums.add(self.ledger.depth, key, name, value)
 
-    # Entering the job
-
     def sync_point(self) -> None:
         """Where a worker becomes part of the job: everything is built, nothing has been trained.
 
@@ -293,8 +291,6 @@ class Session:
         self.states.roll_back()
         return self.states.capture(), self.progress
 
-    # Epochs and loader passes
-
     def begin_epochs(self, epochs: int) -> None:
         """The loop asks for its remaining epochs.
 
@@ -323,8 +319,6 @@ class Session:
                 )
             self.sync_point()
         return self.passes.enter()
-
-    # For the controller
 
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""

@@ -119,8 +119,6 @@ class StepLedger:
         """Epoch that an accumulator belongs to which is made now; -1 before the first."""
         return self._progress.epoch if self._in_epoch else -1
 
-    # Passes
-
     def begin_epoch(self) -> None:
         """Count loader passes from the first again."""
         self._in_epoch = True
@@ -179,8 +177,6 @@ class StepLedger:
             return None
         self._abandoned -= 1
         return self.step
-
-    # Steps
 
     def begin(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -267,8 +263,6 @@ class StepLedger:
     def _forget_nested(self, step: LoaderStep) -> None:
         self._progress.forget_passes(step.ordinal)
         self._ordinal = step.ordinal
-
-    # What happens within a step
 
     def mark_training(self) -> None:
         """A backward pass of this step has begun: it trains, even when AMP leaves its update out.

@@ -19,8 +19,9 @@ _TWICE = (
 class CarriedGradients:
     """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
 
-    A loop that applies the gradients of each step at once carries none, and pays for nothing here. One that leaves some
-    behind the optimizer's step, as a GAN's other loss does, and then throws them away, is found out at the first time.
+    A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
+    leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
+    first such step shows it.
 
     Args:
         context: the run.
