@@ -112,9 +112,9 @@ class GroupChanges:
             raise CommunicationFailedError(self._explain(cause))
         return self._transitions.regroup(cause, self._parts.group.generation)
 
-    def _enter(self, plan: GenerationSpec, communicator: Communicator) -> int:
+    def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
         try:
-            return self._entry(plan, communicator)
+            return self._entry(spec, communicator)
         except CommunicationFailedError as error:
             if not self._elastic:  # there will be no other group
                 self._membership.give_up(self._explain(str(error)))

@@ -257,8 +257,8 @@ class SimWorker:
             if not self.responsive or self.token != token or self.current is None:
                 return
             self._collectives += 1
-            lead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
-            self._job.groups.collective(self, self.current, self._collectives, lead, self._commit)
+            ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
+            self._job.groups.collective(self, self.current, self._collectives, ahead, self._commit)
 
         self._job.soon(0.25, reduce, at_least_s=0.05)
 
@@ -272,7 +272,7 @@ class SimWorker:
             self.doing, self.alive = "gone", False
             self._job.finished.append(edge.state)
             self._end(Finished(worker=self.name))
-        elif edge.lead and self._switch(self.generation + edge.lead):
+        elif edge.ahead and self._switch(self.generation + edge.ahead):
             return
         else:
             self._step()

@@ -79,16 +79,18 @@ def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=64))
-def test_a_lead_is_agreed_on_exactly_when_all_have_it(leads: list[int]) -> None:
-    common = leads[0] if len(set(leads)) == 1 else 0
-    assert agreed_generations_ahead(float(sum(leads)), float(sum(d * d for d in leads)), len(leads)) == common
+def test_a_distance_is_agreed_on_exactly_when_all_have_it(distances: list[int]) -> None:
+    common = distances[0] if len(set(distances)) == 1 else 0
+    assert (
+        agreed_generations_ahead(float(sum(distances)), float(sum(d * d for d in distances)), len(distances)) == common
+    )
 
 
-@given(lead=st.integers(1, 60), world=st.integers(2, 64), other=st.integers(0, 60))
-def test_one_rank_that_differs_is_enough_to_disagree(lead: int, world: int, other: int) -> None:
-    leads = [lead] * (world - 1) + [other]
-    sums = float(sum(leads)), float(sum(d * d for d in leads))
-    assert agreed_generations_ahead(*sums, world) == (lead if other == lead else 0)
+@given(ahead=st.integers(1, 60), world=st.integers(2, 64), other=st.integers(0, 60))
+def test_one_rank_that_differs_is_enough_to_disagree(ahead: int, world: int, other: int) -> None:
+    distances = [ahead] * (world - 1) + [other]
+    sums = float(sum(distances)), float(sum(d * d for d in distances))
+    assert agreed_generations_ahead(*sums, world) == (ahead if other == ahead else 0)
 
 
 # -- RunProgress ---------------------------------------------------------------------------------------------------
