@@ -13,7 +13,7 @@ from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.messages import Member, Place, Plan
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.session.group import Group
@@ -30,7 +30,7 @@ from elastic_ray.steps.sums import StepSums
 from placement.goodput.model import NoiseScale
 from tests.loop.test_step_ledger import step_of
 
-PLAN = Plan(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
+SPEC = GenerationSpec(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
 
 
 class Peers:
@@ -45,17 +45,17 @@ class Worker:
     worker, stop_requested, preempting, prepared_ahead, voided = "a", False, False, 0, False
     wanted_batch: BatchChoice | None = None
 
-    def __init__(self, *groups: tuple[Plan, Any] | None) -> None:
+    def __init__(self, *groups: tuple[GenerationSpec, Any] | None) -> None:
         self._groups = list(groups)
         self.generation, self.current, self.communicator = 1, None, Peers()
 
-    def prepared_plan(self, generation: int) -> Plan | None:
+    def prepared_spec(self, generation: int) -> GenerationSpec | None:
         return self._groups[0][0] if self._groups and self._groups[0] is not None else None
 
-    def take(self, generation: int) -> tuple[Plan, Any] | None:
+    def take(self, generation: int) -> tuple[GenerationSpec, Any] | None:
         return self._groups.pop(0)
 
-    def take_next(self, *, timeout_s: float) -> tuple[Plan, Any]:
+    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Any]:
         if (found := self._groups.pop(0)) is None:
             raise LostGroupError("none")
         return found
@@ -75,7 +75,7 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
     """With an exchange that fails so many times."""
     controller, entered = Controller(), list[int]()
 
-    def enter(plan: Plan, communicator: Any) -> int:
+    def enter(plan: GenerationSpec, communicator: Any) -> int:
         entered.append(plan.generation)
         if len(entered) <= failing:
             raise CommunicationFailedError("broke")
@@ -86,20 +86,20 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
 
 
 def test_a_member_tells_of_each_group_that_breaks_until_one_stands() -> None:
-    ways, controller, entered = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    ways, controller, entered = transitions(Worker((SPEC, Peers()), (SPEC, Peers())), failing=1)
     assert ways.regroup("first", 1) == 5
     assert entered == [2, 2] and controller.failures == [(1, "first"), (1, "broke")]
 
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_joiner_tells_of_a_failure_only_what_it_would_take_with_it(holds: bool) -> None:
-    ways, controller, _ = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    ways, controller, _ = transitions(Worker((SPEC, Peers()), (SPEC, Peers())), failing=1)
     ways.join(lambda: holds, timeout_s=1.0)
     assert controller.failures == ([(1, "broke")] if holds else [])
 
 
 def test_a_switch_waits_for_a_place_that_suits_its_size() -> None:
-    ways, _, entered = transitions(Worker((PLAN, Peers())))
+    ways, _, entered = transitions(Worker((SPEC, Peers())))
     ways.switch(2, lambda size: size < 2)
     assert entered == []
     ways.switch(2, lambda size: size == 2)
@@ -107,14 +107,14 @@ def test_a_switch_waits_for_a_place_that_suits_its_size() -> None:
 
 
 def test_a_group_that_was_called_off_after_it_was_agreed_on_is_replaced() -> None:
-    ways, controller, entered = transitions(Worker(None, (PLAN, Peers())))
+    ways, controller, entered = transitions(Worker(None, (SPEC, Peers())))
     ways.switch(2, lambda size: True)
     assert entered == [2] and "called off" in controller.failures[0][1]
 
 
 def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_stops() -> None:
     with pytest.raises(WorkerDismissed) as left:
-        transitions(Worker((PLAN, None)))[0].regroup("x", 1)
+        transitions(Worker((SPEC, None)))[0].regroup("x", 1)
     assert not left.value.stopped
     stopping = Worker(None, None)
     with pytest.raises(LostGroupError):
@@ -160,16 +160,16 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
         switched=lambda generation, pause_s: parts.done.append((generation, pause_s)),
         moment=lambda name: None,
     )
-    assert entry(PLAN, peers) == 3  # type: ignore[arg-type]
+    assert entry(SPEC, peers) == 3  # type: ignore[arg-type]
     announced = [Intent.BUFFERS] if world_size > 1 else []
     assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", Parts.shape, (2, 1.5)]
 
 
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
     worker = Worker()
-    group = Group("b", worker, Place(rank=1, world_size=3))  # type: ignore[arg-type]
-    assert group.rank_info == Place(rank=1, world_size=3) and group.world_size == 1
-    worker.current = PLAN  # type: ignore[assignment]
+    group = Group("b", worker, RankInfo(rank=1, world_size=3))  # type: ignore[arg-type]
+    assert group.rank_info == RankInfo(rank=1, world_size=3) and group.world_size == 1
+    worker.current = SPEC  # type: ignore[assignment]
     assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
     worker.communicator = None  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="not entered a generation"):
@@ -233,7 +233,7 @@ class Votes:
 def passes_of(votes: Votes) -> tuple[LoaderPasses, RunState, Changes]:
     states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
     parts = RunState(
-        group=Group("a", worker, Place()),  # type: ignore[arg-type]
+        group=Group("a", worker, RankInfo()),  # type: ignore[arg-type]
         states=states,
         registry=Registry(),
         ledger=StepLedger(states, recoverable=True),
