@@ -144,7 +144,9 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     point = ResumePoint(epoch=1, steps=4)
     state = StateFile(path="state", size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=4))
     record.saved(state)
-    record.report(WorkerReport(index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point))
+    record.report(
+        WorkerReport(worker="w1", index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point)
+    )
     assert record.resume_point == point, "what was reported after it is further"
     record.saved(state)
     assert record.resume_point == state.resume_point
