@@ -16,8 +16,7 @@ class ElasticConfig:
     Attributes:
         warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
             its nodes beside as many as it has workers there, for the next job to start in; 0 asks for none. The pool
-            serves all jobs;
-            its bounds are the cluster's: environment variable ``ELASTIC_RAY_POOL`` of its nodes
+            serves all jobs; its bounds are the cluster's: environment variable ``ELASTIC_RAY_POOL`` of its nodes
             (:func:`elastic_ray.warm_pool.sizing.read_config`). With ``ELASTIC_RAY_POOL=off`` the job keeps so many idle
             processes of its own.
         warm_worker_memory_bytes: a leaving worker whose resident memory is above this ends instead of going

@@ -22,7 +22,8 @@ class TrialSpec:
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
-        held: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage only.
+        checkpoint_ref: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage
+            only.
         sweep: actor that has what trials share, worker processes above all; None shares nothing.
     """
 
@@ -31,7 +32,7 @@ class TrialSpec:
     reports_ahead: int = 1
     knowledge_path: str = ""
     keep_s: float = 0.0
-    held: Any = None
+    checkpoint_ref: Any = None
     sweep: Any = None
 
     def __post_init__(self) -> None:

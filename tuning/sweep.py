@@ -103,7 +103,7 @@ class Sweep:
         kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
         held = self._held.find(spec.trial.start_from)
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, held=held))
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=held))
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
             asked = self._idle.pop(fits[-1])
             controller = asked.controller
@@ -228,5 +228,5 @@ def _kind(spec: JobSpec) -> JobSpec:
     """What trials must have in common to use each other's processes."""
     trial = spec.trial
     if trial is not None:
-        trial = dataclasses.replace(trial, controller="", start_from=None, held=None, sweep=None)
+        trial = dataclasses.replace(trial, controller="", start_from=None, checkpoint_ref=None, sweep=None)
     return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial, secret="")

@@ -20,7 +20,7 @@ _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still 
 _TELL = 0.1  # relative change of a step time that is told
 
 
-class Group(Protocol):
+class PlannedGroup(Protocol):
     """A generation of the job's workers, as far as its batch depends on it."""
 
     @property
@@ -131,7 +131,7 @@ class BatchPlanner:
                 tuner.set_noise(self._measured.noise)
         return self._tuners[gpu]
 
-    def choose(self, group: Group, gpu: str | None = "") -> BatchChoice | None:
+    def choose(self, group: PlannedGroup, gpu: str | None = "") -> BatchChoice | None:
         """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
         if self.loader is None:
             return None
@@ -144,7 +144,7 @@ class BatchPlanner:
             del self._gpus[generation]
         return decision.choice
 
-    def take_over(self, group: Group, gpu: str | None) -> None:
+    def take_over(self, group: PlannedGroup, gpu: str | None) -> None:
         """The generation in effect was chosen for by a controller before this one."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)

@@ -3,7 +3,7 @@
 Each is two files in ``automatic/``: ``step_<n>_<token>.pt``, the state, and ``step_<n>_<token>.json``, written last,
 which says where it stands and what the first one's checksum is. A state without its note is incomplete, one of another
 checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
-steps. What a state holds is none of this module's business (see ``parallel/saved_state.py``).
+steps. This module does not know what a state holds (see ``checkpoints/format.py``).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _MOST_BYTES = 256 * 2**20
 _FETCH_S = 30.0
 
 
-def hold(checkpoint: Any) -> Any | None:
+def put_checkpoint(checkpoint: Any) -> Any | None:
     """Put a checkpoint's files into Ray's object store; they last as long as this process and somebody's reference.
 
     Args:
@@ -47,7 +47,7 @@ def hold(checkpoint: Any) -> Any | None:
 
 
 @contextlib.contextmanager
-def held(reference: Any | None) -> Iterator[Checkpoint | None]:
+def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
     """The checkpoint behind a reference, in this process's memory while the context lasts; None if it is gone."""
     from ray.train import Checkpoint
 

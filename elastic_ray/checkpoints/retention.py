@@ -9,7 +9,7 @@ from typing import Any
 Kept = tuple[str, Mapping[str, Any]]
 
 
-class CheckpointBook:
+class CheckpointRetention:
     """The checkpoints of a run, oldest first, and which of them a new one displaces.
 
     Without a score the newest ``num_to_keep`` are kept. With one, the best ``num_to_keep`` are kept, and the
@@ -21,7 +21,7 @@ class CheckpointBook:
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """An empty book.
+        """No checkpoint is kept yet.
 
         Args:
             num_to_keep: how many to keep, at least 1; None keeps all.

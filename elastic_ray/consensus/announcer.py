@@ -1,7 +1,7 @@
 """Before the collectives of a group, its ranks tell each other what they are: a small all-reduce of a fixed size.
 
-Reductions of gradients are announced the first time, and from then on only by who waits for them for long: they have a
-lane of their own, where ranks that do something else cannot meet them, so that waiting is all that can happen.
+Reductions of gradients are announced the first time. From then on a rank announces them only while it waits for long:
+they run in the gradient group, where ranks that do something else cannot meet them and can only make them wait.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from elastic_ray.consensus.intents import Announced, RanksDisagreeError, disagre
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 
 # Values that ride along, added up over the ranks.
-ROOM = 32
+PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
-_PARTING_S = 7 * 24 * 3600.0
+_FINISHED_S = 7 * 24 * 3600.0
 # A rank that waits for longer than this says what for; half of what a disagreement takes to be found out.
 _PATIENCE_S = 2.0
 _HEARING_S = 0.2
-_TURN = 64
+_TAGS = 64
 
 
 class Announcer:
@@ -42,7 +42,7 @@ class Announcer:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._world = communicator.world_size
-        self._tensor = torch.zeros(4 * self._world + ROOM, dtype=torch.float64)
+        self._tensor = torch.zeros(4 * self._world + PAYLOAD_SIZE, dtype=torch.float64)
         self._values = self._tensor.numpy()
         self._work: Any = None
         self._phase = 0
@@ -103,7 +103,7 @@ class Announcer:
         except CommunicationFailedError:
             if self._work is not None and self._work.is_completed():
                 self.communicator.wait(self._work)
-                self._all_in_phase()  # whoever has heard of a disagreement before may have ended of it
+                self._all_in_phase()  # a rank that heard of a disagreement earlier may have ended because of it
             raise
 
     def done(self) -> None:
@@ -115,10 +115,10 @@ class Announcer:
         """By rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
-    def part(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
+    def announce_finished(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
         """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
 
-        The announcement stands as long as the group does, for those that come to another one to find.
+        The announcement stands as long as the group does: a rank that announces something else later finds it.
 
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.
@@ -143,34 +143,34 @@ class Announcer:
                     return True
                 standing.append(self._stand())
         except CommunicationFailedError:
-            return False  # whoever is gone does not matter any more
+            return False  # a rank that is gone needs no answer
 
     def _stand(self) -> tuple[Any, torch.Tensor]:
         """Post an announcement that stands in a place of its own."""
         self._tensor = torch.zeros_like(self._tensor)
         self._values = self._tensor.numpy()
-        self._post(timeout_s=_PARTING_S)
+        self._post(timeout_s=_FINISHED_S)
         self.communicator.keep_for(self._work)
         return self._work, self._tensor
 
-    def check_turn(self, turns: Sequence[float]) -> None:
-        """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`turn`.
+    def check_same_step(self, tags: Sequence[float]) -> None:
+        """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`step_tag`.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: they have not; raised on every rank.
         """
-        total, squares = turns
+        total, squares = tags
         if self._world * squares == total * total:
             return
         rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
         self._refuse([code for code, _ in rows], [loader_steps for _, loader_steps in rows])
 
     @staticmethod
-    def turn(loader_steps: int) -> tuple[float, float]:
+    def step_tag(loader_steps: int) -> tuple[float, float]:
         """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other."""
-        turn = float(loader_steps % _TURN)
-        return turn, turn * turn
+        tag = float(loader_steps % _TAGS)
+        return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
         """A phase begins; raises where the one before was not completed."""
@@ -201,7 +201,7 @@ class Announcer:
             if self._all_in_phase():
                 self._heard = self._phase
         if self._heard < self._phase:
-            self._post(timeout_s=_PARTING_S)
+            self._post(timeout_s=_FINISHED_S)
             self.communicator.keep_for(self._work)  # the others may need no announcement for as long as they train
 
     def _all_in_phase(self) -> bool:

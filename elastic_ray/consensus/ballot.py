@@ -6,16 +6,16 @@ import zlib
 from collections.abc import Sequence
 
 
-def agreed_lead(sum_of_leads: float, sum_of_squares: float, world_size: int) -> int:
+def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
     """Whether all ranks have prepared the same next generation, from two sums over the ranks.
 
     Each rank contributes d, how many generations ahead of the present one its prepared group is (0 for none), and
-    d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz), whoever asks.
+    d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
 
     Returns:
         The common d, 0 where the ranks do not agree (yet).
     """
-    total, squares = round(sum_of_leads), round(sum_of_squares)
+    total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0
 
 
@@ -26,5 +26,6 @@ def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether all ranks have the same digest and number, from the sums of their ballots (see :func:`agreed_lead`)."""
+    """Whether all ranks have the same digest and number by the sums of their ballots, as in
+    :func:`agreed_generations_ahead`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -9,17 +9,17 @@ from typing import Protocol, TypeAlias
 import torch
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.consensus.announcer import ROOM
-from elastic_ray.consensus.ballot import agreed_lead, names_agree, names_ballot
+from elastic_ray.consensus.announcer import PAYLOAD_SIZE
+from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
 from elastic_ray.membership.rendezvous import Communicator
 
-# What rides on every gradient reduction and vote: lead, lead squared, stop, rank 0's wish for m and s, preemption, and
-# how often rank 0 has reported.
+# What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
+# preemption, and how often rank 0 has reported.
 CONTROL_SIZE = 7
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
-_SUMS_ROOM = ROOM - _NAMES_END
+_SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
 
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
@@ -91,11 +91,11 @@ class AgreedChanges:
     def values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
         wishes = self._wishes
-        lead = float(wishes.prepared_ahead)
+        ahead = float(wishes.prepared_ahead)
         wish = wishes.wanted_batch if rank == 0 else None
         return [
-            lead,
-            lead * lead,
+            ahead,
+            ahead * ahead,
             float(wishes.stop_requested),
             float(wish.atomic_bsz) if wish else 0.0,
             float(wish.accum_steps) if wish else 0.0,
@@ -105,9 +105,9 @@ class AgreedChanges:
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
-        lead = agreed_lead(sums[0], sums[1], world_size)
-        if lead:
-            self.generation = self._wishes.generation + lead
+        ahead = agreed_generations_ahead(sums[0], sums[1], world_size)
+        if ahead:
+            self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
         self.reports = max(self.reports, round(sums[6]))

@@ -134,11 +134,9 @@ class RankConsensus:
         self.announcer.done()
         return sums
 
-    def part(self, what: Announced, wait_s: float) -> bool:
-        """Announce that this rank needs no other any more; see :meth:`Announcer.part`."""
-        return self.announcer.part(what, self._position.loader_steps, wait_s)
-
-    # What rides on reductions of gradients
+    def announce_finished(self, what: Announced, wait_s: float) -> bool:
+        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`."""
+        return self.announcer.announce_finished(what, self._position.loader_steps, wait_s)
 
     def reductions_started(self) -> None:
         """The reductions that were announced are all on their way."""
@@ -156,15 +154,13 @@ class RankConsensus:
         """Every rank draws the same conclusions from the sums of all ranks' control values."""
         self._changes.conclude(sums, world_size)
 
-    def turn(self) -> tuple[float, float]:
-        """What each rank adds to a reduction, so that :meth:`check_turn` finds out those of another step."""
-        return Announcer.turn(self._position.loader_steps)
+    def step_tag(self) -> tuple[float, float]:
+        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step."""
+        return Announcer.step_tag(self._position.loader_steps)
 
-    def check_turn(self, turns: Sequence[float]) -> None:
-        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_turn`."""
-        self.announcer.check_turn(turns)
-
-    # Votes
+    def check_same_step(self, tags: Sequence[float]) -> None:
+        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`."""
+        self.announcer.check_same_step(tags)
 
     def vote(
         self, what: Announced, added: Sums, *, some_are_idle: bool = False

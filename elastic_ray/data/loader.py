@@ -15,7 +15,7 @@ from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_o
 from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
-from elastic_ray.data.run import LoaderRun
+from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.whole import batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session

@@ -27,7 +27,7 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class EndedJob:
     """What is left of a job that has ended.
 
     Attributes:
@@ -71,8 +71,8 @@ class LeaseKeeper:
         self._leaving = threading.Event()
         self._lock = threading.Lock()
         self._watchers = 0
-        self._ending: Ending | None = None
-        self._collected: Ending | None = None
+        self._ending: EndedJob | None = None
+        self._collected: EndedJob | None = None
         self.answered = False  # whether the controller has started
         self._away_since_s: float | None = None
         self.last = JobStatus(job=job, phase=JobPhase.WAITING)
@@ -82,11 +82,11 @@ class LeaseKeeper:
         atexit.register(self.leave)
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> EndedJob | None:
         """What is left of the job, once it has ended."""
         return self._ending
 
-    def wait(self, timeout_s: float | None) -> Ending | None:
+    def wait(self, timeout_s: float | None) -> EndedJob | None:
         """Wait for the job's end; None if it has not come within ``timeout_s`` (None: wait for ever)."""
         with self._watched():
             self._ended.wait(timeout_s)
@@ -115,7 +115,7 @@ class LeaseKeeper:
             return
         message = "its controller is gone"
         status = dataclasses.replace(self.last, phase=JobPhase.FAILED, workers=0, message=message)
-        self._end(Ending(status=status, before=self.last, lost=_reason(error)))
+        self._end(EndedJob(status=status, before=self.last, lost=_reason(error)))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -179,11 +179,11 @@ class LeaseKeeper:
         outcome, events, status = ray.get(wanted, timeout=_COLLECT_TIMEOUT_S)
         if outcome is None:  # the phase runs ahead of the outcome: look again
             return
-        self._collected = Ending(status=status, events=tuple(events), outcome=outcome)
+        self._collected = EndedJob(status=status, events=tuple(events), outcome=outcome)
         controller.close.remote()
         self._end(self._collected)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: EndedJob) -> None:
         """The job has ended; only the first word of it counts."""
         with self._lock:
             if self._ending is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
-from elastic_ray.job.parts import JobParts
+from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import SetBatch
 from placement.knowledge.knowledge import Prior
 
@@ -19,7 +19,7 @@ class BatchChanges:
         parts: of the job.
     """
 
-    def __init__(self, parts: JobParts) -> None:
+    def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group
         self._record, self._background = parts.record, parts.background
 

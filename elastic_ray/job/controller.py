@@ -27,7 +27,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.record.controller_state import ControllerState, run_of
 from elastic_ray.warm_pool.processes import end_strays
-from elastic_ray.worker.messages import Greeting, Introduction, StateSaved, WorkerMessage
+from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
@@ -142,7 +142,7 @@ class JobController:
         """What was submitted, without the train function."""
         trial = self._spec.trial
         if trial is not None:
-            trial = dataclasses.replace(trial, held=None)  # an answer is not to keep it alive
+            trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
         return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
@@ -263,13 +263,13 @@ class JobController:
         await self._recovered.wait()
         return self._job.saved(message)
 
-    async def greet(self, worker: str, token: str) -> Greeting:
+    async def greet(self, worker: str, token: str) -> ControllerAnswer:
         """A process asks whether it is this controller's; ``worker`` is empty while it is idle."""
         if self._reconnection is not None:
-            return Greeting.INTRODUCE if worker else Greeting.STRANGER
-        return Greeting.KNOWN if self._job.group.knows(worker, token) else Greeting.STRANGER
+            return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
+        return ControllerAnswer.KNOWN if self._job.group.knows(worker, token) else ControllerAnswer.STRANGER
 
-    async def introduce(self, told: Introduction) -> None:
+    async def introduce(self, told: WorkerReregistration) -> None:
         """A worker of the controller before this one tells who it is."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
@@ -344,7 +344,7 @@ class JobController:
         job.take_over(state, told)
         await self._persist_state()
 
-    async def _release_others(self, state: ControllerState, told: Collection[Introduction]) -> None:
+    async def _release_others(self, state: ControllerState, told: Collection[WorkerReregistration]) -> None:
         """Give back what none of these workers holds: reservations, and processes that were only starting."""
 
         def release() -> None:

@@ -118,7 +118,7 @@ class Journal:
             raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")
         assert spec.trial is not None, "only trials follow each other"
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, held=None))
+        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, checkpoint_ref=None))
         packed = ray.cloudpickle.dumps(spec)  # type: ignore[no-untyped-call]
         internal_kv._internal_kv_put(self._key("trial"), packed, overwrite=True, namespace=NAMESPACE)
         self._events = 0

@@ -45,8 +45,8 @@ class ReportIntake:
         if message.problem:
             self._tell(message.problem)
         trial = self._trial
-        if message.held is not None and trial is not None and trial.sweep is not None:
-            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.held,))
+        if message.checkpoint_ref is not None and trial is not None and trial.sweep is not None:
+            trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
         self.queue.put(report_of(message, workers))
         await self.queue.turn(message.index)
 

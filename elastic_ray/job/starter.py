@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.job.parts import JobParts
+from elastic_ray.job.context import JobContext
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.record.writer import unreadable
 
@@ -43,7 +43,7 @@ class JobStarter:
         looking: whether all workers were lost, and storage is being looked at.
     """
 
-    def __init__(self, job: StartingJob, parts: JobParts) -> None:
+    def __init__(self, job: StartingJob, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
         self._background = parts.background

@@ -12,19 +12,20 @@ from typing import Any
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
-from elastic_ray.job.allocator_link import AllocatorLink
+from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.batch_changes import BatchChanges
-from elastic_ray.job.ending import JobEnding
+from elastic_ray.job.context import JobContext
 from elastic_ray.job.journal import Journal
-from elastic_ray.job.parts import JobParts
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.reports import ReportIntake
+from elastic_ray.job.shutdown import JobShutdown
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.membership.instructions import Note
 from elastic_ray.membership.messages import Stop
-from elastic_ray.membership.roster import Phase
-from elastic_ray.membership.signals import Allocated, Note
+from elastic_ray.membership.roster import WorkerPhase
+from elastic_ray.membership.signals import Allocated
 from elastic_ray.record import views
 from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
 from elastic_ray.record.event_log import EventLog
@@ -32,7 +33,7 @@ from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
-from elastic_ray.worker.messages import Introduction, RunResult, StateSaved, WorkerMessage
+from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.actor import HeartbeatReply
 from placement.cluster.jobs import JobView
@@ -71,10 +72,10 @@ class JobSupervisor:
         self.events = EventLog(spec, self.record, self.group.machine, journal.add)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
         self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage)
-        self._allocator = AllocatorLink(spec, controller, self._view, self._hear_allocator)
+        self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
-        parts = JobParts(
+        parts = JobContext(
             spec=spec,
             record=self.record,
             events=self.events,
@@ -84,7 +85,7 @@ class JobSupervisor:
             group=self.group,
             background=background,
         )
-        self._starter, self._ending = JobStarter(self, parts), JobEnding(parts, self._allocator)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self._allocator)
         self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
@@ -97,7 +98,7 @@ class JobSupervisor:
     @property
     def vacated(self) -> asyncio.Task[None] | None:
         """The task that makes processes ready for another trial; None for a job whose processes end with it."""
-        return self._ending.vacated
+        return self._shutdown.vacated
 
     def status(self) -> JobStatus:
         """The job now."""
@@ -177,12 +178,12 @@ class JobSupervisor:
     def returned(self, worker: str, value: Sealed | None) -> None:
         """A train function has returned; rank 0's value counts, or another's while there is none."""
         current = self.group.machine.current
-        if current is None or current.rank_of(worker) == 0 or self._ending.return_value is None:
-            self._ending.returned(value)
+        if current is None or current.rank_of(worker) == 0 or self._shutdown.return_value is None:
+            self._shutdown.returned(value)
 
     def happened(self, note: Note) -> None:
         """A group trains, or has failed."""
-        self.record.nobody_waits()
+        self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         self.events.add(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
         if note.kind is EventKind.CANCELLED:
@@ -225,7 +226,7 @@ class JobSupervisor:
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
-            or self.group.machine.in_phase(Phase.FINISHED)
+            or self.group.machine.in_phase(WorkerPhase.FINISHED)
         ):
             return False
         return self._saved or self.group.history.saves_soon(time.monotonic())
@@ -246,7 +247,7 @@ class JobSupervisor:
 
     def begin_again(self) -> None:
         """Begin with other workers once the allocator says where."""
-        self.record.nobody_waits()
+        self.record.clear_waiters()
         then = self._preemption.end()
         waits = then is not None and not then.nodes
         self.record.begins_again(waits_because=then.reason if then is not None and waits else None)
@@ -293,7 +294,7 @@ class JobSupervisor:
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
             first_report=self.record.first_report,
-            return_value=as_text(self._ending.return_value) if self.record.phase.ended else None,
+            return_value=as_text(self._shutdown.return_value) if self.record.phase.ended else None,
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
@@ -308,7 +309,7 @@ class JobSupervisor:
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
         self._starter.recall(state.first_report)
-        self._ending.returned(from_text(state.return_value))
+        self._shutdown.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
         """Before anything is heard that might end this controller as the one before."""
@@ -316,9 +317,9 @@ class JobSupervisor:
 
     def end_again(self) -> None:
         """The job had ended before this controller knew all that the one before it did."""
-        self._ending.record_again()
+        self._shutdown.record_again()
 
-    def take_over(self, state: ControllerState, told: Sequence[Introduction]) -> None:
+    def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
         """Go on with the workers that the controller before this one had, as far as they live."""
         if self.record.phase.ended:
             return
@@ -342,7 +343,7 @@ class JobSupervisor:
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""
-        await self._ending.written()
+        await self._shutdown.written()
 
     def tell_storage(self, now_s: float) -> None:
         """Some ten times a second from the beginning to the end, also before the first tick."""
@@ -387,10 +388,10 @@ class JobSupervisor:
             return
         reason = views.explain(error, phase)
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
-        self._ending.record(phase, error, reason, complete=self._starter.knows_reports)
+        self._shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
         self._reports.queue.close()
         self._planner.close()
         self.journal_state()
         self._journal.flush(_NOTE_S)  # before anything is given back that a controller after this one would look for
-        self._ending.write()
-        self._ending.give_back()
+        self._shutdown.write()
+        self._shutdown.give_back()

@@ -7,7 +7,7 @@ from typing import Protocol
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
 from elastic_ray.events import EventKind, JobPhase
-from elastic_ray.job.parts import JobParts
+from elastic_ray.job.context import JobContext
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import (
@@ -22,10 +22,10 @@ from elastic_ray.worker.messages import (
     RunStopped,
     WorkerHeartbeat,
     WorkerMessage,
+    WorkerNotice,
     WorkerOutOfMemory,
     WorkerReady,
     WorkerReport,
-    WorkerTold,
 )
 
 
@@ -53,7 +53,7 @@ class WorkerMessages:
         torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
-    def __init__(self, job: HearingJob, parts: JobParts) -> None:
+    def __init__(self, job: HearingJob, parts: JobContext) -> None:
         self._job = job
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group = parts.reports, parts.group
@@ -73,7 +73,7 @@ class WorkerMessages:
                 self._group.take(message)
             case WorkerOutOfMemory():
                 self._out_of_memory(message)
-            case WorkerTold(kind=kind, text=text, detail=detail):
+            case WorkerNotice(kind=kind, text=text, detail=detail):
                 self._record.user_told(text)
                 self._events.note(kind, text, detail=detail)
             case WorkerReport():

@@ -36,7 +36,7 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """The session that a model belongs to which is wrapped now.
+    """The session of a model that is being wrapped.
 
     Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
     cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop
@@ -78,23 +78,23 @@ class ElasticContext:
 
     def get_world_size(self) -> int:
         """Number of workers of the present generation."""
-        return self._session.group.place.world_size
+        return self._session.group.rank_info.world_size
 
     def get_world_rank(self) -> int:
         """Rank of this worker, from 0."""
-        return self._session.group.place.rank
+        return self._session.group.rank_info.rank
 
     def get_local_rank(self) -> int:
         """Rank of this worker among those on its node."""
-        return self._session.group.place.local_rank
+        return self._session.group.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
         """Workers of the present generation on this worker's node."""
-        return self._session.group.place.local_world_size
+        return self._session.group.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
         """Index of this worker's node in the job."""
-        return self._session.group.place.node_rank
+        return self._session.group.rank_info.node_rank
 
     def get_generation(self) -> int:
         """Number of the present generation: how often the group has changed, 0 before the first."""
@@ -141,7 +141,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
     number = session.count_report()
-    if session.group.place.rank == 0:
+    if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
 

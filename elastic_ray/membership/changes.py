@@ -6,20 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Withdraw
 from elastic_ray.membership.messages import GenerationSpec, Member
-from elastic_ray.membership.roster import InFlight, Phase, Roster, WorkerRecord, number
-from elastic_ray.membership.signals import (
-    AllLost,
-    Announce,
-    Complete,
-    Instruction,
-    Note,
-    PrepareFailed,
-    Release,
-    StepFailed,
-    Switched,
-    Withdraw,
-)
+from elastic_ray.membership.roster import InFlight, Roster, WorkerPhase, WorkerRecord, number
+from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +80,16 @@ class GenerationChanges(Roster):
         if record is None:
             return
         self._out.append(Release(worker=worker, kill=True, reason=cause))
-        if record.phase is not Phase.LEAVING:  # its generation is over: no member waits for it
+        if record.phase is not WorkerPhase.LEAVING:  # its generation is over: no member waits for it
             self._bereave(record, cause, now_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
         """Go on without a worker that was not expected to go."""
-        if record.phase is Phase.MEMBER:
+        if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
             self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
-        elif record.phase is Phase.FINISHED:
-            if not self.in_phase(Phase.MEMBER) and not self.entering():
+        elif record.phase is WorkerPhase.FINISHED:
+            if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
                 self._end(Complete())
         elif self.is_planned(record.worker):
             self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
@@ -137,7 +127,7 @@ class GenerationChanges(Roster):
             from_state=any(w.has_state for w in members),
             loaded=max(w.loaded for w in members),
         )
-        concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(Phase.MEMBER))}
+        concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(WorkerPhase.MEMBER))}
         self._out.append(Announce(spec=spec, to=tuple(sorted(concerned, key=number))))
 
     def _force(self, cause: str, now_s: float) -> None:
@@ -155,7 +145,7 @@ class GenerationChanges(Roster):
             self._hope = None
             self._call_off(planned[: 0 if flight and flight.begun else None])
             self._issue(survivors, forced=True, reason=cause, now_s=now_s)
-        elif self.in_phase(Phase.FINISHED):
+        elif self.in_phase(WorkerPhase.FINISHED):
             self._end(Complete())
         elif self.holders():
             self._call_off(planned)
@@ -170,10 +160,10 @@ class GenerationChanges(Roster):
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
         """Whether all of them only were about to take over a state that one which starts over in place holds now."""
-        if any(w.phase is Phase.MEMBER for w in survivors):
+        if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
-        held = max(w.held for w in survivors)
-        return any(w.held > held for w in self.holders() if w not in survivors)
+        newest = max(w.state_generation for w in survivors)
+        return any(w.state_generation > newest for w in self.holders() if w not in survivors)
 
     def _call_off(self, joiners: list[WorkerRecord]) -> None:
         if self.in_flight is not None and joiners:
@@ -193,7 +183,7 @@ class GenerationChanges(Roster):
             return
         self.in_flight = None
         self._not_before_s = now_s + self.config.backoff_s
-        concerned = {m.worker for m in flight.spec.members} | {w.worker for w in self.in_phase(Phase.MEMBER)}
+        concerned = {m.worker for m in flight.spec.members} | {w.worker for w in self.in_phase(WorkerPhase.MEMBER)}
         living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.spec.generation, to=tuple(living)))
         self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
@@ -205,10 +195,10 @@ class GenerationChanges(Roster):
         if record is None:
             return
         record.fail_in(generation)
-        if record.phase is Phase.LEAVING:
+        if record.phase is WorkerPhase.LEAVING:
             self._lost(worker, f"it could not leave: {cause}", now_s)
             return
-        if record.phase is Phase.READY:
+        if record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
             if self._hope is not None and flight is not None and flight.spec.generation == generation:
                 flight.take_effect(now_s)
@@ -258,14 +248,14 @@ class GenerationChanges(Roster):
     def _switched(self, told: Switched, now_s: float) -> None:
         """A worker trains in a generation; with the first one it takes effect, with the last one it is complete."""
         generation, flight, record = told.generation, self.in_flight, self.workers.get(told.worker)
-        if record is not None and record.phase is Phase.READY:
+        if record is not None and record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
         if flight is None or flight.spec.generation != generation:
             return
         if flight.effective_s is None:
             self._take_effect(flight, now_s)
         if record is not None:
-            if record.phase is Phase.READY:
+            if record.phase is WorkerPhase.READY:
                 record.join(now_s)
             flight.entered(told.worker, told.pause_s)
         if self._hope is not None:
@@ -280,10 +270,10 @@ class GenerationChanges(Roster):
         self.trained = True
         if self._suspicion is not None and self._suspicion.generation < flight.spec.generation:
             self._suspicion = None  # a failure in the generation before is cured by this one
-        for member in self.in_phase(Phase.MEMBER):
+        for member in self.in_phase(WorkerPhase.MEMBER):
             if flight.spec.rank_of(member.worker) is not None:
                 continue
-            member.enter(Phase.LEAVING, now_s)
+            member.enter(WorkerPhase.LEAVING, now_s)
             if member.failed_in >= before:
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
 

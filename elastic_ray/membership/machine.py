@@ -8,29 +8,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
-from elastic_ray.membership.recovery import Witness, recover
-from elastic_ray.membership.roster import Phase, WorkerRecord, number
+from elastic_ray.membership.instructions import AllLost, Complete, Instruction, Launch, Release, Reserve, Withdraw
+from elastic_ray.membership.recovery import SurvivingWorker, recover
+from elastic_ray.membership.roster import WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.selection import first_group, next_group, surplus
 from elastic_ray.membership.signals import (
-    AllLost,
     Allocated,
-    Complete,
     Finished,
-    Instruction,
-    Launch,
     Left,
     Lost,
     PrepareFailed,
     Ready,
-    Release,
     Rerun,
-    Reserve,
     Reserved,
     StepFailed,
     Stimulus,
     Switched,
     TimePassed,
-    Withdraw,
 )
 
 _MOST_PATIENCE = 8.0  # times join_timeout_s
@@ -92,7 +86,7 @@ class JobMembership(GenerationChanges):
 
     def take_over(
         self,
-        witnesses: Sequence[Witness],
+        survivors: Sequence[SurvivingWorker],
         target: Allocated,
         *,
         issued: int,
@@ -105,7 +99,7 @@ class JobMembership(GenerationChanges):
         """Go on after the controller's process was restarted, with the workers that live.
 
         Args:
-            witnesses: the workers that live.
+            survivors: the workers that live.
             target: where the job was heading.
             issued: the latest generation that was noted down; later ones are known from the workers.
             world_size: workers of the generation in effect, as noted down.
@@ -116,7 +110,7 @@ class JobMembership(GenerationChanges):
             named: number of the latest worker that may have been asked for; later ones are known from the workers.
         """
         self._aim(target)
-        found = recover(witnesses, world_size=world_size, now_s=now_s)
+        found = recover(survivors, world_size=world_size, now_s=now_s)
         self.workers, self.current, self.in_flight = found.workers, found.current, found.in_flight
         # A generation may have been announced and neither noted down nor entered: its number is not used again.
         self.issued = max(issued, found.issued) + _UNKNOWN
@@ -124,13 +118,13 @@ class JobMembership(GenerationChanges):
         self.trained = trained or found.current is not None or found.in_flight is not None
         self.announced = tuple(announced)
         self._loaded = max((record.loaded for record in self.workers.values()), default=0)
-        trains = self.trained or (announced and not any(w.worker in announced for w in witnesses))
+        trains = self.trained or (announced and not any(w.worker in announced for w in survivors))
         if trains and not self._may_go_on():
             self.current = self.in_flight = None
             self._out = []
             self._end(AllLost(reason="all workers were lost while the controller was away"))
             return self._out
-        out = self._unentered(tuple(w.worker for w in witnesses))
+        out = self._unentered(tuple(w.worker for w in survivors))
         for stimulus in found.since:
             out += self.handle(stimulus, now_s)
         if found.gone:
@@ -151,7 +145,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def _may_go_on(self) -> bool:
-        return any(record.has_state for record in self.workers.values() if record.phase is not Phase.LEAVING)
+        return any(record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING)
 
     def _aim(self, goal: Allocated) -> None:
         target = {node: count for node, count in goal.nodes.items() if count > 0}
@@ -161,9 +155,9 @@ class JobMembership(GenerationChanges):
 
     def _reserved(self, worker: str, now_s: float) -> None:
         record = self.workers.get(worker)
-        if record is None or record.phase is not Phase.RESERVING:
+        if record is None or record.phase is not WorkerPhase.RESERVING:
             return
-        record.enter(Phase.STARTING, now_s)
+        record.enter(WorkerPhase.STARTING, now_s)
         self._out.append(Launch(worker=worker, node=record.node))
 
     def _ready(self, told: Ready, now_s: float) -> None:
@@ -171,11 +165,11 @@ class JobMembership(GenerationChanges):
         record = self.workers.get(told.worker)
         if record is None:
             return
-        if record.phase is Phase.STARTING:
+        if record.phase is WorkerPhase.STARTING:
             record.built(now_s, loaded=told.loaded, has_state=told.has_state)
             self._patience = 1.0
             self._loaded = max(self._loaded, told.loaded)
-        elif record.phase is Phase.MEMBER:
+        elif record.phase is WorkerPhase.MEMBER:
             record.built_early()  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
@@ -187,7 +181,7 @@ class JobMembership(GenerationChanges):
         flight = self.in_flight
         # It may be the first to speak of the planned generation that it is no part of.
         expected = flight is not None and not flight.forced and flight.spec.rank_of(worker) is None
-        if record.phase is not Phase.LEAVING and not expected:
+        if record.phase is not WorkerPhase.LEAVING and not expected:
             self._bereave(record, "it left", now_s)
 
     def _finished(self, worker: str) -> None:
@@ -195,21 +189,21 @@ class JobMembership(GenerationChanges):
         if record is None:
             return
         record.finish()
-        if not self.in_phase(Phase.MEMBER) and not self.entering():
+        if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
             self._end(Complete())
 
     def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
         """A worker builds its model anew in its process, and no generation that it knows of is one for it."""
         record = self.workers.get(worker)
-        if record is None or record.phase not in (Phase.MEMBER, Phase.READY, Phase.STARTING):
+        if record is None or record.phase not in (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING):
             return
         before = record.phase
-        record.start_over(now_s, held=self.generation if has_state else 0, has_state=has_state)
+        record.start_over(now_s, state_generation=self.generation if has_state else 0, has_state=has_state)
         # Were it to hear only now of a generation that was announced to it before, it might enter it alone.
         for generation in range(max(1, self.generation), self.issued + 1):
             self._out.append(Withdraw(generation=generation, to=(worker,)))
         cause = f"worker {worker} ran out of memory and starts over"
-        if before is Phase.MEMBER:
+        if before is WorkerPhase.MEMBER:
             self._force(cause, now_s)
         elif self.is_planned(worker):
             self._withdraw(cause, now_s)
@@ -224,15 +218,15 @@ class JobMembership(GenerationChanges):
             self._idle()
         if self._suspicion is not None and now_s >= self._suspicion.at_s:
             self._force(f"a collective failed: {self._suspicion.cause}", now_s)
-        for record in self.in_phase(Phase.RESERVING):
+        for record in self.in_phase(WorkerPhase.RESERVING):
             if now_s - record.since_s > config.reserve_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
                 self._give_up(record, f"node {record.node[:8]} did not free its resources in time")
-        for record in self.in_phase(Phase.LEAVING):
+        for record in self.in_phase(WorkerPhase.LEAVING):
             if now_s - record.since_s > config.switch_timeout_s:
                 self._lost(record.worker, "its train function did not unwind in time", now_s)
         limit_s = config.join_timeout_s * self._patience
-        late = [record for record in self.in_phase(Phase.STARTING) if now_s - record.since_s > limit_s]
+        late = [record for record in self.in_phase(WorkerPhase.STARTING) if now_s - record.since_s > limit_s]
         for record in late:
             self._not_before_s = now_s + config.backoff_s
             times = f" x {self._patience:g}" if self._patience > 1 else ""
@@ -244,7 +238,7 @@ class JobMembership(GenerationChanges):
 
     def _reconcile(self, now_s: float) -> None:
         """Ask for workers, give them back and announce a generation, towards the target."""
-        if self.in_phase(Phase.FINISHED):
+        if self.in_phase(WorkerPhase.FINISHED):
             return  # the job is ending
         leavers, unwanted = surplus(self, self._target)
         for record in unwanted:
@@ -258,24 +252,30 @@ class JobMembership(GenerationChanges):
         """Reserve resources for the workers that the target has and the roster lacks."""
         if now_s < self._not_before_s:
             return
-        held = self.present()
+        present = self.present()
         for node, wanted in sorted(self._target.items()):
-            for _ in range(wanted - held.get(node, 0)):
+            for _ in range(wanted - present.get(node, 0)):
                 self.named += 1
                 worker = f"w{self.named}"
-                self.workers[worker] = WorkerRecord(worker=worker, node=node, phase=Phase.RESERVING, since_s=now_s)
+                self.workers[worker] = WorkerRecord(
+                    worker=worker, node=node, phase=WorkerPhase.RESERVING, since_s=now_s
+                )
                 self._out.append(Reserve(worker=worker, node=node))
 
     def _change(self, leavers: list[WorkerRecord], now_s: float) -> None:
         """Announce the next planned generation once it is worth it."""
-        joiners = self.in_phase(Phase.READY)
+        joiners = self.in_phase(WorkerPhase.READY)
         if not joiners and not leavers:
             self._first_wish_s = None
             return
         if self._first_wish_s is None:
             self._first_wish_s = now_s
         # Who leaves while others come saves the job a pause, and a time at a smaller size, by waiting for them.
-        coming = self.in_phase(Phase.STARTING, Phase.RESERVING) if leavers else self.in_phase(Phase.STARTING)
+        coming = (
+            self.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING)
+            if leavers
+            else self.in_phase(WorkerPhase.STARTING)
+        )
         patient = bool(coming) and now_s - self._first_wish_s < self.config.patience_s
         reason = self._reason
         if self.current is None:

@@ -132,7 +132,7 @@ class StateVersion:
 
     Attributes:
         step: committed optimizer steps (loader iterations).
-        slot: optimizers already stepped within the step in progress (a GAN has two).
+        optimizers_stepped: optimizers already stepped within the step in progress (a GAN has two).
         lineage: generation of the last commit: of two groups that went on from the same step without knowing of
             each other, the later one counts.
         passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
@@ -140,11 +140,11 @@ class StateVersion:
     """
 
     step: int = 0
-    slot: int = 0
+    optimizers_stepped: int = 0
     lineage: int = 0
     passes: int = 0
     has_state: bool = False
 
     def order(self) -> tuple[int, int, int, int]:
         """Sort key: a worker with state beats one without."""
-        return (int(self.has_state), self.step, self.slot, self.lineage)
+        return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage)

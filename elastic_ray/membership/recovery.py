@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.roster import InFlight, Phase, WorkerRecord, number
+from elastic_ray.membership.roster import InFlight, WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.signals import Signal, StepFailed, Switched
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class SurvivingWorker:
     """A living worker.
 
     Attributes:
@@ -77,23 +77,23 @@ class Recovered:
     since: tuple[Signal, ...]
 
 
-def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> Recovered:
+def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:
     """The roster that living workers make up.
 
     Args:
-        witnesses: all living workers; the others count as lost.
+        survivors: all living workers; the others count as lost.
         world_size: workers of the generation in effect, as last noted down.
         now_s: the time [s].
     """
-    specs = {w.spec.generation: w.spec for w in witnesses if w.spec is not None and w.veteran}
+    specs = {w.spec.generation: w.spec for w in survivors if w.spec is not None and w.veteran}
     newest = specs[max(specs)] if specs else None
-    records = {w.worker: _record(w, newest, now_s) for w in sorted(witnesses, key=lambda w: number(w.worker))}
+    records = {w.worker: _record(w, newest, now_s) for w in sorted(survivors, key=lambda w: number(w.worker))}
     if newest is None:
-        return Recovered(workers=records, current=None, in_flight=None, issued=_latest(witnesses), gone=(), since=())
-    by_name = {w.worker: w for w in witnesses}
+        return Recovered(workers=records, current=None, in_flight=None, issued=_latest(survivors), gone=(), since=())
+    by_name = {w.worker: w for w in survivors}
     members = [by_name[m.worker] for m in newest.members if m.worker in by_name]
     through = [w for w in members if w.switched == newest.generation]
-    before = specs.get(max((w.switched for w in witnesses if w.veteran and w.switched < newest.generation), default=0))
+    before = specs.get(max((w.switched for w in survivors if w.veteran and w.switched < newest.generation), default=0))
     flight = None
     if len(through) < len(members):
         flight = InFlight(
@@ -107,38 +107,38 @@ def recover(witnesses: Sequence[Witness], *, world_size: int, now_s: float) -> R
     if flight is not None:
         told = newest.generation
         since += [Switched(worker=w.worker, generation=told, pause_s=w.pause_s) for w in through]
-    since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in witnesses if w.failed >= 0]
+    since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in survivors if w.failed >= 0]
     return Recovered(
         workers=records,
         current=newest if flight is None else before,  # none where no worker remembers it: it is over in a moment
         in_flight=flight,
-        issued=_latest(witnesses),
+        issued=_latest(survivors),
         gone=tuple(m.worker for m in newest.members if m.worker not in by_name),
         since=tuple(since),
     )
 
 
-def _record(witness: Witness, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
+def _record(survivor: SurvivingWorker, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
     """What the machine knows of a living worker."""
     # A worker that trained before, and is no member of the newest, leaves, or the others have gone on.
-    passed_over = witness.veteran and newest is not None and newest.rank_of(witness.worker) is None
-    if witness.leaving or passed_over:
-        phase = Phase.LEAVING
-    elif witness.veteran:
-        phase = Phase.MEMBER
+    passed_over = survivor.veteran and newest is not None and newest.rank_of(survivor.worker) is None
+    if survivor.leaving or passed_over:
+        phase = WorkerPhase.LEAVING
+    elif survivor.veteran:
+        phase = WorkerPhase.MEMBER
     else:
-        phase = Phase.READY if witness.ready else Phase.STARTING
+        phase = WorkerPhase.READY if survivor.ready else WorkerPhase.STARTING
     return WorkerRecord(
-        worker=witness.worker,
-        node=witness.node,
+        worker=survivor.worker,
+        node=survivor.node,
         phase=phase,
         since_s=now_s,
-        has_state=witness.has_state or witness.starts_over or witness.veteran,
-        loaded=witness.loaded,
-        failed_in=witness.failed,
-        held=(newest.generation if newest is not None else 1) if witness.starts_over else 0,
+        has_state=survivor.has_state or survivor.starts_over or survivor.veteran,
+        loaded=survivor.loaded,
+        failed_in=survivor.failed,
+        state_generation=(newest.generation if newest is not None else 1) if survivor.starts_over else 0,
     )
 
 
-def _latest(witnesses: Sequence[Witness]) -> int:
-    return max((w.spec.generation for w in witnesses if w.spec is not None), default=0)
+def _latest(survivors: Sequence[SurvivingWorker]) -> int:
+    return max((w.spec.generation for w in survivors if w.spec is not None), default=0)

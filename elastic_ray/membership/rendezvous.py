@@ -41,8 +41,8 @@ class CommunicationFailedError(Exception):
 class Communicator:
     """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
 
-    Gradients have a lane of their own: connections that nothing else uses. Ranks that disagree, of which one reduces
-    gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
+    Gradients have a group of their own, the gradient group: connections that nothing else uses. Ranks that disagree, of
+    which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
     Args:
         store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
@@ -92,8 +92,8 @@ class Communicator:
             nonces = _meet(named, rank, world_size)
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
-            lane = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
-            self._gradients = _form_gloo(lane, rank, world_size, device, until_s)
+            gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
+            self._gradients = _form_gloo(gradient_store, rank, world_size, device, until_s)
             if secret:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
@@ -167,7 +167,7 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def reduce_gradients(self, tensor: torch.Tensor) -> Any:
-        """As :meth:`all_reduce`, on the lane of the gradients."""
+        """As :meth:`all_reduce`, in the gradient group."""
         backend = self._nccl if tensor.is_cuda else self._gradients
         return self._guard(lambda: backend.allreduce([tensor]))
 
@@ -206,7 +206,7 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Every rank's ``values`` (the same number on each), in rank order; by choice on the lane of the gradients."""
+        """Every rank's ``values`` (the same number on each), in rank order; by choice in the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:

@@ -9,7 +9,7 @@ from collections import Counter
 from elastic_ray.membership.messages import GenerationSpec
 
 
-class Phase(enum.Enum):
+class WorkerPhase(enum.Enum):
     """Where a worker is in its life."""
 
     RESERVING = "reserving"
@@ -32,19 +32,19 @@ class WorkerRecord:
         has_state: whether it is known to hold a trained state; true of every member.
         loaded: steps of the automatic checkpoint that it has loaded; 0 without one.
         failed_in: latest generation that failed on it; it waits for a newer one.
-        held: generation in which it ran out of memory, with the state that it keeps.
+        state_generation: generation in which it ran out of memory, with the state that it keeps.
         rebuilt: its ``Ready`` overtook its ``Rerun``.
         failures: planned generations in a row that could not be formed with it as a joiner.
     """
 
     worker: str
     node: str
-    phase: Phase
+    phase: WorkerPhase
     since_s: float
     has_state: bool = False
     loaded: int = 0
     failed_in: int = -1
-    held: int = 0
+    state_generation: int = 0
     rebuilt: bool = False
     failures: int = 0
 
@@ -53,32 +53,32 @@ class WorkerRecord:
         """Order of age."""
         return number(self.worker)
 
-    def enter(self, phase: Phase, now_s: float) -> None:
+    def enter(self, phase: WorkerPhase, now_s: float) -> None:
         """Come into a phase."""
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
         """It waits for a generation, with what it has loaded and what it holds."""
-        self.enter(Phase.READY, now_s)
+        self.enter(WorkerPhase.READY, now_s)
         self.loaded, self.has_state = loaded, has_state or self.has_state
 
     def built_early(self) -> None:
         """Its ``Ready`` has come before the ``Rerun`` that it belongs to."""
         self.rebuilt = True
 
-    def start_over(self, now_s: float, *, held: int, has_state: bool) -> None:
-        """It builds anew in its process, with the state of generation ``held`` or without one."""
-        self.enter(Phase.READY if self.rebuilt else Phase.STARTING, now_s)
-        self.has_state, self.rebuilt, self.held = has_state, False, held
+    def start_over(self, now_s: float, *, state_generation: int, has_state: bool) -> None:
+        """It builds anew in its process, with the state of generation ``state_generation`` or without one."""
+        self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
+        self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
     def join(self, now_s: float) -> None:
         """It trains in a generation."""
-        self.enter(Phase.MEMBER, now_s)
+        self.enter(WorkerPhase.MEMBER, now_s)
         self.failures = 0
 
     def finish(self) -> None:
         """Its train function has returned."""
-        self.phase = Phase.FINISHED
+        self.phase = WorkerPhase.FINISHED
 
     def hold_state(self) -> None:
         """It holds a trained state."""
@@ -166,33 +166,33 @@ class Roster:
         """Number of the generation in effect, 0 before the first."""
         return self.current.generation if self.current is not None else 0
 
-    def held(self) -> dict[str, int]:
+    def workers_by_node(self) -> dict[str, int]:
         """Workers with resources (reserved, or asked for) by node."""
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """As :meth:`held`, without those on their way out."""
-        return dict(Counter(w.node for w in self.workers.values() if w.phase is not Phase.LEAVING))
+        """As :meth:`workers_by_node`, without those on their way out."""
+        return dict(Counter(w.node for w in self.workers.values() if w.phase is not WorkerPhase.LEAVING))
 
     def watched(self) -> set[str]:
         """Workers from whom signs of life are expected."""
-        return {w.worker for w in self.in_phase(Phase.READY, Phase.MEMBER)}
+        return {w.worker for w in self.in_phase(WorkerPhase.READY, WorkerPhase.MEMBER)}
 
     def members(self) -> list[WorkerRecord]:
         """Living members in rank order."""
         order = [m.worker for m in self.current.members] if self.current is not None else []
         rank = {worker: index for index, worker in enumerate(order)}
-        living = [w for w in self.workers.values() if w.phase is Phase.MEMBER]
+        living = [w for w in self.workers.values() if w.phase is WorkerPhase.MEMBER]
         return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
 
-    def in_phase(self, *phases: Phase) -> list[WorkerRecord]:
+    def in_phase(self, *phases: WorkerPhase) -> list[WorkerRecord]:
         """Workers in these phases, oldest first."""
         chosen = [w for w in self.workers.values() if w.phase in phases]
         return sorted(chosen, key=lambda w: w.number)
 
     def holders(self) -> list[WorkerRecord]:
         """Workers with a process that are known to hold a trained state."""
-        return [w for w in self.in_phase(Phase.STARTING, Phase.READY, Phase.MEMBER) if w.has_state]
+        return [w for w in self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.MEMBER) if w.has_state]
 
     def is_planned(self, worker: str) -> bool:
         """Whether the generation in flight has it as a member."""
@@ -200,7 +200,7 @@ class Roster:
 
     def planned(self) -> list[WorkerRecord]:
         """Joiners of the generation in flight that have not said that they entered it."""
-        return [w for w in self.in_phase(Phase.READY) if self.is_planned(w.worker)]
+        return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
     def entering(self) -> list[WorkerRecord]:
         """Those of them that enter it now: the change is under way."""
@@ -211,6 +211,6 @@ class Roster:
         told = flight.pauses.keys() | flight.failed
         return [
             w
-            for w in self.in_phase(Phase.READY, Phase.MEMBER)
+            for w in self.in_phase(WorkerPhase.READY, WorkerPhase.MEMBER)
             if flight.spec.rank_of(w.worker) is not None and w.worker not in told
         ]

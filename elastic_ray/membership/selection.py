@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic_ray.membership.roster import Phase, Roster, WorkerRecord
+from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
@@ -17,11 +17,11 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
         excess = count - target.get(node, 0)
         if excess <= 0:
             continue
-        here = [w for w in roster.workers.values() if w.node == node and w.phase is not Phase.LEAVING]
+        here = [w for w in roster.workers.values() if w.node == node and w.phase is not WorkerPhase.LEAVING]
         # Newest first, and members last: what has not joined costs nothing to give back.
-        here.sort(key=lambda w: (w.phase is not Phase.MEMBER, rank.get(w.worker, 0), w.number), reverse=True)
+        here.sort(key=lambda w: (w.phase is not WorkerPhase.MEMBER, rank.get(w.worker, 0), w.number), reverse=True)
         for record in here[:excess]:
-            if record.phase is Phase.MEMBER:
+            if record.phase is WorkerPhase.MEMBER:
                 leavers.append(record)
             elif record.worker not in flying and not record.has_state:
                 unwanted.append(record)
@@ -38,9 +38,9 @@ def next_group(roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: 
     stayers = [w for w in members if w.worker not in leaving]
     if not stayers:
         stayers = members[:1]  # one must bring the state along
-    group = stayers + roster.in_phase(Phase.READY)
+    group = stayers + roster.in_phase(WorkerPhase.READY)
     too_small = len(group) < min(min_workers, len(members))
-    if too_small and roster.in_phase(Phase.STARTING, Phase.RESERVING):
+    if too_small and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
         return None
     return group
 
@@ -58,12 +58,12 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
         patient: whether to wait for workers that are starting.
     """
     holders = roster.holders()
-    group = [w for w in roster.in_phase(Phase.READY) if w.has_state or not holders]
+    group = [w for w in roster.in_phase(WorkerPhase.READY) if w.has_state or not holders]
     if holders:
-        newest = max(w.held for w in holders)
-        if all(w.held < newest for w in group):
+        newest = max(w.state_generation for w in holders)
+        if all(w.state_generation < newest for w in group):
             return None  # who has trained longest is still starting over
-        patient = patient and any(w.phase is Phase.STARTING for w in holders)
+        patient = patient and any(w.phase is WorkerPhase.STARTING for w in holders)
     else:
         group = sorted(group, key=lambda w: -w.loaded)[: most or None]
         patient = patient and len(group) != most

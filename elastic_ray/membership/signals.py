@@ -1,12 +1,9 @@
-"""What the membership machine hears and what it answers: plain values."""
+"""What the membership machine hears: plain values."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-
-from elastic_ray.events import EventKind
-from elastic_ray.membership.messages import GenerationSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,71 +90,3 @@ class TimePassed:
 
 
 Stimulus = Signal | Allocated | TimePassed
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Reserve:
-    """Reserve one worker's resources on a node."""
-
-    worker: str
-    node: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Start a worker whose resources are reserved."""
-
-    worker: str
-    node: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
-    """Give a worker's resources back; ``kill`` its process unless it may rest in the warm pool."""
-
-    worker: str
-    kill: bool
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Announce:
-    """Tell ``to`` about a generation."""
-
-    spec: GenerationSpec
-    to: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Withdraw:
-    """Tell ``to`` that a planned generation will not come to be."""
-
-    generation: int
-    to: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Record an event of the job."""
-
-    kind: EventKind
-    from_workers: int
-    to_workers: int
-    reason: str
-    pause_s: float = 0.0
-    generation: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class AllLost:
-    """No member with state lives: restart from the last checkpoint, or give up."""
-
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Complete:
-    """All members have finished."""
-
-
-Instruction = Reserve | Launch | Release | Announce | Withdraw | Note | AllLost | Complete

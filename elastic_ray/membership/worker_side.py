@@ -1,7 +1,7 @@
 """SHELL: a worker's side of the membership protocol: hears plans, forms groups ahead, enters and leaves them.
 
 Two threads meet here. The *control thread* (a Ray call, or nothing at all outside a trainer) delivers messages
-through :meth:`Membership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
+through :meth:`WorkerMembership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
 group happens in a thread of its own, so that training on the present group goes on meanwhile.
 """
 
@@ -30,7 +30,7 @@ class LostGroupError(RuntimeError):
     """No generation to go on with was announced in time."""
 
 
-class Membership:
+class WorkerMembership:
     """Present group, the one that forms ahead, and what the controller has said.
 
     Args:

@@ -21,7 +21,7 @@ from elastic_ray.parallel.refusals import (
     refuse_sparse,
     refuse_steps_in_backward,
 )
-from elastic_ray.parallel.run import ModelRun, UpdateLedger
+from elastic_ray.parallel.run_view import ModelRun, UpdateLedger
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState, ModuleState
@@ -90,7 +90,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
-            _check_process_group(session.group.place.world_size)
+            _check_process_group(session.group.rank_info.world_size)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
         self._run: ModelRun = session

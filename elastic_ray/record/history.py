@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind
-from elastic_ray.membership.signals import Note
+from elastic_ray.membership.instructions import Note
 
 if TYPE_CHECKING:
     from elastic_ray.record.controller_state import ControllerState

@@ -7,12 +7,12 @@ from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.checkpoints.resumable import StoredRun
-from elastic_ray.checkpoints.retention import CheckpointBook
+from elastic_ray.checkpoints.retention import CheckpointRetention
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.backlog import Backlog
-from elastic_ray.record.tail import Tail
+from elastic_ray.record.bounded_log import BoundedLog
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
@@ -31,12 +31,12 @@ class JobRecord:
     """
 
     def __init__(self, spec: JobSpec) -> None:
-        self._book = CheckpointBook(
+        self._retention = CheckpointRetention(
             num_to_keep=spec.num_to_keep,
             score_attribute=spec.checkpoint_score_attribute,
             score_order=spec.checkpoint_score_order,
         )
-        self._reports: Tail[Report] = Tail()
+        self._reports: BoundedLog[Report] = BoundedLog()
         self._outcome: JobOutcome | None = None
         self._resume: ResumePoint | None = None
         self.phase = JobPhase.WAITING
@@ -65,14 +65,14 @@ class JobRecord:
         """
         self.looked = True
         if self._is_trial:
-            if self._book.latest is None:
+            if self._retention.latest is None:
                 self._resume = stored.start
             return ()
-        known = dict(self._book.kept)
-        self._book.clear()
+        known = dict(self._retention.kept)
+        self._retention.clear()
         self._resume, surplus = None, list[str]()
         for checkpoint in stored.checkpoints:
-            surplus += self._book.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
+            surplus += self._retention.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
             self._resume = checkpoint.resume_point
         self._states = stored.states if self._states_kept else ()
         return tuple(surplus)
@@ -80,7 +80,7 @@ class JobRecord:
     @property
     def restart_point(self) -> tuple[str | None, ResumePoint | None]:
         """Latest checkpoint and where it stands, None where it does not say; (None, None) before the first."""
-        latest = self._book.latest
+        latest = self._retention.latest
         path = latest[0] if latest is not None else self._start
         return (path, self._resume) if path is not None else (None, None)
 
@@ -172,7 +172,7 @@ class JobRecord:
             return ()
         self._resume = message.resume_point
         self._since_checkpoint.clear()
-        return self._book.add(report.checkpoint, report.metrics)
+        return self._retention.add(report.checkpoint, report.metrics)
 
     def report_again(self, message: WorkerReport, workers: int) -> Report | None:
         """Take a report that may be known, and may not; returns it if it was not."""
@@ -228,7 +228,7 @@ class JobRecord:
         else:
             self._waits.pop(who, None)
 
-    def nobody_waits(self) -> None:
+    def clear_waiters(self) -> None:
         """Those that may have waited may be gone; who still waits says so soon."""
         self._waits.clear()
 
@@ -248,7 +248,7 @@ class JobRecord:
             metrics=self.metrics,
             reports=self._reports.values(),
             first_report=self._reports.first or 1,
-            checkpoints=self._book.kept,
+            checkpoints=self._retention.kept,
             return_value=return_value,
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from elastic_ray.events import Report
-from elastic_ray.record.tail import MOST, Tail
+from elastic_ray.record.bounded_log import MOST, BoundedLog
 
 _MISSING_S = 5.0
 _LOOK_S = 1.0
@@ -27,7 +27,7 @@ class ReportQueue:
     def __init__(self, *, taken: int = 0, ahead: int | None = None, keep: int = MOST) -> None:
         self._taken = taken
         self._ahead = ahead
-        self._reports: Tail[Report] = Tail(keep if ahead is None else max(keep, ahead + 2))
+        self._reports: BoundedLog[Report] = BoundedLog(keep if ahead is None else max(keep, ahead + 2))
         self._open = True
         self._hole: tuple[int, float] | None = None
         self._changed = asyncio.Event()

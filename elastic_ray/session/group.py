@@ -17,7 +17,7 @@ class CurrentGeneration(Protocol):
 
     @property
     def current(self) -> GenerationSpec | None:
-        """Its plan, None before the first."""
+        """What was announced of it, None before the first."""
 
     @property
     def communicator(self) -> Communicator | None:
@@ -44,8 +44,8 @@ class Group:
         return self._membership.generation
 
     @property
-    def plan(self) -> GenerationSpec | None:
-        """The present generation's plan, None before the first."""
+    def generation_spec(self) -> GenerationSpec | None:
+        """The present generation as announced, None before the first."""
         return self._membership.current
 
     @property
@@ -61,12 +61,12 @@ class Group:
         return communicator.world_size if communicator is not None else 1
 
     @property
-    def place(self) -> RankInfo:
+    def rank_info(self) -> RankInfo:
         """Where this worker stands in the present generation; before the first, where it is expected to."""
-        plan = self._membership.current
-        if plan is None or self._membership.communicator is None:
+        spec = self._membership.current
+        if spec is None or self._membership.communicator is None:
             return self._expected
-        return plan.place_of(self._worker)
+        return spec.place_of(self._worker)
 
     @property
     def communicator(self) -> Communicator:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group_entry import GroupEntry
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
 
 # Steps that a planned change of group waits for gradients that are different on each rank.
@@ -36,8 +36,8 @@ class GroupChanges:
 
     def __init__(
         self,
-        parts: RunParts,
-        membership: Membership,
+        parts: RunState,
+        membership: WorkerMembership,
         controller: ControllerClient,
         moment: Callable[[str], None],
         *,
@@ -112,9 +112,9 @@ class GroupChanges:
             raise CommunicationFailedError(self._explain(cause))
         return self._transitions.regroup(cause, self._parts.group.generation)
 
-    def _enter(self, plan: GenerationSpec, communicator: Communicator) -> int:
+    def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
         try:
-            return self._entry(plan, communicator)
+            return self._entry(spec, communicator)
         except CommunicationFailedError as error:
             if not self._elastic:  # there will be no other group
                 self._membership.give_up(self._explain(str(error)))
@@ -124,7 +124,7 @@ class GroupChanges:
         """All ranks of a new group are identical; returns the time since the last committed step [s]."""
         self._steps_waited = 0
         pause_s = self._parts.clock.resume()
-        self._parts.ledger.forgive()
+        self._parts.ledger.clear_failure()
         return pause_s
 
     def _set_shape(self, shape: BatchChoice | None) -> None:

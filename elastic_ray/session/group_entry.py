@@ -37,7 +37,7 @@ class GroupParts(Protocol):
         """Make all buffers equal on all ranks."""
 
 
-class Agreeing(Protocol):
+class EntryConsensus(Protocol):
     """Announcements of this rank."""
 
     def enter_group(self) -> None:
@@ -48,7 +48,7 @@ class Agreeing(Protocol):
 
 
 class GroupEntry:
-    """See the module's text; called with a group's plan and communicator.
+    """See the module's text; called with a group's generation spec and communicator.
 
     Args:
         state: what is exchanged.
@@ -64,7 +64,7 @@ class GroupEntry:
         self,
         state: ExchangedState,
         parts: GroupParts,
-        consensus: Agreeing,
+        consensus: EntryConsensus,
         *,
         begin: Callable[[], float],
         set_shape: Callable[[BatchChoice | None], None],
@@ -79,7 +79,7 @@ class GroupEntry:
         self._switched = switched
         self._moment = moment
 
-    def __call__(self, plan: GenerationSpec, communicator: Communicator) -> int:
+    def __call__(self, spec: GenerationSpec, communicator: Communicator) -> int:
         """Enter; returns the loader passes that the group's furthest rank has ended.
 
         Raises:
@@ -93,6 +93,6 @@ class GroupEntry:
             self._consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.buffer_layout))
         self._parts.sync_buffers(communicator)
         pause_s = self._begin()
-        self._set_shape(plan.batch or self._state.shape)
-        self._switched(plan.generation, pause_s)
+        self._set_shape(spec.batch or self._state.shape)
+        self._switched(spec.generation, pause_s)
         return exchanged.passes

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -31,7 +31,7 @@ class LoaderPasses:
         moment: a named moment of the run, for scripted faults.
     """
 
-    def __init__(self, parts: RunParts, changes: Changes, moment: Callable[[str], None]) -> None:
+    def __init__(self, parts: RunState, changes: Changes, moment: Callable[[str], None]) -> None:
         self._parts = parts
         self._changes = changes
         self._moment = moment
@@ -125,9 +125,8 @@ class LoaderPasses:
         Args:
             loader_pass: the pass.
             total: its samples.
-            put_off: the user's code behind the loop has run already. What happens between two steps waits until that is
-                part of the progress, so that whoever goes on from there, a joiner or the job another time, does not run
-                it again.
+            put_off: the user's code behind the loop has run already. What happens between two steps waits until the
+                progress says so; a joiner, or the job when it goes on later, does not run that code again.
 
         Raises:
             WorkerDismissed: as in :meth:`edge`.
@@ -166,7 +165,7 @@ class LoaderPasses:
         self._progress.add_sums(self._parts.consensus.vote(what, added, some_are_idle=some_are_idle))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost: undo what user code moved on in it, and go on with whoever is left."""
+        """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
         parts = self._parts
         parts.sums.undo_beyond(parts.ledger.depth)
         lost = parts.ledger.undo(step)

@@ -17,14 +17,14 @@ from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
-_PARTING_WAIT_S = 0.5
+_FINISHED_WAIT_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Session:
     def __init__(
         self,
         worker: str,
-        membership: Membership,
+        membership: WorkerMembership,
         controller: ControllerClient,
         *,
         progress: RunProgress | None = None,
@@ -113,13 +113,13 @@ class Session:
         )
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
 
-    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunParts:
+    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunState:
         """The parts of a run that begins there."""
         group = Group(self.worker, self.membership, expected)
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)
-        return RunParts(
+        return RunState(
             group=group,
             states=states,
             registry=Registry(),
@@ -202,7 +202,7 @@ class Session:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something, from rank 0; all ranks come by here."""
-        if self.group.place.rank == 0:
+        if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
 
     def moment(self, name: str) -> None:
@@ -246,8 +246,6 @@ class Session:
     def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
         """Add to an accumulator's sum in the innermost step in progress."""
         self._parts.sums.add(self.ledger.depth, key, name, value)
-
-    # Entering the job
 
     def sync_point(self) -> None:
         """Where a worker becomes part of the job: everything is built, nothing has been trained.
@@ -293,8 +291,6 @@ class Session:
         self.states.roll_back()
         return self.states.capture(), self.progress
 
-    # Epochs and loader passes
-
     def begin_epochs(self, epochs: int) -> None:
         """The loop asks for its remaining epochs.
 
@@ -324,8 +320,6 @@ class Session:
             self.sync_point()
         return self.passes.enter()
 
-    # For the controller
-
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
@@ -344,15 +338,15 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""
-        plan = self.group.plan
-        if plan is None:
+        spec = self.group.generation_spec
+        if spec is None:
             return None
         shape, steps, step_time, grad_time = self._parts.clock.take()
         progress = self.progress
         return StepReport(
-            generation=plan.generation,
-            nodes=plan.nodes,
-            replicas=plan.world_size,
+            generation=spec.generation,
+            nodes=spec.nodes,
+            replicas=spec.world_size,
             shape=shape,
             steps=steps,
             step_time=step_time,
@@ -379,4 +373,4 @@ class Session:
             )
         self.registry.call(HookPoint.BEFORE_END)
         if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
-            self.consensus.part(Announced(Intent.FINISH), _PARTING_WAIT_S)
+            self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S)

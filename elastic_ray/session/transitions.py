@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.session.controller_client import ControllerClient
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class GroupTransitions:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: WorkerMembership,
         controller: ControllerClient,
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
@@ -56,7 +56,7 @@ class GroupTransitions:
                 self._take_next(deadline - time.monotonic())
                 return
             except CommunicationFailedError as error:
-                # A joiner that could not enter waits for the next plan; only members have something to report.
+                # A joiner that could not enter waits for the next generation; only members have something to report.
                 logger.info("worker %s: could not enter generation: %s", self._membership.worker, error)
                 if holds_state():
                     self._controller.failed(self._membership.generation, str(error))
@@ -91,8 +91,8 @@ class GroupTransitions:
                 raise WorkerDismissed(stopped=True) from None
             raise
 
-    def _go_to(self, plan: GenerationSpec, communicator: Communicator | None) -> int:
+    def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
         if communicator is None:
             self._moment("leaving")
             raise WorkerDismissed(stopped=False)
-        return self._enter(plan, communicator)
+        return self._enter(spec, communicator)

@@ -21,7 +21,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import CommunicatorFactory, Membership
+from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.departures import Departures
@@ -62,13 +62,13 @@ class StandaloneController:
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         """Deliver the one generation there will be."""
         members = tuple(Member(worker=str(rank), node=_node_of(rank)) for rank in range(self._replicas))
-        plan = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
+        spec = GenerationSpec(generation=1, members=members, reason="a group of fixed size")
         if loader is not None and not loader.limits.fixed:
             self._planner.open(loader)
-            self._choice = self._planner.choose(plan)
+            self._choice = self._planner.choose(spec)
             if self._session is not None:
                 threading.Thread(target=self._look, args=(self._session,), name="batch-tuner", daemon=True).start()
-        self._post(dataclasses.replace(plan, batch=self._choice))
+        self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
         """A fixed group cannot recover; the session raises."""
@@ -172,7 +172,7 @@ def _local_size(world_size: int) -> int:
     return 1 if world_size == 1 else max(1, int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
 
 
-def _membership(place: RankInfo, form: CommunicatorFactory) -> Membership:
+def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
     """This process's side of the membership protocol; a group that does not form ends the run."""
 
     def give_up(generation: int, cause: str) -> None:
@@ -181,18 +181,18 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> Membership:
             "Every rank needs the same MASTER_ADDR and MASTER_PORT, the address being rank 0's, and a RANK of its own"
         )
 
-    membership = Membership(str(place.rank), form, give_up)
+    membership = WorkerMembership(str(place.rank), form, give_up)
     return membership
 
 
-def _form(prefix: str, departures: Departures, plan: GenerationSpec, rank: int) -> Communicator:
+def _form(prefix: str, departures: Departures, spec: GenerationSpec, rank: int) -> Communicator:
     """The group's communicator.
 
     Raises:
         CommunicationFailedError: its store is not to be found, or a rank did not come.
     """
     try:
-        store = env_store(rank, _FORM_TIMEOUT_S) if plan.world_size > 1 else None
+        store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
     except (RuntimeError, OSError) as error:
         raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
     if store is not None:
@@ -201,10 +201,10 @@ def _form(prefix: str, departures: Departures, plan: GenerationSpec, rank: int) 
         store,
         prefix,
         rank=rank,
-        world_size=plan.world_size,
+        world_size=spec.world_size,
         timeout_s=_COLLECTIVE_TIMEOUT_S,
         form_timeout_s=_FORM_TIMEOUT_S,
-        host=_own_host() if plan.nodes > 1 else "127.0.0.1",
+        host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         cuda=torch.cuda.is_available(),
     )
 

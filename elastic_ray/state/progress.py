@@ -228,4 +228,4 @@ class Effects:
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
     """A stored state as a new job takes it up, which counts its generations from the first again."""
-    return {**state, "lineage": 0, "slot": 0}
+    return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

@@ -156,7 +156,9 @@ class SharedState:
             ]
         )
         everyone = [
-            StateVersion(step=steps, slot=stepped, lineage=lineage, passes=passes, has_state=bool(complete))
+            StateVersion(
+                step=steps, optimizers_stepped=stepped, lineage=lineage, passes=passes, has_state=bool(complete)
+            )
             for steps, stepped, lineage, passes, complete, _ in rows
         ]
         if not any(each.has_state for each in everyone):

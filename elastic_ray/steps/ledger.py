@@ -119,8 +119,6 @@ class StepLedger:
         """Epoch that an accumulator belongs to which is made now; -1 before the first."""
         return self._progress.epoch if self._in_epoch else -1
 
-    # Passes
-
     def begin_epoch(self) -> None:
         """Count loader passes from the first again."""
         self._in_epoch = True
@@ -179,8 +177,6 @@ class StepLedger:
             return None
         self._abandoned -= 1
         return self.step
-
-    # Steps
 
     def begin(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -268,9 +264,7 @@ class StepLedger:
         self._progress.forget_passes(step.ordinal)
         self._ordinal = step.ordinal
 
-    # What happens within a step
-
-    def trains(self) -> None:
+    def mark_training(self) -> None:
         """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
 
         Raises:
@@ -284,7 +278,7 @@ class StepLedger:
             )
         self._trains = True
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """A gradient reduction of this step was completed."""
         self._reduced = True
 
@@ -293,7 +287,7 @@ class StepLedger:
         if self._failure is None:
             self._failure = cause
 
-    def forgive(self) -> None:
+    def clear_failure(self) -> None:
         """A group was entered: what failed in another one is over."""
         self._failure = None
 

@@ -56,7 +56,7 @@ class Bucket:
         """A backward pass begins."""
         self.complete = True
 
-    def miss(self) -> None:
+    def mark_incomplete(self) -> None:
         """The backward pass has ended without having reached all parameters."""
         self.complete = False
 

@@ -19,8 +19,9 @@ _TWICE = (
 class CarriedGradients:
     """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
 
-    A loop that applies the gradients of each step at once carries none, and pays for nothing here. One that leaves some
-    behind the optimizer's step, as a GAN's other loss does, and then throws them away, is found out at the first time.
+    A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
+    leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
+    first such step shows it.
 
     Args:
         context: the run.
@@ -57,7 +58,7 @@ class CarriedGradients:
         if step is not self._step or not self._steps:
             self._step, self._steps = step, self._steps + 1
             if local:
-                self._context.ledger.trains()
+                self._context.ledger.mark_training()
         self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
@@ -73,7 +74,7 @@ class CarriedGradients:
                 self._warned = True
                 self._context.tell("warning", _TWICE)
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
         self._local = False
 

@@ -49,10 +49,10 @@ class SyncLedger(Protocol):
     def steps(self) -> int:
         """Committed optimizer steps."""
 
-    def trains(self) -> None:
+    def mark_training(self) -> None:
         """A backward pass of the step has begun."""
 
-    def reduced(self) -> None:
+    def mark_reduced(self) -> None:
         """Its gradients are the same on all ranks."""
 
     def fail(self, cause: str) -> None:
@@ -84,10 +84,10 @@ class SyncConsensus(Protocol):
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """What all ranks have added."""
 
-    def turn(self) -> tuple[float, float]:
+    def step_tag(self) -> tuple[float, float]:
         """What tells reductions of different steps apart."""
 
-    def check_turn(self, turns: Sequence[float]) -> None:
+    def check_same_step(self, tags: Sequence[float]) -> None:
         """Whether all ranks have reduced the same step."""
 
 

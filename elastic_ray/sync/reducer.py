@@ -90,14 +90,14 @@ class GradientReducer:
         """Lay out buckets for the parameters that are trainable now."""
         groups = self._trainable.groups
         params = sum(map(len, groups))
-        # Control values, squared norms of local gradients, rank 0's noise scale, whose turn it is, and which parameters
+        # Control values, squared norms of local gradients, rank 0's noise scale, the step's tag, and which parameters
         # were used.
         self._norms = slice(self._consensus.control_size, self._consensus.control_size + len(groups))
         self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
         self._nothing_to_share = [0.0] * (2 * len(groups))
         self._all_used = [1.0] * params
-        self._turn = slice(self._shared.stop, self._shared.stop + 2)
-        self._buckets, self._tail = build_buckets(groups, self._turn.stop + params)
+        self._step_tag = slice(self._shared.stop, self._shared.stop + 2)
+        self._buckets, self._tail = build_buckets(groups, self._step_tag.stop + params)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
         last = self._buckets[-1]
@@ -212,8 +212,8 @@ class GradientReducer:
     def _met_before(self) -> bool:
         """Whether reductions may begin before the others have answered.
 
-        Only reductions share their lane, so that nothing else could meet them; reductions of another layout could, but
-        there is none once all have had this one.
+        Only reductions use the gradient group, so that nothing else can meet them. Reductions of another layout could,
+        but there are none once all have had this one.
         """
         met = self._met == (self._group.generation, self._announced)
         return met and self._context.models == 1
@@ -232,7 +232,7 @@ class GradientReducer:
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
-        self._ledger.trains()
+        self._ledger.mark_training()
         self._measured_step = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
 
     def _carry(self) -> None:
@@ -289,7 +289,7 @@ class GradientReducer:
         """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.rank
         shared = self._noise.shared_values() if rank == 0 else self._nothing_to_share
-        head = [*self._consensus.control_values(rank), *self._no_norms, *shared, *self._consensus.turn()]
+        head = [*self._consensus.control_values(rank), *self._no_norms, *shared, *self._consensus.step_tag()]
         if self._complete:
             flags = self._all_used
         else:
@@ -310,7 +310,7 @@ class GradientReducer:
         step = self._step
         for bucket in self._buckets:
             if self._pending[bucket.index]:
-                bucket.miss()
+                bucket.mark_incomplete()
         self._pending = [0] * len(self._buckets)
         if self._reduces:
             self._complete = all(bucket.complete for bucket in self._buckets)
@@ -337,8 +337,8 @@ class GradientReducer:
                 self._meet()
             for work in self._works:
                 self._consensus.wait(work)
-            values = self._tail[: self._turn.stop].tolist()
-            self._consensus.check_turn(values[self._turn])
+            values = self._tail[: self._step_tag.stop].tolist()
+            self._consensus.check_same_step(values[self._step_tag])
             if self._check_finite and not whole_is_finite(self._buckets):
                 own = [int(not own_is_finite(self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
@@ -348,9 +348,9 @@ class GradientReducer:
             return
         self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
         self._noise.take_shared(values[self._shared])
-        self._write_back(lambda: [count > 0 for count in self._tail[self._turn.stop :].tolist()])
-        self._ledger.reduced()
-        self._carried.reduced()
+        self._write_back(lambda: [count > 0 for count in self._tail[self._step_tag.stop :].tolist()])
+        self._ledger.mark_reduced()
+        self._carried.mark_reduced()
         if step is not None:
             self._statistics(step, values[self._norms])
 

@@ -83,7 +83,7 @@ def process_name(environment: str, node: str) -> str:
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class _Held:
+class _PoolEntry:
     """A process that no job has: its actor, None until its controller has started it, and until when it may do so."""
 
     facts: PooledProcess
@@ -110,7 +110,7 @@ class WarmPool:
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
         self._config: PoolConfig = read_config(os.environ)
-        self._held: dict[str, _Held] = {}
+        self._entries: dict[str, _PoolEntry] = {}
         self._requests: dict[str, ProcessRequest] = {}
         self._busy: dict[tuple[str, str], float] = {}
         self._nodes: tuple[PoolNode, ...] = ()
@@ -133,12 +133,12 @@ class WarmPool:
         await self._found
         self._busy[node, job] = time.monotonic() + self._config.quiet_s
         for ready in (True, False) if starting else (True,):
-            for name, held in self._held.items():
-                facts = held.facts
+            for name, entry in self._entries.items():
+                facts = entry.facts
                 fits = (facts.node, facts.environment, facts.ready) == (node, environment, ready)
-                if fits and held.actor is not None:
-                    del self._held[name]
-                    return held.actor, ready, name
+                if fits and entry.actor is not None:
+                    del self._entries[name]
+                    return entry.actor, ready, name
         return None
 
     async def order(
@@ -169,33 +169,33 @@ class WarmPool:
         starts = self._decide(environment)
         while over and (more := self._decide(environment, one_by_one=False)):  # no job asks for this one any more
             starts += more
-        witnesses = {each.facts.node: each.actor for each in self._held.values() if each.facts.ready}
+        witnesses = {each.facts.node: each.actor for each in self._entries.values() if each.facts.ready}
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
         """A controller has started what it was told to."""
-        held = self._held.get(name)
-        if held is None:  # too late
+        entry = self._entries.get(name)
+        if entry is None:  # too late
             ray.kill(actor)
             return
-        held.start(actor)
-        self._background.start(self._await_ready(held))
+        entry.start(actor)
+        self._background.start(self._await_ready(entry))
 
     async def close(self) -> None:
         """End everything that no job has, and the pool."""
         await self._found
         self._closing = True
         until_s = time.monotonic() + _CLOSING_S
-        while any(each.actor is None for each in self._held.values()) and time.monotonic() < until_s:
+        while any(each.actor is None for each in self._entries.values()) and time.monotonic() < until_s:
             await asyncio.sleep(0.02)  # controllers are starting these now
-        for name in list(self._held):
+        for name in list(self._entries):
             self._end(name, "the pool is closed")
         ray.kill(self._handle)
 
     async def processes(self) -> tuple[PooledProcess, ...]:
         """What there is now."""
         await self._found
-        return tuple(each.facts for each in self._held.values())
+        return tuple(each.facts for each in self._entries.values())
 
     def _decide(self, environment: str = "", *, one_by_one: bool = True) -> list[tuple[str, str]]:
         """Carry out what is to end; note and return what the asking controller is to start."""
@@ -203,7 +203,7 @@ class WarmPool:
         busy: dict[str, float] = {}
         for (node, _), until_s in self._busy.items():
             busy[node] = max(busy.get(node, 0.0), until_s)
-        processes = [each.facts for each in self._held.values()]
+        processes = [each.facts for each in self._entries.values()]
         if not one_by_one:
             processes = [dataclasses.replace(each, ready=True) for each in processes]
         starts: list[tuple[str, str]] = []
@@ -218,17 +218,17 @@ class WarmPool:
                 case Start(node=node, reason=reason) if each.environment == environment:
                     name = process_name(environment, node)
                     facts = PooledProcess(name=name, node=node, environment=environment, ready=False)
-                    self._held[name] = _Held(facts=facts, until_s=now_s + _ORDER_S)
+                    self._entries[name] = _PoolEntry(facts=facts, until_s=now_s + _ORDER_S)
                     logger.info("warm pool: one more on node %s: %s", node[:8], reason)
                     starts.append((name, node))
         return starts
 
     def _end(self, name: str, reason: str) -> None:
-        held = self._held.pop(name, None)
-        if held is not None:
-            logger.info("warm pool: one less on node %s: %s", held.facts.node[:8], reason)
-            if held.actor is not None:
-                ray.kill(held.actor)
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            logger.info("warm pool: one less on node %s: %s", entry.facts.node[:8], reason)
+            if entry.actor is not None:
+                ray.kill(entry.actor)
 
     async def _watch(self) -> None:
         """Look and decide round by round, until no job is left."""
@@ -243,12 +243,12 @@ class WarmPool:
             except Exception:
                 logger.exception("a round of the warm pool failed; the next one follows in %g s", _LOOK_S)
             if rounds % _ROUNDS_PER_CALL == 0:
-                for held in [each for each in self._held.values() if each.facts.ready]:
-                    self._background.start(self._ask(held, _ANSWER_S))
+                for entry in [each for each in self._entries.values() if each.facts.ready]:
+                    self._background.start(self._ask(entry, _ANSWER_S))
             now_s = time.monotonic()
             self._requests = {each.job: each for each in remember(self._config, self._requests.values(), now_s)}
             self._busy = {key: until_s for key, until_s in self._busy.items() if until_s > now_s}
-            if not self._requests and not self._held and now_s > self._since_s + _FIRST_S:
+            if not self._requests and not self._entries and now_s > self._since_s + _FIRST_S:
                 logger.info("warm pool: no job for %g s, so it ends", self._config.idle_s)
                 ray.kill(self._handle)
 
@@ -259,28 +259,28 @@ class WarmPool:
             PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes
         )
         now_s = time.monotonic()
-        for name, held in list(self._held.items()):
-            if held.actor is None and now_s > held.until_s:
+        for name, entry in list(self._entries.items()):
+            if entry.actor is None and now_s > entry.until_s:
                 self._end(name, "its controller has not started it")
 
-    async def _await_ready(self, held: _Held) -> None:
-        if await self._ask(held, _START_S):
-            held.is_ready()
+    async def _await_ready(self, entry: _PoolEntry) -> None:
+        if await self._ask(entry, _START_S):
+            entry.is_ready()
 
-    async def _ask(self, held: _Held, timeout_s: float) -> bool:
-        """Whether a process is well; one that is not, or that a job has claimed, is held no more."""
-        name = held.facts.name
+    async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
+        """Whether a process is well; one that is not, or that a job has claimed, is kept no more."""
+        name = entry.facts.name
         try:
-            memory = await asyncio.wait_for(held.actor.memory_bytes.remote(), timeout_s)
+            memory = await asyncio.wait_for(entry.actor.memory_bytes.remote(), timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
-            if name in self._held:
-                self._busy[held.facts.node, name] = time.monotonic() + _COLD_S
+            if name in self._entries:
+                self._busy[entry.facts.node, name] = time.monotonic() + _COLD_S
                 self._end(name, f"it is not well: {error!r}".split("\n", 1)[0])
             return False
         if memory is None:
-            self._held.pop(name, None)
+            self._entries.pop(name, None)
             return False
-        held.measure(memory)
+        entry.measure(memory)
         return True
 
     async def _find_again(self) -> None:
@@ -293,5 +293,5 @@ class WarmPool:
         for name, actor in earlier:
             _, environment, node, _ = name.split("/")
             facts = PooledProcess(name=name, node=node, environment=environment, ready=True)
-            self._held[name] = _Held(facts=facts, actor=actor)
-        await asyncio.gather(*(self._ask(held, _ANSWER_S) for held in list(self._held.values())))
+            self._entries[name] = _PoolEntry(facts=facts, actor=actor)
+        await asyncio.gather(*(self._ask(entry, _ANSWER_S) for entry in list(self._entries.values())))

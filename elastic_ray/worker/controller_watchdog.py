@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from elastic_ray.worker.messages import Greeting, Introduction
+from elastic_ray.worker.messages import ControllerAnswer, WorkerReregistration
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ControllerWatchdog:
 
     def __init__(
         self,
-        introduce: Callable[[], Introduction | None],
+        introduce: Callable[[], WorkerReregistration | None],
         introduced: Callable[[], None],
         give_back: Callable[[], None],
         *,
@@ -85,8 +85,10 @@ class ControllerWatchdog:
     def _ask(self, watch: Registration) -> str:
         """Why this process belongs to no controller any more; empty while it does, or may."""
         try:
-            greeting: Greeting = ray.get(watch.controller.greet.remote(watch.worker, watch.token), timeout=_ANSWER_S)
-            if greeting is Greeting.INTRODUCE and (told := self._introduce()) is not None:
+            answer: ControllerAnswer = ray.get(
+                watch.controller.greet.remote(watch.worker, watch.token), timeout=_ANSWER_S
+            )
+            if answer is ControllerAnswer.INTRODUCE and (told := self._introduce()) is not None:
                 ray.get(watch.controller.introduce.remote(told), timeout=_ANSWER_S)
                 self._introduced()
         except ActorDiedError:
@@ -97,7 +99,7 @@ class ControllerWatchdog:
                 return ""
             return f"its controller has not answered for {silence_s:.0f} s ({type(error).__name__})"
         self._heard_s = time.monotonic()
-        return "its controller does not know it" if greeting is Greeting.STRANGER else ""
+        return "its controller does not know it" if answer is ControllerAnswer.STRANGER else ""
 
     def _end(self, why: str) -> None:
         logger.warning("this worker process ends: %s", why)

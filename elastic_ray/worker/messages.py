@@ -63,7 +63,7 @@ class WorkerOutOfMemory(Rerun):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTold(Signal):
+class WorkerNotice(Signal):
     """Something that the job's user should know, as an event: its kind, a sentence, and numbers."""
 
     kind: EventKind
@@ -75,8 +75,9 @@ class WorkerTold(Signal):
 class WorkerReport(Signal):
     """Rank 0's metrics, and the stored checkpoint's path; ``index`` counts the run's reports.
 
-    ``held`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why the
-    checkpoint was given up.
+    ``checkpoint_ref`` is the checkpoint in the cluster's memory, None if it is in storage only; ``problem`` says why
+    the checkpoint was given up.
+
     Ray may deliver calls to an async actor out of order, hence the number. ``again``: a controller before this one has
     heard it, and may not have written it.
     """
@@ -85,7 +86,7 @@ class WorkerReport(Signal):
     metrics: Mapping[str, Any]
     checkpoint: str | None
     resume_point: ResumePoint
-    held: Any = None
+    checkpoint_ref: Any = None
     again: bool = False
     problem: str = ""
 
@@ -107,7 +108,7 @@ class WorkerHeartbeat(Signal):
     waits: str = ""
 
 
-class Greeting(enum.Enum):
+class ControllerAnswer(enum.Enum):
     """What a controller answers a process that asks whether it is the controller's."""
 
     KNOWN = "known"
@@ -116,7 +117,7 @@ class Greeting(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class WorkerReregistration:
     """What a worker tells a controller that Ray has restarted: all that the controller had known of it.
 
     Attributes:
@@ -160,7 +161,7 @@ WorkerMessage = (
     | Switched
     | WorkerOutOfMemory
     | WorkerReport
-    | WorkerTold
+    | WorkerNotice
 )
 """What a worker says of itself; :data:`elastic_ray.membership.messages.ControllerMessage` is what it hears."""
 

@@ -39,19 +39,19 @@ class SavedRun(Protocol):
         """Tell the job's user something."""
 
 
-class CurrentPlan(Protocol):
+class AnnouncedGroup(Protocol):
     """The present group."""
 
     @property
-    def plan(self) -> GenerationSpec | None:
-        """Its plan, None before the first."""
+    def generation_spec(self) -> GenerationSpec | None:
+        """The present generation as announced, None before the first."""
 
 
 class MeasuredRun(Protocol):
     """A run whose controller hears how it goes."""
 
     @property
-    def group(self) -> CurrentPlan:
+    def group(self) -> AnnouncedGroup:
         """The present group."""
 
     @property

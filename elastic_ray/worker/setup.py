@@ -64,7 +64,7 @@ class Assignment:
         controller: handle of the job's controller.
         secret: the job's, by which its workers know each other and their controller knows them; never shown.
         checkpoint: path of the checkpoint to start from, None at the beginning.
-        held: the same in the cluster's memory, as far as it is still there; None for storage only.
+        checkpoint_ref: the same in the cluster's memory, as far as it is still there; None for storage only.
         resume_point: where that checkpoint stands.
         states: automatic checkpoints further than that, newest first, the first good one of which is taken.
         token: what messages to this run carry.
@@ -81,7 +81,7 @@ class Assignment:
     controller: Any
     secret: str = dataclasses.field(repr=False)
     checkpoint: str | None = None
-    held: Any = None
+    checkpoint_ref: Any = None
     resume_point: ResumePoint | None = None
     states: tuple[StateFile, ...] = ()
     token: str = ""

@@ -29,14 +29,14 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class StateSaver:
-    """Looks between any two steps whether a checkpoint is due; :meth:`close` when the run is over.
+    """Saves a checkpoint between two steps when one is due. Call :meth:`close` when the run is over.
 
-    All ranks hold the same state, so that no other rank needs to be asked: rank 0 saves.
+    All ranks hold the same state, so rank 0 saves it and asks no other rank.
 
     Args:
         session: the run.
         storage: where the run's files are.
-        told: takes what was saved; returns the job's mean time between losses [s].
+        told: is called with what was saved; returns the job's mean time between losses [s].
         keep: how many checkpoints to keep.
         interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
         calls: the run's calls on storage; None makes some.
@@ -83,7 +83,7 @@ class StateSaver:
             skeleton, tensors = pack(trees)
             buffers = self._fit(tensors)
             if buffers is None:
-                # Fresh memory is several times slower to write to than known memory: have it made meanwhile.
+                # Writing to fresh memory is several times slower, so a thread prepares the memory first.
                 self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
                 self._since_s = now_s - self._interval_s
                 return
@@ -98,7 +98,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def save(self) -> str:
-        """Save what this rank holds before it returns: the job is preempted, and no rank trains meanwhile.
+        """Save what this rank holds, and wait until it is written. The job is preempted; no rank trains meanwhile.
 
         Returns:
             Why it could not be saved; empty if it was.
@@ -107,7 +107,7 @@ class StateSaver:
         try:
             if self._thread is not None:
                 self._thread.join(self._timeout_s)
-            if self._writing is not None:  # one that was begun before; it is under way
+            if self._writing is not None:  # a checkpoint that was begun earlier
                 self._calls.wait(self._writing, timeout_s=self._timeout_s)
             state = self._write_now(self._session.states.capture(), self._session.resume_point())
             took_s = time.monotonic() - begin_s
@@ -118,7 +118,7 @@ class StateSaver:
         return ""
 
     def _write_now(self, trees: Mapping[str, Any], point: ResumePoint) -> StateFile:
-        """Write while no rank trains, for as long as storage is not silent."""
+        """Write while no rank trains; give up when storage has been silent for too long."""
 
         def write(go_on: Callable[[], bool]) -> StateFile:
             return write_state(self._storage, trees, point, go_on=go_on)
@@ -129,7 +129,7 @@ class StateSaver:
         return state
 
     def close(self) -> None:
-        """Give up a checkpoint that is being written, and wait a little for its end."""
+        """Stop a checkpoint that is being written, and wait a little for its thread."""
         self._closed.set()
         with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
             if self._writing is not None:
@@ -142,7 +142,7 @@ class StateSaver:
         return writing or (self._thread is not None and self._thread.is_alive())
 
     def _fit(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """A buffer for each tensor; others stay free, such as those for gradients that are added up at times only."""
+        """A buffer for each tensor, None if one is missing. Some stay free: gradients are there at some steps only."""
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
             free[buffer.shape, buffer.dtype].append(buffer)
@@ -151,8 +151,8 @@ class StateSaver:
 
     def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
         """Make memory for copies of tensors of these kinds; without it there are no checkpoints."""
-        self._buffers = []  # those of another shape: not both at once
-        for pin in (True, False):  # pinned memory is scarcer; without it a copy from a GPU only takes longer
+        self._buffers = []  # old and new buffers must not take memory at the same time
+        for pin in (True, False):  # pinned memory is scarce; without it a copy from a GPU takes longer
             try:
                 self._buffers = [
                     torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in specs
@@ -167,7 +167,7 @@ class StateSaver:
         self._thread.start()
 
     def _write(self, trees: Mapping[str, Any], point: ResumePoint, pause_s: float, go_on: Callable[[], bool]) -> None:
-        """Write a copy, tell of it, and find out when the next one is due."""
+        """Write a copy, report it, and set when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
             state = write_state(self._storage, trees, point, go_on=lambda: go_on() and not self._closed.is_set())
@@ -176,7 +176,7 @@ class StateSaver:
         except UnsafeStateError as error:
             self._give_up(str(error))
             return
-        except Exception as error:  # a full disk, a lost connection: the next one may do better
+        except Exception as error:  # a full disk, a lost connection: the next checkpoint may succeed
             if not self._failing:
                 self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
             self._failing = True
@@ -192,7 +192,7 @@ class StateSaver:
                 "job %s: the controller has not heard of the automatic checkpoint: %s", self._session.job, error
             )
             return
-        self._delete_others(state)  # not before: its controller may have to go on from one of them
+        self._delete_others(state)  # only now: the controller may have needed one of them until here
         self._interval_s = self._fixed_s if self._fixed_s is not None else checkpoint_interval_s(cost_s, mean_s)
         logger.info(
             "job %s: automatic checkpoint at step %d, %.1f MB, pause %.3f s, written in %.1f s; the next in %.0f s",

@@ -15,12 +15,12 @@ import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.format import read_state
-from elastic_ray.checkpoints.object_store import held
+from elastic_ray.checkpoints.object_store import fetched_checkpoint
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
-from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.current import set_session
 from elastic_ray.session.optimizer_watch import watch_optimizers
@@ -29,12 +29,11 @@ from elastic_ray.session.session import SavedState, Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.worker import train_loop
+from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
-from elastic_ray.worker.controller_link import ControllerLink, HeartbeatThread
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
 from elastic_ray.worker.messages import (
     GroupLost,
-    Introduction,
     RunEnd,
     RunFailed,
     RunFinished,
@@ -44,6 +43,7 @@ from elastic_ray.worker.messages import (
     RunResult,
     RunSaved,
     RunStopped,
+    WorkerReregistration,
 )
 from elastic_ray.worker.setup import Assignment, ProcessFacts, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
@@ -71,10 +71,10 @@ class Worker:
         log_plainly(logging.WARNING)
         logging.getLogger("elastic_ray").setLevel(setup.log_level)
         self._setup = setup
-        self._membership: Membership | None = None
+        self._membership: WorkerMembership | None = None
         self._token = ""
         self._assignment: Assignment | None = None
-        self._link: ControllerLink | None = None
+        self._link: ActorControllerClient | None = None
         self._facts: ProcessFacts | None = None
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
@@ -135,12 +135,12 @@ class Worker:
             self._watchdog.watch(None)  # it goes back to the sweep
         return found
 
-    def _introduce(self) -> Introduction | None:
+    def _introduce(self) -> WorkerReregistration | None:
         """Who this worker is, for a controller that has lost its memory; None while no run is under way."""
         assignment, link, facts, membership = self._assignment, self._link, self._facts, self._membership
         if assignment is None or link is None or facts is None:
             return None
-        return Introduction(
+        return WorkerReregistration(
             worker=assignment.worker,
             token=assignment.token,
             node=assignment.node,
@@ -150,10 +150,10 @@ class Worker:
             lent=self._setup.controller is None,
             facts=facts,
             spec=membership.current if membership is not None else None,
-            switched=link.told_switched,
+            switched=link.last_switched,
             pause_s=link.pause_s,
-            ready=link.told_ready,
-            failed=link.told_failed,
+            ready=link.last_ready,
+            failed=link.last_failed,
             starts_over=link.starts_over,
         )
 
@@ -174,10 +174,10 @@ class Worker:
             # Before CUDA is initialised in this process; afterwards such a process is not lent again.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, assignment.gpu_ids))
         self._membership, self._token = None, assignment.token
-        link = self._link = ControllerLink(assignment, self._setup)
+        link = self._link = ActorControllerClient(assignment, self._setup)
         progress = _start_of(assignment)
         kept, source = self._saved_state(assignment, link)
-        with held(assignment.held) as checkpoint:
+        with fetched_checkpoint(assignment.checkpoint_ref) as checkpoint:
             for _ in range(_RERUNS):
                 saved = SavedState(states=kept, path=source) if kept is not None else None
                 session = self._session(assignment, link, progress, saved, checkpoint)
@@ -187,7 +187,7 @@ class Worker:
                 (kept, progress), source = outcome, ""
         return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
-    def _saved_state(self, assignment: Assignment, link: ControllerLink) -> tuple[dict[str, Any] | None, str]:
+    def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """The first good one of the automatic checkpoints to go on from, and its path."""
         unusable = ""
         for state in assignment.states:
@@ -204,7 +204,7 @@ class Worker:
         return None, ""
 
     def _run_once(
-        self, assignment: Assignment, session: Session, link: ControllerLink
+        self, assignment: Assignment, session: Session, link: ActorControllerClient
     ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
         """One run; what a rerun needs when the run went out of memory."""
         elastic = self._setup.elastic
@@ -232,7 +232,7 @@ class Worker:
             whole = not session.ledger.half_updated
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
-                raised = seal_error(error, rank=session.group.place.rank, node=self._host)
+                raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
                 return _end(RunFailed, error=raised)
@@ -248,7 +248,7 @@ class Worker:
             session.membership.close(broken=broken)
             heartbeats.stop()
 
-    def _new_saver(self, assignment: Assignment, session: Session, link: ControllerLink) -> StateSaver | None:
+    def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
         """Who saves automatic checkpoints of a run; None where the job has none."""
         if not self._setup.states_kept:
             return None
@@ -268,7 +268,7 @@ class Worker:
     def _session(
         self,
         assignment: Assignment,
-        link: ControllerLink,
+        link: ActorControllerClient,
         progress: RunProgress | None,
         saved: SavedState | None,
         checkpoint: Any,
@@ -290,7 +290,7 @@ class Worker:
                 secret=assignment.secret,
             )
 
-        self._membership = Membership(assignment.worker, form, link.could_not_form, self._retired)
+        self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired)
         membership = self._membership
         link.stop_when(lambda: membership.stop_requested)
         return Session(
@@ -309,7 +309,7 @@ class Worker:
         )
 
 
-def _stored_checkpoint(assignment: Assignment, link: ControllerLink) -> Any:
+def _stored_checkpoint(assignment: Assignment, link: ActorControllerClient) -> Any:
     """The reported checkpoint to start from; None at the beginning."""
     if assignment.checkpoint is None:
         return None
@@ -329,7 +329,7 @@ def _end(kind: type[_End], **values: Any) -> _End:
     return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
 
 
-def _preempted(session: Session, link: ControllerLink, saver: StateSaver | None) -> RunResult:
+def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
     """The job goes on another time: rank 0 saves what all ranks hold."""
     if session.rank != 0:
         return _end(RunPreempted)

@@ -19,7 +19,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from elastic_ray.warm_pool.processes import Processes
-from elastic_ray.worker.messages import Introduction, RunFailed, RunResult
+from elastic_ray.worker.messages import RunFailed, RunResult, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessFacts
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
@@ -153,7 +153,7 @@ class WorkerActors:
         self._results[worker] = result
         self._on_result(worker, result)
 
-    def adopt(self, told: Introduction) -> None:
+    def adopt(self, told: WorkerReregistration) -> None:
         """Take over a worker of a controller before this one."""
         worker = told.worker
         self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node

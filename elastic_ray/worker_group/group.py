@@ -13,29 +13,26 @@ from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.changes import MembershipConfig
-from elastic_ray.membership.machine import JobMembership
-from elastic_ray.membership.messages import Cancel, ControllerMessage
-from elastic_ray.membership.recovery import Witness
-from elastic_ray.membership.roster import number
-from elastic_ray.membership.signals import (
+from elastic_ray.membership.instructions import (
     AllLost,
-    Allocated,
     Announce,
     Complete,
     Instruction,
     Launch,
-    Lost,
     Note,
     Release,
     Reserve,
-    Stimulus,
-    TimePassed,
     Withdraw,
 )
+from elastic_ray.membership.machine import JobMembership
+from elastic_ray.membership.messages import Cancel, ControllerMessage
+from elastic_ray.membership.recovery import SurvivingWorker
+from elastic_ray.membership.roster import number
+from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
-from elastic_ray.worker.messages import Introduction, RunResult, WorkerHeartbeat
+from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessFacts
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.expected_ranks import ExpectedRanks
@@ -191,7 +188,7 @@ class WorkerGroup:
         """Whether a process with this token serves this job."""
         return self._actors.knows(worker, token)
 
-    def take_over(self, told: Sequence[Introduction], state: ControllerState) -> None:
+    def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Go on with the workers of a controller before this one, which are all that live."""
         for each in told:
             self._actors.adopt(each)
@@ -201,7 +198,7 @@ class WorkerGroup:
         self._before = state.earlier
         self.goal = Allocated(nodes=state.nodes, reason=state.reason)
         instructions = self.machine.take_over(
-            [_witness(each) for each in told],
+            [_survivor(each) for each in told],
             self.goal,
             issued=state.issued,
             world_size=state.world_size,
@@ -316,7 +313,7 @@ class WorkerGroup:
             controller=self._controller,
             secret=self._spec.secret,
             checkpoint=path,
-            held=trial.held if trial is not None and path == trial.start_from else None,
+            checkpoint_ref=trial.checkpoint_ref if trial is not None and path == trial.start_from else None,
             resume_point=point,
             states=self._record.states if forming else (),
             expected=self._places.of(
@@ -328,10 +325,10 @@ class WorkerGroup:
         )
 
 
-def _witness(told: Introduction) -> Witness:
+def _survivor(told: WorkerReregistration) -> SurvivingWorker:
     """A living worker as the membership machine needs it."""
     ready, failed = told.ready, told.failed
-    return Witness(
+    return SurvivingWorker(
         worker=told.worker,
         node=told.node,
         spec=told.spec,

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.record.controller_state import ControllerState
-from elastic_ray.worker.messages import Introduction
+from elastic_ray.worker.messages import WorkerReregistration
 from elastic_ray.worker.process import is_running
 from placement.ray_cluster.named_actors import find_actor
 
@@ -39,9 +39,9 @@ class Reconnection:
         self._homes, self._pids = state.homes, state.pids
         self._alive = {worker for worker, process in state.processes.items() if process}
         self._struck: set[str] = set()
-        self._told: dict[str, Introduction] = {}
+        self._told: dict[str, WorkerReregistration] = {}
 
-    def hear(self, told: Introduction) -> None:
+    def hear(self, told: WorkerReregistration) -> None:
         """A worker introduces itself."""
         self._told[told.worker] = told
         for member in told.spec.members if told.spec is not None else ():
@@ -51,7 +51,7 @@ class Reconnection:
     def _missing(self) -> list[str]:
         return sorted(self._processes.keys() - self._told.keys() - self._struck)
 
-    async def complete(self) -> tuple[Introduction, ...]:
+    async def complete(self) -> tuple[WorkerReregistration, ...]:
         """Everybody who lives, but for those that are stopped: they hang, as far as a job is concerned."""
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._look())

@@ -18,9 +18,9 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.results import all_reports
 from elastic_ray.events import JobPhase, Report
 from elastic_ray.record.backlog import Backlog
+from elastic_ray.record.bounded_log import BoundedLog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import ReportQueue
-from elastic_ray.record.tail import Tail
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
@@ -56,21 +56,21 @@ def test_lines_stay_in_order_until_they_are_written_each_once(steps: list[str]) 
 
 @given(st.permutations(range(1, 40)), st.integers(1, 10))
 def test_of_many_the_last_are_kept(order: list[int], most: int) -> None:
-    tail: Tail[int] = Tail(most)
+    log: BoundedLog[int] = BoundedLog(most)
     for number in order:
-        tail.put(number, -number)
-        assert len(tail.values()) <= most
-    assert (tail.first, tail.last) == (1, 39)
-    assert tail.get(39) == -39 and all(tail.gone(n) or n in tail for n in range(1, 40))
+        log.put(number, -number)
+        assert len(log.values()) <= most
+    assert (log.first, log.last) == (1, 39)
+    assert log.get(39) == -39 and all(log.gone(n) or n in log for n in range(1, 40))
 
 
 def test_a_restart_goes_back_and_what_it_repeats_counts() -> None:
-    tail: Tail[str] = Tail(3)
+    log: BoundedLog[str] = BoundedLog(3)
     for number in range(1, 8):
-        tail.put(number, "first")
+        log.put(number, "first")
     for number in range(2, 7):
-        tail.put(number, "again")
-    assert tail.values() == ("again", "again", "first") and tail.last == 7
+        log.put(number, "again")
+    assert log.values() == ("again", "again", "first") and log.last == 7
 
 
 def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind
-from elastic_ray.membership.signals import Note
+from elastic_ray.membership.instructions import Note
 from elastic_ray.record.history import SizeHistory
 
 

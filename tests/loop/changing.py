@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
@@ -128,7 +128,7 @@ class _Job:
                 self._controller, rank, spec.world_size, generation=spec.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
             )
 
-        membership = Membership(f"w{worker}", form, lambda generation, cause: None)
+        membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: None)
         session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
         self._sessions[worker] = session
         self._threads[worker] = threading.Thread(target=self._work, args=(worker, session), daemon=True)

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import elastic_ray as er
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.worker_side import Membership
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
@@ -112,7 +112,7 @@ def test_only_one_loader_adapts_and_only_before_training() -> None:
 
 def elastic_session() -> None:
     """A session as a trainer makes it."""
-    membership = Membership("0", lambda plan, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
+    membership = WorkerMembership("0", lambda plan, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
     set_session(Session("0", membership, StandaloneController(1, membership.post), elastic=True))
 
 

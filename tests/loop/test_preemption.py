@@ -18,7 +18,7 @@ from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.rendezvous import Communicator
-from elastic_ray.membership.worker_side import LostGroupError, Membership
+from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.record.record import JobRecord
 from elastic_ray.session.current import set_session
 from elastic_ray.session.session import SavedState, Session
@@ -72,7 +72,7 @@ def session_of(kept: dict[str, Any] | None = None) -> Session:
         return Communicator(None, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
 
     saved = SavedState(states=kept) if kept is not None else None
-    membership = Membership("0", form, lambda generation, cause: None)
+    membership = WorkerMembership("0", form, lambda generation, cause: None)
     session = Session("0", membership, StandaloneController(1, membership.post), saved=saved, elastic=True)
     set_session(session)
     return session
@@ -145,7 +145,7 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     state = StateFile(path="state", size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=4))
     record.saved(state)
     record.report(
-        WorkerReport(worker="w", index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point)
+        WorkerReport(worker="w1", index=1, metrics={}, checkpoint=str(tmp_path / "reported"), resume_point=point)
     )
     assert record.resume_point == point, "what was reported after it is further"
     record.saved(state)

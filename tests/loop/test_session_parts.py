@@ -20,7 +20,7 @@ from elastic_ray.session.group import Group
 from elastic_ray.session.group_entry import GroupEntry
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.registry import HookPoint, Registry
-from elastic_ray.session.run_parts import RunParts
+from elastic_ray.session.run_state import RunState
 from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.shared_state import Exchanged, SharedState
@@ -30,7 +30,7 @@ from elastic_ray.steps.sums import StepSums
 from placement.goodput.model import NoiseScale
 from tests.loop.test_step_ledger import step_of
 
-PLAN = GenerationSpec(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
+SPEC = GenerationSpec(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
 
 
 class Peers:
@@ -86,20 +86,20 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
 
 
 def test_a_member_tells_of_each_group_that_breaks_until_one_stands() -> None:
-    ways, controller, entered = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    ways, controller, entered = transitions(Worker((SPEC, Peers()), (SPEC, Peers())), failing=1)
     assert ways.regroup("first", 1) == 5
     assert entered == [2, 2] and controller.failures == [(1, "first"), (1, "broke")]
 
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_joiner_tells_of_a_failure_only_what_it_would_take_with_it(holds: bool) -> None:
-    ways, controller, _ = transitions(Worker((PLAN, Peers()), (PLAN, Peers())), failing=1)
+    ways, controller, _ = transitions(Worker((SPEC, Peers()), (SPEC, Peers())), failing=1)
     ways.join(lambda: holds, timeout_s=1.0)
     assert controller.failures == ([(1, "broke")] if holds else [])
 
 
 def test_a_switch_waits_for_a_place_that_suits_its_size() -> None:
-    ways, _, entered = transitions(Worker((PLAN, Peers())))
+    ways, _, entered = transitions(Worker((SPEC, Peers())))
     ways.switch(2, lambda size: size < 2)
     assert entered == []
     ways.switch(2, lambda size: size == 2)
@@ -107,14 +107,14 @@ def test_a_switch_waits_for_a_place_that_suits_its_size() -> None:
 
 
 def test_a_group_that_was_called_off_after_it_was_agreed_on_is_replaced() -> None:
-    ways, controller, entered = transitions(Worker(None, (PLAN, Peers())))
+    ways, controller, entered = transitions(Worker(None, (SPEC, Peers())))
     ways.switch(2, lambda size: True)
     assert entered == [2] and "called off" in controller.failures[0][1]
 
 
 def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_stops() -> None:
     with pytest.raises(WorkerDismissed) as left:
-        transitions(Worker((PLAN, None)))[0].regroup("x", 1)
+        transitions(Worker((SPEC, None)))[0].regroup("x", 1)
     assert not left.value.stopped
     stopping = Worker(None, None)
     with pytest.raises(LostGroupError):
@@ -160,7 +160,7 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
         switched=lambda generation, pause_s: parts.done.append((generation, pause_s)),
         moment=lambda name: None,
     )
-    assert entry(PLAN, peers) == 3  # type: ignore[arg-type]
+    assert entry(SPEC, peers) == 3  # type: ignore[arg-type]
     announced = [Intent.BUFFERS] if world_size > 1 else []
     assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", Parts.shape, (2, 1.5)]
 
@@ -168,9 +168,9 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
     worker = Worker()
     group = Group("b", worker, RankInfo(rank=1, world_size=3))  # type: ignore[arg-type]
-    assert group.place == RankInfo(rank=1, world_size=3) and group.world_size == 1
-    worker.current = PLAN  # type: ignore[assignment]
-    assert group.place.world_size == 2 and group.place.rank == 1
+    assert group.rank_info == RankInfo(rank=1, world_size=3) and group.world_size == 1
+    worker.current = SPEC  # type: ignore[assignment]
+    assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
     worker.communicator = None  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="not entered a generation"):
         _ = group.communicator
@@ -230,9 +230,9 @@ class Votes:
         return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
 
 
-def passes_of(votes: Votes) -> tuple[LoaderPasses, RunParts, Changes]:
+def passes_of(votes: Votes) -> tuple[LoaderPasses, RunState, Changes]:
     states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
-    parts = RunParts(
+    parts = RunState(
         group=Group("a", worker, RankInfo()),  # type: ignore[arg-type]
         states=states,
         registry=Registry(),
@@ -254,7 +254,7 @@ def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added(
     assert votes.intents == [Intent.EDGE] and changes.between == 1
     assert parts.states.progress.sums == {(-1, 0): {"loss": 3.0}}
     passes.begin_step(step_of(loader_pass))
-    parts.ledger.reduced()
+    parts.ledger.mark_reduced()
     assert passes.edge(loader_pass) and votes.intents == [Intent.EDGE], "the vote has ridden on the gradients"
 
 

@@ -82,7 +82,7 @@ def test_a_step_that_trains_nothing_is_no_optimizer_step(ledger: StepLedger, sta
 
 def test_a_backward_pass_without_an_update_trains(ledger: StepLedger, state: State) -> None:
     begun(ledger, state)
-    ledger.trains()
+    ledger.mark_training()
     assert ledger.commit(ledger.end(), 1, gain) and state.progress.steps == 1
 
 
@@ -94,7 +94,7 @@ def test_what_a_survivor_has_applied_is_not_applied_again(ledger: StepLedger, st
     ledger.fail("gone")
     assert not ledger.may_apply(), "nothing more of a lost step"
     lost = ledger.undo(ledger.end())
-    ledger.forgive()
+    ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert state.asked == ["snapshot", "roll back"] and not ledger.failed
     ledger.begin(step_of(first.loader_pass))
@@ -125,7 +125,7 @@ def test_a_nested_pass_counts_no_step_and_is_forgotten_with_its_step(ledger: Ste
     assert (ledger.depth, ledger.outermost, ledger.needs_vote) == (2, outer, True)
     assert not ledger.commit(ledger.end(), 1, gain)
     assert (ledger.step, len(state.progress.passes)) == (outer, 2)
-    ledger.reduced()
+    ledger.mark_reduced()
     ledger.end()
     assert not ledger.needs_vote
     ledger.commit(outer, 1, gain)
@@ -138,10 +138,10 @@ def test_a_surrounding_step_is_lost_too_unless_its_gradients_are_there(
 ) -> None:
     begun(ledger, state)
     if reduced:
-        ledger.reduced()
+        ledger.mark_reduced()
     begun(ledger, state)
     lost = ledger.undo(ledger.end())
-    ledger.forgive()
+    ledger.clear_failure()
     ledger.resume(lost, "gone")
     assert ledger.failure == (None if reduced else "gone")
 
@@ -197,6 +197,6 @@ def test_a_pass_over_whole_batches_neither_trains_nor_nests(ledger: StepLedger, 
     ledger.begin_pass()
     ledger.begin(step_of(state.progress.passes[0], whole=True))
     with pytest.raises(RuntimeError, match="for evaluation"):
-        ledger.trains()
+        ledger.mark_training()
     with pytest.raises(RuntimeError, match="no loader may be iterated"):
         ledger.begin_pass()

@@ -6,22 +6,16 @@ from typing import TypeVar
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Reserve
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
-    AllLost,
     Allocated,
-    Announce,
-    Complete,
     Finished,
-    Instruction,
     Left,
     Lost,
-    Note,
     Ready,
-    Release,
-    Reserve,
     Reserved,
     Stimulus,
     Switched,
@@ -80,7 +74,7 @@ class Ledger:
             assert flight.spec.generation == self.specs[-1].generation, "only the newest generation is in flight"
         if current is not None and flight is not None:
             assert current.generation <= flight.spec.generation
-        assert all(w.has_state for w in machine.workers.values() if w.phase is Phase.MEMBER)
+        assert all(w.has_state for w in machine.workers.values() if w.phase is WorkerPhase.MEMBER)
 
 
 class Driver:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic_ray.consensus.ballot import agreed_lead
+from elastic_ray.consensus.ballot import agreed_generations_ahead
 from elastic_ray.data.sharding import step_size
 from elastic_ray.membership.messages import GenerationSpec, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
@@ -51,7 +51,7 @@ class Edge:
     """What a step's collective leads to, the same on every rank."""
 
     state: State
-    lead: int
+    ahead: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class Groups:
     # -- collectives -------------------------------------------------------------------------------------------
 
     def collective(
-        self, worker: SimWorker, spec: GenerationSpec, number: int, lead: int, then: Callable[[Edge], None]
+        self, worker: SimWorker, spec: GenerationSpec, number: int, ahead: int, then: Callable[[Edge], None]
     ) -> None:
         """Take part in a generation's collective ``number``; ``then`` follows when all did."""
         group, job = self.of(spec), self._job
         given = group.given.setdefault(number, {})
-        given[worker.name] = (worker.state, lead)
+        given[worker.name] = (worker.state, ahead)
         group.waiting[worker.name] = (worker.token, then)
         if len(given) == len(group.names):
             self._complete(group, list(given.values()), number)
@@ -174,21 +174,21 @@ class Groups:
 
     def _step(self, group: Group, given: list[tuple[State, int]]) -> Edge:
         job, world, lineage = self._job, len(group.names), group.spec.generation
-        (state, *others), leads = [s for s, _ in given], [lead for _, lead in given]
+        (state, *others), distances = [s for s, _ in given], [ahead for _, ahead in given]
         assert all(other is state for other in others), "all ranks of a step hold the same bits"
         if state.ticks < job.safe_ticks:  # whoever starts over in place may be all that is left, and behind
             further = [w.name for w in job.workers.values() if w.holds_state and w.state.ticks > state.ticks]
             assert not further, f"a step that every member had committed is lost, although {further} hold it"
             job.safe_ticks = state.ticks
-        lead = agreed_lead(float(sum(leads)), float(sum(d * d for d in leads)), world)
-        assert lead == (leads[0] if len(set(leads)) == 1 else 0)
+        ahead = agreed_generations_ahead(float(sum(distances)), float(sum(d * d for d in distances)), world)
+        assert ahead == (distances[0] if len(set(distances)) == 1 else 0)
         count = step_size(position=state.position, total=job.samples, batch_size=job.batch, world_size=world)
         if count:
             after = State(state.ticks + 1, state.epoch, state.position + count, state, world, lineage=lineage)
         else:  # the vote at the end of a pass
             final = job.last_epoch is not None and state.epoch >= job.last_epoch
             after = State(state.ticks + 1, state.epoch + 1, 0, state, world, final, lineage)
-        return Edge(after, lead)
+        return Edge(after, ahead)
 
     def committed(self, spec: GenerationSpec, state: State) -> None:
         """A member has committed a step; once all have, it can never be lost again."""

@@ -18,26 +18,21 @@ import numpy as np
 
 from elastic_ray.data.sharding import rank_indices
 from elastic_ray.membership.changes import MembershipConfig
-from elastic_ray.membership.machine import JobMembership
-from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.roster import Phase
-from elastic_ray.membership.signals import (
+from elastic_ray.membership.instructions import (
     AllLost,
-    Allocated,
     Announce,
     Complete,
     Instruction,
     Launch,
-    Lost,
     Note,
-    Ready,
     Release,
     Reserve,
-    Reserved,
-    Stimulus,
-    TimePassed,
     Withdraw,
 )
+from elastic_ray.membership.machine import JobMembership
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.roster import WorkerPhase
+from elastic_ray.membership.signals import Allocated, Lost, Ready, Reserved, Stimulus, TimePassed
 from tests.membership.driver import Ledger
 from tests.membership.simulated_groups import Groups, State
 from tests.membership.simulated_worker import SimWorker
@@ -187,12 +182,12 @@ class SimJob:
         if self.done:
             return
         self.returns += 1
-        witnesses = [w.witness() for w in self.workers.values() if w.name in self._granted and w.testifies]
+        survivors = [w.as_survivor() for w in self.workers.values() if w.name in self._granted and w.testifies]
         self.machine = JobMembership(before.config, first_most=self.most, named=before.named)
         noted = self.random.choice([before.issued, max(0, before.issued - 1)])  # the last may not have been noted
         reached = Allocated(nodes=self._target, reason="test")
         instructions = self.machine.take_over(
-            witnesses,
+            survivors,
             reached,
             issued=noted,
             world_size=before.world_size,
@@ -209,8 +204,8 @@ class SimJob:
             del self.ledger.open[worker]
             self._release(worker, kill=True)
         self.ledger.check(self.machine)
-        for witness in witnesses:
-            if (ending := self.workers[witness.worker].ending) is not None:
+        for survivor in survivors:
+            if (ending := self.workers[survivor.worker].ending) is not None:
                 self.send(ending)
 
     def _perform(self, instruction: Instruction) -> None:
@@ -275,7 +270,9 @@ class SimJob:
         assert any(self.workers[m.worker].complete for m in spec.members), "nobody brings the state along"
 
     def _restart(self) -> None:
-        holders = self.holding() & {w.worker for w in self.machine.workers.values() if w.phase is not Phase.LEAVING}
+        holders = self.holding() & {
+            w.worker for w in self.machine.workers.values() if w.phase is not WorkerPhase.LEAVING
+        }
         assert not holders, f"a checkpoint is read although {holders} hold the state"
         self.restarts += 1
         self.safe_ticks, self.trained, self.loaded = self.checkpoint.ticks, False, 0

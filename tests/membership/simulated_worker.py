@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.recovery import Witness
+from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import (
     Finished,
     Left,
@@ -81,9 +81,9 @@ class SimWorker:
         """Whether its process can tell a new controller of it; that of a run which has ended can."""
         return self.responsive or (self.ending is not None and self.hung_s is None)
 
-    def witness(self) -> Witness:
+    def as_survivor(self) -> SurvivingWorker:
         """As ``Worker._introduce``."""
-        return Witness(
+        return SurvivingWorker(
             worker=self.name,
             node=self.node,
             spec=self.current,
@@ -141,7 +141,7 @@ class SimWorker:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def hear_plan(self, spec: GenerationSpec) -> None:
-        """As ``Membership.post``."""
+        """As ``WorkerMembership.post``."""
         if self.doing == "gone":
             return
         self._void_below = max(self._void_below, spec.void_below)
@@ -156,7 +156,7 @@ class SimWorker:
             self._job.groups.form(spec, self)
 
     def hear_cancel(self, generation: int) -> None:
-        """As ``Membership.post``."""
+        """As ``WorkerMembership.post``."""
         self._cancelled.add(generation)
         self._call_off()
         self._look()
@@ -257,8 +257,8 @@ class SimWorker:
             if not self.responsive or self.token != token or self.current is None:
                 return
             self._collectives += 1
-            lead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
-            self._job.groups.collective(self, self.current, self._collectives, lead, self._commit)
+            ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
+            self._job.groups.collective(self, self.current, self._collectives, ahead, self._commit)
 
         self._job.soon(0.25, reduce, at_least_s=0.05)
 
@@ -272,7 +272,7 @@ class SimWorker:
             self.doing, self.alive = "gone", False
             self._job.finished.append(edge.state)
             self._end(Finished(worker=self.name))
-        elif edge.lead and self._switch(self.generation + edge.lead):
+        elif edge.ahead and self._switch(self.generation + edge.ahead):
             return
         else:
             self._step()

@@ -7,16 +7,9 @@ import dataclasses
 import pytest
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.roster import Phase
-from elastic_ray.membership.signals import (
-    Announce,
-    Launch,
-    Note,
-    PrepareFailed,
-    Release,
-    Reserve,
-    Withdraw,
-)
+from elastic_ray.membership.instructions import Announce, Launch, Note, Release, Reserve, Withdraw
+from elastic_ray.membership.roster import WorkerPhase
+from elastic_ray.membership.signals import PrepareFailed
 from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
 # -- the first start -----------------------------------------------------------------------------------------------
@@ -169,7 +162,7 @@ def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_t
     assert driver.left("w3") == [Release(worker="w3", kill=False, reason="it left its generation")]
     driver.left("w2")
     assert driver.asked == {"w1"}
-    assert driver.machine.held() == {"n1": 1}
+    assert driver.machine.workers_by_node() == {"n1": 1}
 
 
 def test_a_leaver_may_be_heard_before_those_that_stay() -> None:
@@ -210,7 +203,7 @@ def test_growing_and_shrinking_at_once_is_one_change() -> None:
     assert members_of(spec) == ["w1", "w3", "w4"]
     driver.switched(2, "w1", "w3", "w4")
     assert driver.left("w2")
-    assert driver.machine.held() == {"n1": 1, "n2": 2}
+    assert driver.machine.workers_by_node() == {"n1": 1, "n2": 2}
 
 
 def test_growing_and_shrinking_does_not_wait_for_ever_for_joiners() -> None:
@@ -231,7 +224,7 @@ def test_a_move_brings_the_state_along_and_then_leaves() -> None:
     assert members_of(spec) == ["w2"]
     driver.switched(3, "w2")
     driver.left("w1")
-    assert driver.machine.held() == {"n2": 1}
+    assert driver.machine.workers_by_node() == {"n2": 1}
 
 
 def test_a_move_of_several_members_keeps_one_of_them() -> None:
@@ -416,7 +409,7 @@ def test_a_leaver_that_dies_while_it_leaves_disturbs_nobody(late: float) -> None
     driver = running(2)
     driver.target(n1=1)
     driver.switched(2, "w1")
-    assert driver.machine.workers["w2"].phase is Phase.LEAVING
+    assert driver.machine.workers["w2"].phase is WorkerPhase.LEAVING
     out = driver.tick(after_s=late) if late else driver.lost("w2")
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
     assert not only(Announce, out)

@@ -5,24 +5,18 @@ from __future__ import annotations
 import pytest
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.roster import Phase
+from elastic_ray.membership.instructions import AllLost, Announce, Complete, Note, Release, Reserve, Withdraw
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
-    AllLost,
-    Announce,
-    Complete,
     Left,
     Lost,
-    Note,
     PrepareFailed,
     Ready,
-    Release,
     Rerun,
-    Reserve,
     Reserved,
     StepFailed,
     Stimulus,
     Switched,
-    Withdraw,
 )
 from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
@@ -278,7 +272,7 @@ def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
     assert members_of(plan_in(out)) == ["w2"]
     assert not only(Release, out)
     assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(1, ("w1",))]
-    assert driver.machine.workers["w1"].phase is Phase.STARTING
+    assert driver.machine.workers["w1"].phase is WorkerPhase.STARTING
     driver.switched(2, "w2")
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w2", "w1"]
 
@@ -394,7 +388,7 @@ def test_out_of_memory_in_a_change_that_is_entered() -> None:
     out = driver.tell(Rerun(worker=joiner))
     assert members_of(plan_in(out)) == ["w1"]
     driver.switched(2, joiner)
-    assert driver.machine.workers[joiner].phase is Phase.STARTING
+    assert driver.machine.workers[joiner].phase is WorkerPhase.STARTING
     driver.switched(3, "w1")
     assert members_of(plan_in(driver.ready(joiner, has_state=True))) == ["w1", joiner]
 

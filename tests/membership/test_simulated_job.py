@@ -59,7 +59,7 @@ def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules(
     job.target(target)
     deadline_s = job.now_s + RECOVERY_S
     while not settled(job, target):
-        assert job.now_s < deadline_s, f"holds {job.machine.held()} of {target}; {job.machine.in_flight}"
+        assert job.now_s < deadline_s, f"holds {job.machine.workers_by_node()} of {target}; {job.machine.in_flight}"
         job.run_for(1.0)
     before = job.safe_ticks
     job.run_for(3.0)
@@ -74,7 +74,7 @@ def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules(
 def settled(job: SimJob, target: dict[str, int]) -> bool:
     """Whether the job has the size it is to have, and everybody lives."""
     machine = job.machine
-    reached = machine.held() == target and machine.world_size == sum(target.values())
+    reached = machine.workers_by_node() == target and machine.world_size == sum(target.values())
     return (
         not job.away
         and reached

@@ -14,7 +14,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
-from elastic_ray.consensus.ballot import agreed_lead
+from elastic_ray.consensus.ballot import agreed_generations_ahead
 from elastic_ray.membership.messages import GenerationSpec, Member, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.progress import PassProgress, RunProgress
@@ -27,7 +27,7 @@ from placement.goodput.model import NoiseScale
 ranks = st.builds(
     StateVersion,
     step=st.integers(0, 3),
-    slot=st.integers(0, 2),
+    optimizers_stepped=st.integers(0, 2),
     lineage=st.integers(0, 1),
     passes=st.integers(0, 1),
     has_state=st.booleans(),
@@ -75,20 +75,22 @@ def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -
         transfer_rounds([])
 
 
-# -- agreed_lead ---------------------------------------------------------------------------------------------------
+# -- agreed_generations_ahead --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=64))
-def test_a_lead_is_agreed_on_exactly_when_all_have_it(leads: list[int]) -> None:
-    common = leads[0] if len(set(leads)) == 1 else 0
-    assert agreed_lead(float(sum(leads)), float(sum(d * d for d in leads)), len(leads)) == common
+def test_a_distance_is_agreed_on_exactly_when_all_have_it(distances: list[int]) -> None:
+    common = distances[0] if len(set(distances)) == 1 else 0
+    assert (
+        agreed_generations_ahead(float(sum(distances)), float(sum(d * d for d in distances)), len(distances)) == common
+    )
 
 
-@given(lead=st.integers(1, 60), world=st.integers(2, 64), other=st.integers(0, 60))
-def test_one_rank_that_differs_is_enough_to_disagree(lead: int, world: int, other: int) -> None:
-    leads = [lead] * (world - 1) + [other]
-    sums = float(sum(leads)), float(sum(d * d for d in leads))
-    assert agreed_lead(*sums, world) == (lead if other == lead else 0)
+@given(ahead=st.integers(1, 60), world=st.integers(2, 64), other=st.integers(0, 60))
+def test_one_rank_that_differs_is_enough_to_disagree(ahead: int, world: int, other: int) -> None:
+    distances = [ahead] * (world - 1) + [other]
+    sums = float(sum(distances)), float(sum(d * d for d in distances))
+    assert agreed_generations_ahead(*sums, world) == (ahead if other == ahead else 0)
 
 
 # -- RunProgress ---------------------------------------------------------------------------------------------------

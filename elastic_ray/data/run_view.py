@@ -12,7 +12,7 @@ from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
 
-class LoaderPasses(Protocol):
+class PassesView(Protocol):
     """The passes of the run's loaders."""
 
     @property
@@ -39,7 +39,7 @@ class LoaderPasses(Protocol):
         """User code left the pass in the middle of a step."""
 
 
-class Loaders(Protocol):
+class LoadersView(Protocol):
     """The run's loaders."""
 
     @property
@@ -56,11 +56,11 @@ class Loaders(Protocol):
         """It was made after the run's first epoch."""
 
 
-class LoaderRegistry(Protocol):
+class RegistryView(Protocol):
     """What the train function has built."""
 
     @property
-    def loaders(self) -> Loaders:
+    def loaders(self) -> LoadersView:
         """Its loaders."""
 
 
@@ -100,11 +100,11 @@ class LoaderRun(Protocol):
         """Where the run stands."""
 
     @property
-    def registry(self) -> LoaderRegistry:
+    def registry(self) -> RegistryView:
         """What the train function has built."""
 
     @property
-    def passes(self) -> LoaderPasses:
+    def passes(self) -> PassesView:
         """The passes of its loaders."""
 
     def check_group(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from elastic_ray.events import JobPhase
-from elastic_ray.job.allocator_link import AllocatorLink
-from elastic_ray.job.parts import JobParts
+from elastic_ray.job.allocator_client import AllocatorClient
+from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import Cancel, Stop
 from elastic_ray.sealed import Raised, Sealed
 
 
-class JobEnding:
+class JobShutdown:
     """What is to be done once a job is over, step by step.
 
     Args:
@@ -23,7 +23,7 @@ class JobEnding:
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, parts: JobParts, allocator: AllocatorLink) -> None:
+    def __init__(self, parts: JobContext, allocator: AllocatorClient) -> None:
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
         self._group, self._background, self._allocator = parts.group, parts.background, allocator
         self._error: BaseException | Raised | None = None

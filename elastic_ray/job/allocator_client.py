@@ -24,7 +24,7 @@ _HEARTBEAT_S = 1.0
 _TIMEOUT_S = 5.0
 
 
-class AllocatorLink:
+class AllocatorClient:
     """Sends a heartbeat every second, or sooner on demand, one at a time; finds the allocator, and makes it if need be.
 
     Args:

@@ -15,7 +15,7 @@ from elastic_ray.worker_group.group import WorkerGroup
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobParts:
+class JobContext:
     """One job under its controller.
 
     Attributes:

@@ -15,7 +15,7 @@ from elastic_ray.steps.sums import StepSums
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
+class RunState:
     """See the module's text.
 
     Attributes:

@@ -9,7 +9,7 @@ T = TypeVar("T")
 MOST = 1000
 
 
-class Tail(Generic[T]):
+class BoundedLog(Generic[T]):
     """Things by number, of which only the last ones are kept.
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
-from elastic_ray.checkpoints.object_store import hold
+from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
@@ -25,10 +25,10 @@ from elastic_ray.worker.messages import (
     StateSaved,
     WorkerHeartbeat,
     WorkerMessage,
+    WorkerNotice,
     WorkerOutOfMemory,
     WorkerReady,
     WorkerReport,
-    WorkerTold,
 )
 from elastic_ray.worker.run_view import MeasuredRun
 from elastic_ray.worker.setup import Assignment, WorkerSetup
@@ -68,7 +68,7 @@ def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: floa
             time.sleep(_POLL_S)
 
 
-class ControllerLink:
+class ActorControllerClient:
     """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
     where too many are under way, or the controller is away."""
 
@@ -90,9 +90,9 @@ class ControllerLink:
         self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
         self._lock = threading.Lock()
         self._resumed = ""
-        self.told_ready: WorkerReady | None = None
-        self.told_failed: StepFailed | None = None
-        self.told_switched = 0
+        self.last_ready: WorkerReady | None = None
+        self.last_failed: StepFailed | None = None
+        self.last_switched = 0
         self.pause_s = 0.0
         self.starts_over = False
 
@@ -114,8 +114,8 @@ class ControllerLink:
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
         """This worker starts over with less, and with its state if that is ``whole``."""
-        self.starts_over, self.told_switched = whole, 0
-        self.told_ready = self.told_failed = None
+        self.starts_over, self.last_switched = whole, 0
+        self.last_ready = self.last_failed = None
         self.insist_on(WorkerOutOfMemory(worker=self._worker, atomic_bsz=atomic_bsz, cause=cause, has_state=whole))
 
     def insist_on(self, message: WorkerMessage) -> None:
@@ -136,7 +136,7 @@ class ControllerLink:
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S:
-                self.push(dataclasses.replace(report, held=None, again=True))
+                self.push(dataclasses.replace(report, checkpoint_ref=None, again=True))
 
     def repeat(self) -> bool:
         """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
@@ -176,17 +176,17 @@ class ControllerLink:
             time.sleep(_POLL_S)
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
-        self.told_ready = WorkerReady(
+        self.last_ready = WorkerReady(
             worker=self._worker, loader=loader, has_state=has_state, loaded=loaded, resumed=self._resumed
         )
-        self.push(self.told_ready)
+        self.push(self.last_ready)
 
     def failed(self, generation: int, cause: str) -> None:
-        self.told_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
-        self.push(self.told_failed)
+        self.last_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
+        self.push(self.last_failed)
 
     def switched(self, generation: int, pause_s: float) -> None:
-        self.told_failed, self.told_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
+        self.last_failed, self.last_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
         self.push(Switched(worker=self._worker, generation=generation, pause_s=pause_s))
 
     def could_not_form(self, generation: int, cause: str) -> None:
@@ -202,19 +202,19 @@ class ControllerLink:
         self.push(WorkerHeartbeat(worker=self._worker, report=report))
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
-        path, kept, problem = None, None, ""
+        path, reference, problem = None, None, ""
         if checkpoint is not None:
             note = CheckpointNote(resume_point=resume_point, metrics=metrics)
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
-                kept = hold(checkpoint)
+                reference = put_checkpoint(checkpoint)
         message = WorkerReport(
             worker=self._worker,
             index=index,
             metrics=metrics,
             checkpoint=path,
             resume_point=resume_point,
-            held=kept,
+            checkpoint_ref=reference,
             problem=problem,
         )
         self._reported.append((time.monotonic(), message))
@@ -228,7 +228,7 @@ class ControllerLink:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.warning("%s", text)
-        self.insist_on(WorkerTold(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
+        self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
 
     def claim_fault(self, index: int) -> bool:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
@@ -237,7 +237,9 @@ class ControllerLink:
 class HeartbeatThread:
     """Beats to the controller from a thread of its own while a run lasts."""
 
-    def __init__(self, link: ControllerLink, session: MeasuredRun, *, interval_s: float, report_s: float) -> None:
+    def __init__(
+        self, link: ActorControllerClient, session: MeasuredRun, *, interval_s: float, report_s: float
+    ) -> None:
         self._link = link
         self._session = session
         self._interval_s = interval_s
@@ -253,8 +255,8 @@ class HeartbeatThread:
             count += 1
             session = self._session
             report = self._report() if count % self._every == 0 else None
-            plan = session.group.plan
-            at = (plan.generation, session.progress.loader_steps) if plan is not None else None
+            spec = session.group.generation_spec
+            at = (spec.generation, session.progress.loader_steps) if spec is not None else None
             try:
                 self._link.beat(report=report, at=at)
                 self._link.repeat()
