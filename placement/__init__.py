@@ -1,7 +1,7 @@
 """The cluster's side of elastic jobs: what is a job worth on these resources, and who gets which?
 
-Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's actor
-talk to Ray.
+Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's
+``actor``, ``controllers`` and ``packed_policy`` talk to Ray.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from placement.errors import InputError
     from placement.planning.tenants import Tenant
     from placement.policies.shared.base import Policy, Target
+    from placement.ray_cluster.notices import NoticeConfig
 
 # Loaded on first use: the simulator needs no Ray.
 _HOMES = {
@@ -32,6 +33,7 @@ _HOMES = {
     "JobView": "placement.cluster.jobs",
     "Node": "placement.cluster.cluster",
     "NodeType": "placement.cluster.node_types",
+    "NoticeConfig": "placement.ray_cluster.notices",
     "Policy": "placement.policies.shared.base",
     "PolicyConflictError": "placement.allocator.actor",
     "Target": "placement.policies.shared.base",
@@ -48,6 +50,7 @@ __all__ = [
     "JobView",
     "Node",
     "NodeType",
+    "NoticeConfig",
     "Policy",
     "PolicyConflictError",
     "Target",

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from elastic_ray.job_spec import JobSpec
 from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
-from tuning.held import HeldCheckpoints
+from tuning.cached_checkpoints import CheckpointCache
 from tuning.sweep_processes import SweepProcesses
 from tuning.trials import Promise, TrialRecord, weights
 
@@ -62,8 +62,8 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Run:
-    """A run of a trial: what trials can use its controller after it, and the controller."""
+class _TrialStart:
+    """A trial's start: what trials can use its controller after it, and the controller."""
 
     trial: str
     kind: JobSpec
@@ -79,7 +79,7 @@ class Sweep:
     """
 
     def __init__(self, name: str, promise: Promise | None) -> None:
-        from elastic_ray.job.controller import start  # what it imports, fronts are spared by asking here
+        from elastic_ray.job.controller import start  # its imports, which drivers are spared here
 
         log_plainly(logging.WARNING)
         logger.setLevel(logging.INFO)
@@ -87,12 +87,12 @@ class Sweep:
         self._name = name
         self._promise = promise
         self._records: dict[str, TrialRecord] = {}
-        self._told: dict[str, float] = {}
-        self._busy: dict[str, _Run] = {}
-        self._idle: dict[str, _Run] = {}
-        self._ending: dict[str, _Run] = {}  # take no other trial
+        self._announced_weights: dict[str, float] = {}
+        self._busy: dict[str, _TrialStart] = {}
+        self._idle: dict[str, _TrialStart] = {}
+        self._ending: dict[str, _TrialStart] = {}  # take no other trial
         self._processes = SweepProcesses(name)
-        self._held = HeldCheckpoints()
+        self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
@@ -102,8 +102,9 @@ class Sweep:
         assert spec.trial is not None, "only trials are opened here"
         kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
-        held = self._held.find(spec.trial.start_from)
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=held))
+        cached = self._cached.find(spec.trial.start_from)
+        trial = dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=cached)
+        spec = dataclasses.replace(spec, trial=trial)
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
             asked = self._idle.pop(fits[-1])
             controller = asked.controller
@@ -120,22 +121,22 @@ class Sweep:
         logger.info("sweep %s: trial %s %s", self._name, spec.job, "takes over a controller" if name else "starts one")
         if not name:
             controller, name = self._start(spec), run
-        self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
+        self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
         return controller, name, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> None:
-        """A front has found a trial's controller that still runs."""
+        """A driver has found a trial's controller that still runs."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
-        self._begun(run, _Run(trial=spec.job, kind=kind, controller=controller))
+        self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
 
-    def _begun(self, run: str, begun: _Run) -> None:
+    def _begun(self, run: str, begun: _TrialStart) -> None:
         self._busy[run] = begun
         self._since_s = time.monotonic()
         record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
         self._records[begun.trial] = dataclasses.replace(record, running=True)
-        self._told.pop(begun.trial, None)
+        self._announced_weights.pop(begun.trial, None)
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
@@ -169,14 +170,14 @@ class Sweep:
         ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
         """
         if run in self._busy:
-            self._held.hold(run, path, held[0])
+            self._cached.hold(run, path, held[0])
 
     def _runs(self, trial: str) -> bool:
         return any(each.trial == trial for each in self._busy.values())
 
-    def _ended(self, run: str, ended: _Run) -> None:
+    def _ended(self, run: str, ended: _TrialStart) -> None:
         trial, keep_s = ended.trial, ended.kind.trial.keep_s if ended.kind.trial is not None else 0.0
-        self._held.over(run, time.monotonic() + keep_s)  # the process that owns it waits as long, too
+        self._cached.over(run, time.monotonic() + keep_s)  # the process that owns it waits as long, too
         if trial in self._records:
             self._records[trial] = dataclasses.replace(self._records[trial], running=self._runs(trial))
         self._weigh()
@@ -184,9 +185,9 @@ class Sweep:
     def _weigh(self) -> None:
         weighed = weights(list(self._records.values()), self._promise)
         for each in self._busy.values():
-            weight, before = weighed.get(each.trial), self._told.get(each.trial, 1.0)
+            weight, before = weighed.get(each.trial), self._announced_weights.get(each.trial, 1.0)
             if weight is not None and abs(weight.value - before) > _NEWS * before:
-                self._told[each.trial] = weight.value
+                self._announced_weights[each.trial] = weight.value
                 logger.info("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
                 each.controller.weigh.remote(weight.value)
 
@@ -203,7 +204,7 @@ class Sweep:
                         self._ended(run, each)
             now_s = time.monotonic()
             self._processes.expire(now_s)
-            self._held.expire(now_s)
+            self._cached.expire(now_s)
             if self._busy:
                 self._since_s = max(self._since_s, now_s)
             elif now_s > self._since_s + _LINGER_S:

@@ -79,7 +79,7 @@ class Template:
         reports_ahead: how far training may run ahead of the sweep's decisions.
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
-        sweep: its name; None leaves that to the front.
+        sweep: its name; None leaves that to the driver.
         metric_else: names of what a report without the promise's metric is compared by.
     """
 
@@ -297,7 +297,7 @@ class TrialJob:
         return JobHandle(controller, spec)
 
     def _find(self) -> JobHandle | None:
-        """The trial's job, if it still runs for a front that is gone, and does what is asked for now."""
+        """The trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:

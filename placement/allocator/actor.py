@@ -1,4 +1,4 @@
-"""Shell: the allocator as one named, detached, restartable actor per Ray cluster.
+"""SHELL: the allocator as one named, detached, restartable actor per Ray cluster.
 
 It keeps the clock, reads Ray's nodes, feeds ``AllocatorCore``, logs its decisions and carries its
 instructions to the jobs' controllers. It owns no resources: groups and workers belong to the controllers.
@@ -30,7 +30,7 @@ from placement.allocator.events import (
     JobHeartbeat,
     NodesChanged,
     Recalled,
-    Tick,
+    TimePassed,
 )
 from placement.allocator.explaining import Explanation
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
@@ -278,7 +278,7 @@ class Allocator:
             try:
                 if await self._read() is not None:
                     self._take_nodes()
-                self._handle(Tick())
+                self._handle(TimePassed())
                 self._scale()
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())

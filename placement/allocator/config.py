@@ -24,7 +24,7 @@ class AllocatorConfig:
         unsatisfiable_s: how long a job must be impossible on the nodes at hand before it is told so.
         model_change: relative change of any speed that counts as a changed model.
         log_length: decision records kept.
-        rounds: decide at every ``Tick`` and never in between, as the published schedulers do.
+        rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
         notices: how spot nodes learn that their cloud takes them away.

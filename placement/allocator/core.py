@@ -18,13 +18,13 @@ from placement.allocator.events import (
     JobState,
     NodesChanged,
     Recalled,
-    Tick,
+    TimePassed,
     Trigger,
     Unsatisfiable,
 )
 from placement.allocator.explaining import Explanation, explain
 from placement.allocator.known_job import KnownJob
-from placement.allocator.news import is_news
+from placement.allocator.significance import trigger_of
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
@@ -143,14 +143,14 @@ class AllocatorCore:
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
-        elif isinstance(event, Tick):
+        elif isinstance(event, TimePassed):
             self._drop_silent(now_s)
         if self._settling:
             self._unjudged = True
             return []
         self._judge(event, now_s)
         told = self._tell_impossible(now_s)
-        trigger = self._due(now_s) if isinstance(event, Tick) or not self._config.rounds else None
+        trigger = self._due(now_s) if isinstance(event, TimePassed) or not self._config.rounds else None
         changed: list[Instruction] = list(self._decide(trigger, now_s)) if trigger else []
         if isinstance(event, JobHeartbeat):
             changed += self._remind(event.view.job, changed)
@@ -186,7 +186,7 @@ class AllocatorCore:
             job.give(dict(view.allocation))
         if self._config.rounds:
             return  # the next round looks at everything anyway
-        news = is_news(job.decided_on, view, self._config.model_change)
+        news = trigger_of(job.decided_on, view, self._config.model_change)
         if news == Trigger.LIMITS:
             self._urgent = self._urgent or news
         elif news:

@@ -55,7 +55,7 @@ class NodesChanged:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class TimePassed:
     """Time has passed."""
 
 
@@ -92,7 +92,7 @@ class Trigger(str, enum.Enum):
         return self.value
 
 
-Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | Tick | Recalled
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | TimePassed | Recalled
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

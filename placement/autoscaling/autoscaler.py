@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, Want, offers
+from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
@@ -65,7 +65,7 @@ class ScalingDecision:
     release: tuple[str, ...]
     leaving: tuple[str, ...]
     reasons: Mapping[str, str]
-    wants: Mapping[str, Want]
+    wants: Mapping[str, WantedSize]
     notes: Mapping[str, str]
     usd_per_h: float
 
@@ -314,7 +314,7 @@ class Autoscaler:
         release: tuple[str, ...],
         leaving: tuple[str, ...],
         fleet: Fleet,
-        wants: Mapping[str, Want],
+        wants: Mapping[str, WantedSize],
         there: Mapping[str, Sequence[Node]],
         now_s: float,
     ) -> ScalingDecision:
@@ -349,7 +349,7 @@ class Autoscaler:
         )
 
 
-def _why(users: Sequence[str], wants: Mapping[str, Want]) -> str:
+def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> str:
     """The reason of the job that wants most of it."""
     if not users:
         return "no job needs them"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from placement.autoscaling.objectives.base import Want, lasting
+from placement.autoscaling.objectives.base import WantedSize, lasting
 from placement.cluster.cluster import Node, slots
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
@@ -56,15 +56,15 @@ class _Builder:
             for _ in range(each.min_nodes):
                 self._add(name)
 
-    def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, firm: bool) -> int:
+    def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
         """Room for workers of a job, on nodes that are open first; how many find none."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
-                if firm and each.node.spot:
+                if on_demand and each.node.spot:
                     continue
                 workers -= self._fill(each, view, workers)
         while workers:
-            name = self._cheapest(view, gpu, workers, lasts_h, firm=firm)
+            name = self._cheapest(view, gpu, workers, lasts_h, on_demand=on_demand)
             if name is None:
                 break
             workers -= self._fill(self._add(name), view, workers)
@@ -85,7 +85,7 @@ class _Builder:
         return here
 
     def _cheapest(
-        self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, firm: bool
+        self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
         """The type on which so many workers cost least; one of which there are some already, if it is hardly dearer."""
         best: tuple[float, int, str] | None = None
@@ -93,7 +93,7 @@ class _Builder:
             return None
         for name, each in self.types.items():
             fits = each.slots(view)
-            if not fits or each.gpu_type != gpu or self.counts[name] >= each.max_nodes or (firm and each.spot):
+            if not fits or each.gpu_type != gpu or self.counts[name] >= each.max_nodes or (on_demand and each.spot):
                 continue
             nodes = math.ceil(workers / fits)
             usd = each.usd_per_h * nodes / float(lasting(view, np.array(float(nodes)), each, lasts_h[name]))
@@ -105,7 +105,7 @@ class _Builder:
 
 
 def build(
-    wants: Mapping[str, Want],
+    wants: Mapping[str, WantedSize],
     views: Sequence[JobView],
     types: Sequence[NodeType],
     static: Iterable[Node],
@@ -134,9 +134,9 @@ def build(
         want = wants.get(view.job)
         if want is None or not want.workers:
             continue
-        firm = min(view.min_workers, want.workers) if view.spot == "mixed" else 0
-        missing = builder.place(view, want.gpu, firm, lasts_h, firm=True) if firm else 0
-        missing += builder.place(view, want.gpu, want.workers - firm, lasts_h, firm=False)
+        on_demand = min(view.min_workers, want.workers) if view.spot == "mixed" else 0
+        missing = builder.place(view, want.gpu, on_demand, lasts_h, on_demand=True) if on_demand else 0
+        missing += builder.place(view, want.gpu, want.workers - on_demand, lasts_h, on_demand=False)
         if missing:
             short[view.job] = missing
     users = {name: tuple(sorted(jobs)) for name, jobs in builder.users.items()}

@@ -70,7 +70,7 @@ class Occupancy(Generic[_Job, _Key]):
         self._free = free
         self._places: dict[_Key, dict[int, int]] = {}
         self._on: dict[int, set[_Key]] = {}
-        self._spanning: set[_Key] = set()
+        self._multi_node: set[_Key] = set()
 
     def slots(self, job: _Job) -> Ints:
         """How many more of the job's workers fit on each node."""
@@ -92,7 +92,7 @@ class Occupancy(Generic[_Job, _Key]):
         place[index] = place.get(index, 0) + workers
         self._on.setdefault(index, set()).add(key)
         if len(place) > 1:
-            self._spanning.add(key)
+            self._multi_node.add(key)
 
     def put_all(self, job: _Job, place: Mapping[int, int]) -> None:
         """Add workers of the job on several nodes."""
@@ -103,7 +103,7 @@ class Occupancy(Generic[_Job, _Key]):
         """Take the job from its nodes; where it was."""
         key = self._free.key(job)
         place = self._places.pop(key, {})
-        self._spanning.discard(key)
+        self._multi_node.discard(key)
         for index, workers in place.items():
             self._free.take(job, index, -workers)
             self._on[index].discard(key)
@@ -113,10 +113,10 @@ class Occupancy(Generic[_Job, _Key]):
         """Keys of the jobs on a node."""
         return frozenset(self._on.get(index, ()))
 
-    def spanned(self, beside: _Job | None = None) -> set[int]:
+    def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
         """Nodes that carry a job which spans several, other than the one that is named."""
         own = None if beside is None else self._free.key(beside)
-        return {index for key in self._spanning if key != own for index in self._places[key]}
+        return {index for key in self._multi_node if key != own for index in self._places[key]}
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:

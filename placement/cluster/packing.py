@@ -148,7 +148,7 @@ class _Packer:
             candidates = candidates & own
         elif own.any() or not (fits >= missing).any():
             # It is going to span nodes: keep away from nodes that another such job uses, if there are others.
-            quiet = candidates & ~mask(self.occupied.spanned(view), len(fits))
+            quiet = candidates & ~mask(self.occupied.multi_node_nodes(view), len(fits))
             candidates = quiet if quiet.any() else candidates
         offered = np.where(candidates, fits, 0)
         index = best_fit(offered, missing)

@@ -1,4 +1,4 @@
-"""What an option is worth to a job: weight of its remaining work x speed-up, less what the change costs."""
+"""Remaining work of jobs, and what follows: weights, lateness, the discount of a change, concave values."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -
     return part
 
 
-def happiness(speed: Floats, power: float) -> Floats:
+def concave_value(speed: Floats, power: float) -> Floats:
     """phi(s) = (s^p - 1) / p, log s for p = 0: the smaller p, the more an even distribution counts."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):

@@ -55,7 +55,7 @@ class _Family:
     """What is known of one fingerprint on one GPU type."""
 
     seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
-    told: tuple[Observation, ...] | None = None
+    cached: tuple[Observation, ...] | None = None
     fits: dict[bool, tuple[ThroughputModel, int]] = dataclasses.field(default_factory=dict)
     most: int = 0
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
@@ -69,7 +69,7 @@ class _Family:
         if known is not None and _corrects(observation, known[0]):
             self.fits.clear()
         self.seen[shape] = observation, seen_s
-        self.told = None
+        self.cached = None
         self.most = max(self.most, observation.replicas)
         return True
 
@@ -78,9 +78,9 @@ class _Family:
         old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
         for shape in old:
             del self.seen[shape]
-        if self.told is None or old:
-            self.told = tuple(observation for _, (observation, _) in sorted(self.seen.items()))
-        return self.told
+        if self.cached is None or old:
+            self.cached = tuple(observation for _, (observation, _) in sorted(self.seen.items()))
+        return self.cached
 
 
 class Knowledge:

@@ -1,9 +1,9 @@
-"""What real clusters ask for beyond a policy's own rules, kept for every policy without its knowing.
+"""What real clusters ask for beyond a policy's own rules; it holds for every policy, which need not know of it.
 
 Outermost first: deadlines raise minimums; mixed jobs stand with their minimum on on-demand nodes; tenants have their
 shares; within a tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are
 whole nodes where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The
-order of tenants above priorities means that nobody gets more of the cluster by giving his jobs a higher priority.
+order of tenants above priorities means that a tenant gets no more of the cluster by higher priorities of its jobs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from placement.cluster.jobs import JobView
 from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart
 from placement.planning.problem import Plan, Problem, Solver, by_priority
-from placement.planning.spot import on_firm_ground
+from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
 from placement.planning.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
 
@@ -98,9 +98,9 @@ def _decide_once(
     least = {view.job: view.min_workers for view in problem.views if view.spot == "mixed"}
     while True:
         raised, notes = guarantee(problem.views, problem.cluster, guaranteed, now_s, refused)
-        raised = dataclasses.replace(raised, spanned=problem.spanned, apart=problem.apart)
+        raised = dataclasses.replace(raised, multi_node_nodes=problem.multi_node_nodes, apart=problem.apart)
         within = functools.partial(by_tenant, solve=functools.partial(by_priority, solve=inner), tenants=tenants)
-        plan = on_firm_ground(raised, within, least)
+        plan = with_minimums_on_demand(raised, within, least)
         failed = [job for job in sorted(raised.guaranteed) if job not in plan.allocation]
         if not failed:
             break

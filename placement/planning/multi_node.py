@@ -18,12 +18,12 @@ WorkersByNode = Mapping[str, int]
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Nodes that two or more spanning jobs share, and these jobs."""
-    return {node: jobs for node, jobs in sorted(_spanning(allocation).items()) if len(jobs) > 1}
+    """Nodes that two or more multi-node jobs share, and these jobs."""
+    return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Refuse nodes that spanning jobs share.
+    """Refuse nodes that multi-node jobs share.
 
     Raises:
         AllocationError: naming the node and the jobs.
@@ -32,29 +32,31 @@ def check_apart(allocation: Allocation) -> None:
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 
 
-def keep_apart(packing: Packing, views: Sequence[JobView], cluster: Cluster, spanned: Collection[str] = ()) -> Packing:
-    """The same sizes at other places, where spanning jobs share a node, and smaller sizes where there are none.
+def keep_apart(
+    packing: Packing, views: Sequence[JobView], cluster: Cluster, multi_node_nodes: Collection[str] = ()
+) -> Packing:
+    """The same sizes at other places, where multi-node jobs share a node, and smaller sizes where there are none.
 
     Jobs within one node stay, and of those that conflict the one that is there already, then the largest. The others
-    are placed anew: on one node that takes them whole, else on nodes without a spanning job. If that leaves a job
+    are placed anew: on one node that takes them whole, else on nodes without a multi-node job. If that leaves a job
     without its minimum, all are placed anew, minimums first, and that is taken if it leaves out fewer.
 
     Args:
         packing: places to start from.
         views: the jobs.
         cluster: the nodes.
-        spanned: nodes that another spanning job is on already.
+        multi_node_nodes: nodes that another multi-node job is on already.
     """
-    busy = _spanning(packing.allocation)
-    if all(len(jobs) + (node in spanned) < 2 for node, jobs in busy.items()):
+    busy = _multi_node_jobs(packing.allocation)
+    if all(len(jobs) + (node in multi_node_nodes) < 2 for node, jobs in busy.items()):
         return packing
     jobs = [view for view in views if view.job in packing.allocation]
     wanted = {job: sum(place.values()) for job, place in packing.allocation.items()}
-    placer = _Placer(cluster, spanned, packing.allocation, wanted)
+    placer = _Placer(cluster, multi_node_nodes, packing.allocation, wanted)
     placer.move_some(jobs)
     moved = placer.allocation(jobs)
     if len(moved) < len(jobs):
-        placer = _Placer(cluster, spanned, packing.allocation, wanted)
+        placer = _Placer(cluster, multi_node_nodes, packing.allocation, wanted)
         placer.place_all(jobs)
         anew = placer.allocation(jobs)
         moved = max(moved, anew, key=lambda found: (len(found), sum(sum(each.values()) for each in found.values())))
@@ -66,8 +68,8 @@ def keep_apart(packing: Packing, views: Sequence[JobView], cluster: Cluster, spa
     return Packing(allocation=moved, short=short)
 
 
-def _spanning(allocation: Allocation) -> dict[str, list[str]]:
-    """Spanning jobs by node."""
+def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
+    """Multi-node jobs by node."""
     found: dict[str, list[str]] = {}
     for job, place in allocation.items():
         for node in place if len(place) > 1 else ():
@@ -80,17 +82,17 @@ class _Placer:
 
     Args:
         cluster: the nodes.
-        spanned: those that another spanning job is on already.
+        multi_node_nodes: those that another multi-node job is on already.
         present: where the jobs are to start from.
         wanted: workers of each job.
     """
 
     def __init__(
-        self, cluster: Cluster, spanned: Collection[str], present: Allocation, wanted: Mapping[str, int]
+        self, cluster: Cluster, multi_node_nodes: Collection[str], present: Allocation, wanted: Mapping[str, int]
     ) -> None:
         self._free = FreeResources(cluster)
         self._occupied = Occupancy(self._free)
-        self._others = {index for node in spanned if (index := self._free.index(node)) is not None}
+        self._others = {index for node in multi_node_nodes if (index := self._free.index(node)) is not None}
         self._present = present
         self._wanted = wanted
 
@@ -104,7 +106,7 @@ class _Placer:
         homeless = []
         for view in order:
             here = self._indices(view, places[view.job])
-            if len(here) == 1 or not self._spanned() & set(here):
+            if len(here) == 1 or not self._multi_node_nodes() & set(here):
                 self._occupied.put_all(view, here)
             else:
                 homeless.append(view)
@@ -135,12 +137,12 @@ class _Placer:
         mine = {index for node in own if (index := self._free.index(node)) is not None}
         found = _on_one_node(fits, wanted, mine)
         if sum(found.values()) < wanted:
-            several = _on_quiet_nodes(fits, wanted, mine, self._spanned())
+            several = _on_quiet_nodes(fits, wanted, mine, self._multi_node_nodes())
             found = several if sum(several.values()) > sum(found.values()) else found
         return found if sum(found.values()) >= view.min_workers else {}
 
-    def _spanned(self) -> set[int]:
-        return self._others | self._occupied.spanned()
+    def _multi_node_nodes(self) -> set[int]:
+        return self._others | self._occupied.multi_node_nodes()
 
     def _indices(self, view: JobView, place: WorkersByNode) -> dict[int, int]:
         found = {}
@@ -165,10 +167,10 @@ def _on_one_node(fits: NDArray[np.int64], wanted: int, own: Collection[int]) -> 
 
 
 def _on_quiet_nodes(
-    fits: NDArray[np.int64], wanted: int, own: Collection[int], spanned: Collection[int]
+    fits: NDArray[np.int64], wanted: int, own: Collection[int], multi_node_nodes: Collection[int]
 ) -> dict[int, int]:
-    """Its own nodes, then the roomiest, without those that carry a spanning job."""
-    quiet = [index for index in np.flatnonzero(fits).tolist() if index not in spanned]
+    """Its own nodes, then the roomiest, without those that carry a multi-node job."""
+    quiet = [index for index in np.flatnonzero(fits).tolist() if index not in multi_node_nodes]
     place: dict[int, int] = {}
     for index in sorted(quiet, key=lambda index: (index not in own, -int(fits[index]), index)):
         here = min(wanted - sum(place.values()), int(fits[index]))

@@ -73,7 +73,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
         reasons.update({job: target.reason for job, target in targets.items()})
         packing = _place(targets, order, cluster)
         if problem.apart:
-            packing = keep_apart(packing, order, cluster, problem.spanned)
+            packing = keep_apart(packing, order, cluster, problem.multi_node_nodes)
         if not packing.short:
             break
         alone = " that no other job spans" if problem.apart else ""

@@ -48,14 +48,14 @@ class Problem:
     Attributes:
         views: the jobs.
         cluster: the room that is theirs.
-        spanned: nodes that carry a job which spans several nodes and is not one of these.
+        multi_node_nodes: nodes that carry a job which spans several nodes and is not one of these.
         guaranteed: those of the jobs whose minimum was raised to what their deadline needs.
         apart: whether two jobs that span several nodes may share none of them.
     """
 
     views: Sequence[JobView]
     cluster: Cluster
-    spanned: frozenset[str] = frozenset()
+    multi_node_nodes: frozenset[str] = frozenset()
     guaranteed: frozenset[str] = frozenset()
     apart: bool = False
 
@@ -69,9 +69,11 @@ class Problem:
         bundles = {view.job: view.bundle for view in self.views}
         cluster = without(self.cluster, decided, bundles)
         places = [*decided.values(), *(reserved or {}).values()]
-        spanned = self.spanned.union(*(nodes for nodes in places if len(nodes) > 1))
+        multi_node_nodes = self.multi_node_nodes.union(*(nodes for nodes in places if len(nodes) > 1))
         return dataclasses.replace(
-            self, cluster=without(cluster, reserved, bundles) if reserved else cluster, spanned=spanned
+            self,
+            cluster=without(cluster, reserved, bundles) if reserved else cluster,
+            multi_node_nodes=multi_node_nodes,
         )
 
 
@@ -79,7 +81,7 @@ Solver: TypeAlias = Callable[[Problem], Plan]
 
 
 def secured(view: JobView) -> bool:
-    """Whether the job keeps its minimum whoever comes: it runs and is not preemptible."""
+    """Whether the job keeps its minimum against all others: it runs and is not preemptible."""
     return not view.preemptible and view.workers >= view.min_workers
 
 
@@ -121,7 +123,7 @@ def minimums(problem: Problem) -> Allocation:
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
         if problem.apart:
-            packing = keep_apart(packing, served, problem.cluster, problem.spanned)
+            packing = keep_apart(packing, served, problem.cluster, problem.multi_node_nodes)
         if not packing.short:
             return packing.allocation
         served.pop()  # scattered room: the last one gives way

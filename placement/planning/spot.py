@@ -21,12 +21,12 @@ _WAITS = "waits: at least {} of its workers are to be on on-demand nodes, which 
 _LEFT = "fewer than {} of its workers are on on-demand nodes, which have no room for more"
 
 
-def firm(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
+def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> int:
     """How many of these workers are on nodes that stay."""
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 
-def on_firm_ground(problem: Problem, solve: Solver, least: Mapping[str, int]) -> Plan:
+def with_minimums_on_demand(problem: Problem, solve: Solver, least: Mapping[str, int]) -> Plan:
     """Ask, and see to it that mixed jobs have their minimum on on-demand nodes.
 
     One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
@@ -46,7 +46,7 @@ def on_firm_ground(problem: Problem, solve: Solver, least: Mapping[str, int]) ->
     while True:
         plan = solve(problem.only(job for job in order if job not in shut))
         settled, unsettled = _settle(plan, problem, {job: least[job] for job in mixed if job in plan.allocation})
-        # What fitted beside minimums may not fit beside what the policy gave to others. Whoever starts gives way.
+        # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
         starting = [job for job in unsettled if not mixed[job].workers]
         waits |= {job: _WAITS.format(least[job]) for job in starting}
         if not starting and unsettled:
@@ -61,11 +61,11 @@ def on_firm_ground(problem: Problem, solve: Solver, least: Mapping[str, int]) ->
 
 def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
     """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
-    ground = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
-    room = FreeResources(ground)
+    staying = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
+    free = FreeResources(staying)
     shut = set()
     for view in by_precedence(problem):
-        served = view.spot == "prefer" or room.add(_grounded(view), least.get(view.job, view.min_workers))
+        served = view.spot == "prefer" or free.add(_off_spot_nodes(view), least.get(view.job, view.min_workers))
         if not served and view.spot == "mixed" and not view.workers:
             shut.add(view.job)
     return shut
@@ -75,14 +75,14 @@ def _newcomers(plan: Plan, problem: Problem, order: Sequence[str]) -> list[str]:
     """Those of these jobs that this plan starts on on-demand nodes."""
     nodes = problem.cluster.by_id()
     waiting = {view.job for view in problem.views if not view.workers}
-    return [job for job in order if job in waiting and firm(plan.allocation.get(job, {}), nodes)]
+    return [job for job in order if job in waiting and on_demand_workers(plan.allocation.get(job, {}), nodes)]
 
 
 def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
-    """The plan with workers exchanged so that these jobs stand firm, and those of them that cannot."""
+    """The plan with workers exchanged so that these jobs have their minimums on demand; those that cannot."""
     nodes = problem.cluster.by_id()
     views = {view.job: view for view in problem.views}
-    lacking = [job for job, workers in least.items() if firm(plan.allocation[job], nodes) < workers]
+    lacking = [job for job, workers in least.items() if on_demand_workers(plan.allocation[job], nodes) < workers]
     unsettled: list[str] = []
     while lacking:
         wanted = {job: workers for job, workers in least.items() if job not in unsettled}
@@ -96,15 +96,15 @@ def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Pla
 def _exchanged(
     allocation: Allocation, views: Mapping[str, JobView], cluster: Cluster, least: Mapping[str, int]
 ) -> Allocation | None:
-    """The same counts, or fewer where it must be, with these jobs' minimums on firm ground; None if that cannot be."""
+    """The same counts, or fewer where it must be, with these jobs' minimums on demand; None if that cannot be."""
     nodes = cluster.by_id()
     bundles = {job: view.bundle for job, view in views.items()}
-    ground = {}
+    kept = {}
     for job in least:
         held = {node: workers for node, workers in allocation[job].items() if not nodes[node].spot}
-        view = _of_type(_grounded(views[job]), allocation[job], nodes)
-        ground[job] = dataclasses.replace(view, min_workers=1, max_workers=view.max_workers, held_at=None).placed(held)
-    first = pack(least, list(ground.values()), cluster)
+        view = _of_type(_off_spot_nodes(views[job]), allocation[job], nodes)
+        kept[job] = dataclasses.replace(view, min_workers=1, max_workers=view.max_workers, held_at=None).placed(held)
+    first = pack(least, list(kept.values()), cluster)
     if first.short:
         return None
     counts, rest = {}, []
@@ -122,7 +122,7 @@ def _exchanged(
     return found if all(sum(place.values()) >= views[job].min_workers for job, place in found.items()) else None
 
 
-def _grounded(view: JobView) -> JobView:
+def _off_spot_nodes(view: JobView) -> JobView:
     """The job, kept off spot nodes."""
     return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
 

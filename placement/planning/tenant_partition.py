@@ -1,4 +1,4 @@
-"""A part of the cluster: where somebody may use so much and no more."""
+"""A part of the cluster, of which a tenant may use so much and no more."""
 
 from __future__ import annotations
 

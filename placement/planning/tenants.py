@@ -18,7 +18,7 @@ from placement.planning.tenant_partition import within
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Somebody whose jobs share what is theirs.
+    """A user or team whose jobs share what is theirs.
 
     Attributes:
         name: as ``JobView.tenant`` has it.
@@ -144,10 +144,6 @@ def _notes(
             elif int(room.slots(view).sum()) < more:
                 notes[view.job] = f"tenant {name!r} has its share, weight {tenant.weight:g}"
     return notes
-
-
-# Shares
-# ------------------------------------------------------------------------------------------------------------------
 
 
 def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float], totals: Resources) -> dict[str, float]:

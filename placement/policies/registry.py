@@ -36,7 +36,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def make_policy(policy: object) -> Policy:
-    """A policy of whatever may stand for one.
+    """The policy that a name, an object or a function stands for.
 
     Args:
         policy: a registered name; ``module:name`` or ``path/to/file.py:name`` of one's own; a policy object or class;

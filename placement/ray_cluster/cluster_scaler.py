@@ -1,4 +1,4 @@
-"""Shell: carries out what :class:`placement.autoscaling.autoscaler.Autoscaler` decides about the cluster's nodes."""
+"""SHELL: carries out what :class:`placement.autoscaling.autoscaler.Autoscaler` decides about the cluster's nodes."""
 
 from __future__ import annotations
 

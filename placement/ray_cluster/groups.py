@@ -1,4 +1,4 @@
-"""Shell: placement groups of one bundle each, pinned to the node that the allocator chose."""
+"""SHELL: placement groups of one bundle each, pinned to the node that the allocator chose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell: nodes are asked for here, of Ray's autoscaler, by its coordinator where Ray Data or Ray Train run one.
+"""SHELL: nodes are asked for here, of Ray's autoscaler, by its coordinator where Ray Data or Ray Train run one.
 
 ``request_resources`` is one list for the whole cluster, and the coordinator, an actor that merges the lists of all its
 users, sends its own again every 20 s: whoever calls Ray directly beside it is undone, and undoes the others. So the

@@ -1,4 +1,4 @@
-"""Shell: gives back what jobs have left whose controller is gone for good: placement groups, and notes.
+"""SHELL: gives back what jobs have left whose controller is gone for good: placement groups, and notes.
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
 a worker that has lost its controller its own; what is left is a reservation that nobody was told of. With its notes in

@@ -1,4 +1,4 @@
-"""Shell: what Ray says about its nodes; and, pure, what of them elastic jobs may use."""
+"""SHELL: what Ray says about its nodes; and, pure, what of them elastic jobs may use."""
 
 from __future__ import annotations
 

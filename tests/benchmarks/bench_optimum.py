@@ -22,7 +22,7 @@ from placement.goodput.model import GoodputModel
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
-from placement.policies.goodput.tables import Instance, Placement, build
+from placement.policies.goodput.tables import OptionTable, Placement, build
 from placement.simulator.nodes.clusters import parse_cluster
 
 ONE = "aws:16x4"
@@ -83,7 +83,7 @@ def decide(policy: GoodputPolicy, views: Sequence[JobView], nodes: Cluster) -> M
     return make_plan(policy, views, nodes, 1000.0).allocation
 
 
-def seats(case: Instance, nodes: Cluster, places: Mapping[str, Mapping[str, int]]) -> list[Placement]:
+def seats(case: OptionTable, nodes: Cluster, places: Mapping[str, Mapping[str, int]]) -> list[Placement]:
     """The same as the policy counts it."""
     found = []
     for view in case.views:
@@ -94,7 +94,7 @@ def seats(case: Instance, nodes: Cluster, places: Mapping[str, Mapping[str, int]
     return found
 
 
-def optimum(case: Instance) -> float:
+def optimum(case: OptionTable) -> float:
     """The largest sum of speeds: one option or none for each job, within the slots of each type."""
     jobs, options = case.possible.shape
     one = np.kron(np.eye(jobs), np.ones(options))

@@ -23,7 +23,7 @@ from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.views import allocator_view
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
-from placement.allocator.news import is_news
+from placement.allocator.significance import trigger_of
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
@@ -181,8 +181,8 @@ def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
     planner, choice = planner_on()
     before = seen(planner)
     planner.observe(report(2, choice))
-    assert is_news(before, seen(planner), 0.1) is None
-    assert is_news(dataclasses.replace(before, fingerprint=None), before, 0.1) == "model"
+    assert trigger_of(before, seen(planner), 0.1) is None
+    assert trigger_of(dataclasses.replace(before, fingerprint=None), before, 0.1) == "model"
 
 
 # -- fingerprint ---------------------------------------------------------------------------------------------------

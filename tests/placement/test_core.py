@@ -18,7 +18,7 @@ from placement.allocator.events import (
     JobEnded,
     JobHeartbeat,
     NodesChanged,
-    Tick,
+    TimePassed,
     Unsatisfiable,
 )
 from placement.cluster.cluster import Cluster, check
@@ -108,7 +108,7 @@ def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
     world.arrive(view("b", submitted_s=1.0))
     world.views["b"] = dataclasses.replace(world.views["b"], goodput=model(noise=0.01, sync_s=5.0))
     assert world.beat("b") == []
-    world.send(Tick(), 2.0)
+    world.send(TimePassed(), 2.0)
     assert world.sizes() == {"a": 7, "b": 1}
     assert world.core.log[-1].trigger == "model"
 
@@ -158,7 +158,7 @@ def test_silent_jobs_are_dropped_and_others_grow() -> None:
     world.arrive(view("b", submitted_s=1.0))
     for _ in range(12):
         world.beat("a", 1.0)
-        world.send(Tick(), 0.0)
+        world.send(TimePassed(), 0.0)
     assert world.sizes() == {"a": 8}
     assert "no heartbeat for" in next(record.reason for record in world.core.log if record.trigger == "silence")
 
@@ -168,7 +168,7 @@ def test_a_restarted_allocator_shuffles_nobody() -> None:
     for i, job in enumerate("abc"):
         before.arrive(view(job, submitted_s=float(i)))
     after = World(4, 4, settling=True)
-    assert after.send(Tick(), 5.0) == []  # the jobs take a while to find it
+    assert after.send(TimePassed(), 5.0) == []  # the jobs take a while to find it
     instructions = [i for known in before.views.values() for i in after.arrive(known)]
     assert instructions == []
     assert [after.beat(job, 1.0) for job in "abc"] == [[], [], []]
@@ -189,7 +189,7 @@ def test_a_newcomers_own_workers_are_not_others_use() -> None:
 def test_an_allocator_that_slept_drops_nobody() -> None:
     world = World(8)
     world.arrive(view("a"))
-    assert world.send(Tick(), 3600.0) == []
+    assert world.send(TimePassed(), 3600.0) == []
     assert world.sizes() == {"a": 8}
 
 
@@ -204,11 +204,11 @@ def test_nothing_is_decided_while_no_node_is_known() -> None:
 def test_impossible_jobs_are_told_what_is_missing() -> None:
     world = World(4)
     world.arrive(view("a", bundle={"CPU": 1.0, "GPU": 1.0}))
-    assert world.send(Tick(), 1.0) == []
-    (told,) = world.send(Tick(), 3.0)
+    assert world.send(TimePassed(), 1.0) == []
+    (told,) = world.send(TimePassed(), 3.0)
     assert isinstance(told, Unsatisfiable)
     assert "one worker needs 1 GPU, but the largest node has 0" in told.reason
-    assert world.send(Tick(), 1.0) == []
+    assert world.send(TimePassed(), 1.0) == []
     (told,) = [i for _ in range(2) for i in world.arrive(view("b", min_workers=6), 3.0) if i.job == "b"]
     assert "holds 4 even when it is empty" in told.reason
 
@@ -218,13 +218,13 @@ def test_what_no_node_on_offer_could_hold_need_not_wait() -> None:
     world.send(NodesChanged(cluster=cluster(4), obtainable=types))
     world.arrive(view("fits", bundle={"CPU": 8.0}))
     world.arrive(view("never", bundle={"CPU": 9.0}))
-    world.send(Tick(), 1.0)
-    (told,) = world.send(Tick(), 3.0)
+    world.send(TimePassed(), 1.0)
+    (told,) = world.send(TimePassed(), 3.0)
     assert told.job == "never" and isinstance(told, Unsatisfiable) and told.final
     elsewhere = World(4)  # another autoscaler than ours may yet bring a larger node
     elsewhere.arrive(view("later", bundle={"CPU": 9.0}))
-    elsewhere.send(Tick(), 1.0)
-    assert [told.final for told in elsewhere.send(Tick(), 3.0) if isinstance(told, Unsatisfiable)] == [False]
+    elsewhere.send(TimePassed(), 1.0)
+    assert [told.final for told in elsewhere.send(TimePassed(), 3.0) if isinstance(told, Unsatisfiable)] == [False]
 
 
 def test_a_waiting_job_is_told_why() -> None:
@@ -300,7 +300,7 @@ def test_whatever_happens_targets_fit_and_the_same_events_give_the_same_log(
             elif kind == "nodes":
                 world.send(NodesChanged(cluster=cluster(x, y)))
             elif kind == "time":
-                world.send(Tick(), float(x))
+                world.send(TimePassed(), float(x))
                 for job in list(world.views):
                     world.beat(job)
             state = world.core.snapshot()
@@ -349,7 +349,7 @@ def test_in_rounds_only_ticks_decide() -> None:
     core = AllocatorCore(FixedPolicy(), AllocatorConfig(rounds=True, silence_s=1e9))
     core.handle(NodesChanged(cluster=cluster(4)), 0.0)
     assert core.handle(JobHeartbeat(view=view("a")), 1.0) == []
-    assert [each.job for each in core.handle(Tick(), 60.0)] == ["a"]
+    assert [each.job for each in core.handle(TimePassed(), 60.0)] == ["a"]
     calls = len(core.log)
-    assert core.handle(Tick(), 120.0) == []
+    assert core.handle(TimePassed(), 120.0) == []
     assert len(core.log) == calls

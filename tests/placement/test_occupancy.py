@@ -31,7 +31,7 @@ def test_what_is_put_and_lifted_is_what_is_missing(seed: int) -> None:
         assert [occupied.on(i) for i in range(6)] == [
             {j for j, place in places.items() if i in place} for i in range(6)
         ]
-        assert occupied.spanned() == {i for place in places.values() if len(place) > 1 for i in place}
+        assert occupied.multi_node_nodes() == {i for place in places.values() if len(place) > 1 for i in place}
         assert all(occupied.workers(j) == sum(places.get(j, {}).values()) for j in range(8))
 
 
@@ -39,7 +39,8 @@ def test_a_job_does_not_stand_in_its_own_way() -> None:
     free = FreeResources(Cluster(nodes=(node("a", 4.0), node("b", 4.0))))
     occupied, wide = Occupancy(free), view("wide")
     occupied.put_all(wide, {0: 3, 1: 1})
-    assert (occupied.spanned(), occupied.spanned(wide), occupied.spanned(view("other"))) == ({0, 1}, set(), {0, 1})
+    assert occupied.multi_node_nodes() == occupied.multi_node_nodes(view("other")) == {0, 1}
+    assert occupied.multi_node_nodes(wide) == set()
     assert free.slots(wide).tolist() == [1, 3]
     assert mask({1}, 2).tolist() == [False, True]
 

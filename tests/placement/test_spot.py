@@ -15,7 +15,7 @@ from placement.cluster.cluster import MARKET_LABEL, Cluster, check
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType, type_of
 from placement.planning.plan import make_plan
-from placement.planning.spot import firm
+from placement.planning.spot import on_demand_workers
 from placement.policies import POLICIES, make_policy
 from placement.ray_cluster.node_requests import Refusal, refusal
 from tests.placement.views import node, view
@@ -58,7 +58,7 @@ def test_every_policy_keeps_jobs_where_they_want_to_be(
         if each.spot == "avoid":
             assert not any(there.by_id()[node_id].spot for node_id in place)
         if each.spot == "mixed" and place:
-            assert firm(place, there.by_id()) >= each.min_workers, plan.reasons[each.job]
+            assert on_demand_workers(place, there.by_id()) >= each.min_workers, plan.reasons[each.job]
         assert plan.reasons[each.job]
 
 
@@ -76,12 +76,12 @@ def test_a_mixed_job_that_runs_goes_on_where_on_demand_nodes_were_lost() -> None
     assert "fewer than 2 of its workers are on on-demand nodes" in plan.reasons["a"]
 
 
-def test_workers_are_exchanged_so_that_a_mixed_job_stands_firm() -> None:
+def test_workers_are_exchanged_so_that_a_mixed_job_has_its_minimum_on_demand() -> None:
     anywhere = view("a", max_workers=4, allocation={"d0": 4})
     mixed = view("b", spot="mixed", min_workers=2, max_workers=4, allocation={"s0": 4}, submitted_s=1.0)
     plan = make_plan(make_policy("fixed"), [anywhere, mixed], nodes(1, 1), 0.0)
     there = nodes(1, 1).by_id()
-    assert firm(plan.allocation["b"], there) == 2
+    assert on_demand_workers(plan.allocation["b"], there) == 2
     assert {job: sum(place.values()) for job, place in plan.allocation.items()} == {"a": 4, "b": 4}
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from placement.allocator.news import is_news
+from placement.allocator.significance import trigger_of
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
@@ -70,22 +70,22 @@ def test_the_clusters_configuration_overrules_it() -> None:
 
 def test_a_changed_weight_is_news_once_it_changes_by_a_tenth() -> None:
     before = job("a", weight=1.0)
-    assert is_news(before, dataclasses.replace(before, weight=1.05), 0.1) is None
-    assert is_news(before, dataclasses.replace(before, weight=1.5), 0.1) == "weight"
-    assert is_news(before, dataclasses.replace(before, tenant_weight=2.0), 0.1) == "limits"
+    assert trigger_of(before, dataclasses.replace(before, weight=1.05), 0.1) is None
+    assert trigger_of(before, dataclasses.replace(before, weight=1.5), 0.1) == "weight"
+    assert trigger_of(before, dataclasses.replace(before, tenant_weight=2.0), 0.1) == "limits"
 
 
 def test_that_a_job_can_be_stopped_is_news_and_what_it_costs_is_not() -> None:
     before = job("a")
     stoppable = dataclasses.replace(before, stop_cost_s=5.0)
-    assert is_news(before, stoppable, 0.1) == is_news(stoppable, before, 0.1) == "limits"
-    assert is_news(stoppable, dataclasses.replace(before, stop_cost_s=9.0), 0.1) is None
+    assert trigger_of(before, stoppable, 0.1) == trigger_of(stoppable, before, 0.1) == "limits"
+    assert trigger_of(stoppable, dataclasses.replace(before, stop_cost_s=9.0), 0.1) is None
 
 
 def test_that_a_trial_may_grow_now_is_news() -> None:
     before = dataclasses.replace(job("a"), growth_limit=1)
-    assert is_news(before, dataclasses.replace(before, growth_limit=None), 0.1) == "limits"
-    assert is_news(before, dataclasses.replace(before, growth_limit=2), 0.1) is None
+    assert trigger_of(before, dataclasses.replace(before, growth_limit=None), 0.1) == "limits"
+    assert trigger_of(before, dataclasses.replace(before, growth_limit=2), 0.1) is None
 
 
 @pytest.mark.parametrize("name", ["weight", "tenant_weight"])

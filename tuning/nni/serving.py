@@ -109,7 +109,7 @@ class TrialServer:
         self._context = context
         self._lock = threading.Lock()
         self._outcomes: dict[str, Outcome] = {}
-        self._links: set[socket.socket] = set()
+        self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._folder = tempfile.mkdtemp(prefix="er-nni-")  # only this user may enter it
         self.address = os.path.join(self._folder, "trials")
@@ -135,10 +135,10 @@ class TrialServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            links, threads = tuple(self._links), tuple(self._threads)
-        for link in links:
+            connections, threads = tuple(self._connections), tuple(self._threads)
+        for connection in connections:
             with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + wait_s
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -148,36 +148,36 @@ class TrialServer:
         """Serve every command that connects in a thread of its own, until the listener is closed."""
         while self._open:
             try:
-                link, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(target=self._serve, args=(link,), name="nni-trial", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="nni-trial", daemon=True)
             with self._lock:
-                self._links.add(link)
+                self._connections.add(connection)
                 self._threads = [each for each in self._threads if each.is_alive()]
                 self._threads.append(thread)
                 thread.start()
 
-    def _serve(self, link: socket.socket) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Run the trial of one command, then send it (exit status, message); a failure of any kind is its message."""
         told: dict[str, str] = {}
         try:
-            told = json.loads(link.makefile().readline())
-            message = self._run(link, told)
+            told = json.loads(connection.makefile().readline())
+            message = self._run(connection, told)
         except Exception as error:
-            if not _gone(link):
+            if not _gone(connection):
                 logger.warning("trial %s failed: %s", printable(str(told.get("trial"))), printable(str(error)))
             message = f"{type(error).__name__}: {error}"
         if told and message:
             self._note(told["trial"], error=message)
         answer = json.dumps([1 if message else 0, message]).encode() + b"\n"
         with contextlib.suppress(OSError):
-            link.sendall(answer)
+            connection.sendall(answer)
         with self._lock:
-            self._links.discard(link)
-        link.close()
+            self._connections.discard(connection)
+        connection.close()
 
-    def _run(self, link: socket.socket, told: Mapping[str, str]) -> str:
+    def _run(self, connection: socket.socket, told: Mapping[str, str]) -> str:
         """One trial, until it is over or its command gone; why it failed, or nothing."""
         channel = ManagerChannel(told["channel"])
         record = channel.parameter()
@@ -186,12 +186,12 @@ class TrialServer:
         parameters = record["parameters"]
         self._note(trial.trial, sequence=sequence, parameters=parameters)
         while not self._context.reachable():
-            if _gone(link):
+            if _gone(connection):
                 return ""
             time.sleep(_LOOK_S)
         job = self._start(trial, parameters)
         try:
-            return self._follow(link, channel, trial, job)
+            return self._follow(connection, channel, trial, job)
         finally:
             job.stop()
 
@@ -214,13 +214,13 @@ class TrialServer:
             knowledge_path=self._context.knowledge_path,
         )
 
-    def _follow(self, link: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
+    def _follow(self, connection: socket.socket, channel: ManagerChannel, trial: TrialId, job: TrialJob) -> str:
         """Tell NNI what the job reports."""
         values: list[float] = []
         workers: list[int] = []
         last: Mapping[str, Any] = {}
         told_final = False
-        while not _gone(link):
+        while not _gone(connection):
             try:
                 report = job.next_report(_LOOK_S)
             except TimeoutError:  # a busy machine, or a cluster that is gone: the experiment watches over that
@@ -254,10 +254,10 @@ class TrialServer:
             self._outcomes[trial] = dataclasses.replace(known, **values)
 
 
-def _gone(link: socket.socket) -> bool:
+def _gone(connection: socket.socket) -> bool:
     """Whether the other end is closed; it never sends anything more."""
     try:
-        readable, _, _ = select.select([link], [], [], 0.0)
-        return bool(readable) and link.recv(1, socket.MSG_PEEK) == b""
+        readable, _, _ = select.select([connection], [], [], 0.0)
+        return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
     except (OSError, ValueError):
         return True

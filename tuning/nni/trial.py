@@ -24,11 +24,11 @@ def main() -> int:
         print(f"{ADDRESS} is not set: start the experiment with tuning.nni.Experiment", file=sys.stderr)
         return 1
     trial = {name: os.environ.get(variable, "") for name, variable in SENT.items()}
-    with socket.socket(socket.AF_UNIX) as link:
+    with socket.socket(socket.AF_UNIX) as connection:
         try:
-            link.connect(address)
-            link.sendall(json.dumps(trial).encode() + b"\n")
-            answer = link.makefile().readline()
+            connection.connect(address)
+            connection.sendall(json.dumps(trial).encode() + b"\n")
+            answer = connection.makefile().readline()
         except OSError as error:
             answer, reason = "", f": {error}"
         else:

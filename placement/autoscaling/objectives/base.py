@@ -22,7 +22,7 @@ UNKNOWN_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class NodeTypeOption:
     """One job on one node type, at every size.
 
     Attributes:
@@ -44,7 +44,7 @@ class Offer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class WantedSize:
     """How many workers a job should have, if the nodes are to be had.
 
     Attributes:
@@ -74,7 +74,7 @@ class Demand:
     """
 
     jobs: tuple[JobView, ...]
-    offers: Mapping[str, tuple[Offer, ...]]
+    offers: Mapping[str, tuple[NodeTypeOption, ...]]
     spent_usd: Mapping[str, float]
     gpus: Mapping[str, str | None]
 
@@ -95,14 +95,14 @@ class Objective(Protocol):
         """The name that reasons carry."""
         ...
 
-    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """What each job should have; jobs that are left out have no use for a node that is to be had."""
         ...
 
 
 def offers(
     view: JobView, types: Sequence[NodeType], lasts_h: Mapping[str, float], cache: GoodputCache
-) -> tuple[Offer, ...]:
+) -> tuple[NodeTypeOption, ...]:
     """What the job could do on each node type, cheapest per useful sample at its smallest size first.
 
     A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
@@ -114,14 +114,14 @@ def offers(
         cache: of what was computed before.
     """
     fitting = [kind for kind in types if kind.max_nodes and kind.slots(view)]
-    firm = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
+    on_demand = {kind.gpu_type: kind for kind in sorted(fitting, key=lambda each: -_usd(each, view)) if not kind.spot}
     found = []
     for kind in fitting:
         base = kind
         if view.spot == "mixed" and kind.spot:
-            if kind.gpu_type not in firm:
+            if kind.gpu_type not in on_demand:
                 continue
-            base = firm[kind.gpu_type]
+            base = on_demand[kind.gpu_type]
         offer = _offer(view, kind, base, lasts_h[kind.name], cache)
         if offer is not None:
             found.append(offer)
@@ -132,31 +132,31 @@ def _usd(kind: NodeType, view: JobView) -> float:
     return kind.usd_per_h / kind.slots(view)
 
 
-def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> Offer | None:
+def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
     """The job on nodes of one type; its minimum on those of ``base``, where that is another one."""
     per_node = kind.slots(view)
-    firm = 0 if base is kind else view.min_workers
+    on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
-    most = min(useful(free, kind.gpu_type), per_node * kind.max_nodes + firm)
+    most = min(useful(free, kind.gpu_type), per_node * kind.max_nodes + on_demand)
     least = view.min_workers
     if view.held_at is not None:
         least = most = min(view.held_at, most)
     if not 1 <= least <= most:
         return None
     sizes = np.arange(1, most + 1)
-    firm_nodes = np.ceil(np.minimum(sizes, firm) / base.slots(view))
-    rest = np.maximum(sizes - firm_nodes * (base.slots(view) if firm else 0), 0)
-    nodes = firm_nodes + np.ceil(rest / per_node)
+    on_demand_nodes = np.ceil(np.minimum(sizes, on_demand) / base.slots(view))
+    rest = np.maximum(sizes - on_demand_nodes * (base.slots(view) if on_demand else 0), 0)
+    nodes = on_demand_nodes + np.ceil(rest / per_node)
     rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, cache)
     known = not np.isnan(rate).any()
     rate = np.where(sizes >= least, np.nan_to_num(rate) if known else sizes.astype(np.float64), 0.0)
-    part = np.minimum(sizes, firm) * _usd(base, view) + np.maximum(sizes - firm, 0) * _usd(kind, view)
-    return Offer(
+    part = np.minimum(sizes, on_demand) * _usd(base, view) + np.maximum(sizes - on_demand, 0) * _usd(kind, view)
+    return NodeTypeOption(
         kind=kind,
-        rate=rate * lasting(view, np.maximum(nodes - firm_nodes, 0), kind, lasts_h),
+        rate=rate * lasting(view, np.maximum(nodes - on_demand_nodes, 0), kind, lasts_h),
         known=known,
         part_usd=part,
-        whole_usd=firm_nodes * base.usd_per_h + np.ceil(rest / per_node) * kind.usd_per_h,
+        whole_usd=on_demand_nodes * base.usd_per_h + np.ceil(rest / per_node) * kind.usd_per_h,
         limit=max(useful(view, kind.gpu_type), least) if view.held_at is None else least,
     )
 
@@ -212,7 +212,7 @@ def work_left(view: JobView) -> float | None:
     return missing * float(view.init_batch_size or 1)
 
 
-def _price(offer: Offer) -> tuple[float, str]:
+def _price(offer: NodeTypeOption) -> tuple[float, str]:
     """USD per useful sample on the smallest size that runs."""
     runs = np.flatnonzero(offer.rate > 0)
     if not len(runs):

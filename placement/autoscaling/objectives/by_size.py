@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from placement.autoscaling.objectives.base import Demand, Want
+from placement.autoscaling.objectives.base import Demand, WantedSize
 from placement.cluster.cluster import Cluster
 from placement.policies.baselines.throughput_efficiency import ThroughputEfficiencyPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
@@ -31,7 +31,7 @@ class BySize:
         """See ``Objective``."""
         return self.policy.name
 
-    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """See ``Objective``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
@@ -51,7 +51,9 @@ class BySize:
         targets = policy.decide(views, Cluster(nodes=tuple(nodes.values())), now_s)
         gpus = {view.job: demand.gpus[view.job] or demand.offers[view.job][0].kind.gpu_type for view in views}
         return {
-            job: Want(job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason)
+            job: WantedSize(
+                job=job, workers=self._allowed(demand, job, target.workers), gpu=gpus[job], reason=target.reason
+            )
             for job, target in targets.items()
         }
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, Offer, Want, work_left
+from placement.autoscaling.objectives.base import UNKNOWN_S, Demand, NodeTypeOption, WantedSize, work_left
 from placement.checks import check_number
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
@@ -19,7 +19,7 @@ _STANDS_STILL = "no size that it may have now is known to make progress"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
+class CompletionForecast:
     """A job on one node type until its end, at every size from 1.
 
     Attributes:
@@ -29,7 +29,7 @@ class Prospect:
         score: what is minimised [USD].
     """
 
-    offer: Offer
+    offer: NodeTypeOption
     time_s: Floats
     usd: Floats
     score: Floats
@@ -70,17 +70,17 @@ class CostPerProgress:
         """See ``Objective``."""
         return "cost_per_progress"
 
-    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """See ``Objective``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
-    def _want(self, view: JobView, demand: Demand, now_s: float) -> Want:
+    def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
         """Its best size and GPU type within deadline and budget; of a job held, or not known yet, see ``_blind``."""
         gpu = demand.gpus[view.job]
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
             return _blind(view, options[0] if gpu is None else _on(options, gpu), now_s)
-        prospects = [self._prospect(view, offer, demand) for offer in options]
+        forecasts = [self._forecast(view, offer, demand) for offer in options]
         left_usd = None if view.budget_usd is None else view.budget_usd - demand.spent_usd.get(view.job, 0.0)
         left_s = None if view.deadline_s is None else (view.deadline_s - now_s) / _MARGIN
         note = ""
@@ -88,12 +88,12 @@ class CostPerProgress:
             if work_left(view) is None:
                 note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
             else:
-                prospects, note = _within(prospects, left_s, left_usd)
-        best, k = self._best(prospects, view, gpu)
+                forecasts, note = _within(forecasts, left_s, left_usd)
+        best, k = self._best(forecasts, view, gpu)
         reason = self._reason(view, best, k)
-        return Want(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
+        return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
-    def _prospect(self, view: JobView, offer: Offer, demand: Demand) -> Prospect:
+    def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand) -> CompletionForecast:
         """Its end at every size; unknown work is ``UNKNOWN_S`` at the present goodput, or at the smallest size's."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
@@ -112,24 +112,26 @@ class CostPerProgress:
             time_s = np.where(rate > 0, wait_s + change_s + (work - meanwhile) / rate, np.inf)
             usd = np.where(rate > 0, usd_per_h * time_s / 3600.0, np.inf)
             score = np.where(rate > 0, usd + self.value_usd_per_h * time_s / 3600.0, np.inf)
-        return Prospect(offer=offer, time_s=time_s, usd=usd, score=score)
+        return CompletionForecast(offer=offer, time_s=time_s, usd=usd, score=score)
 
-    def _best(self, prospects: list[Prospect], view: JobView, gpu: str | None) -> tuple[Prospect, int]:
+    def _best(
+        self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
+    ) -> tuple[CompletionForecast, int]:
         """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""
         ranked: list[tuple[float, int, int]] = []
-        for i, prospect in enumerate(prospects):
-            score = prospect.score[: prospect.offer.limit]
+        for i, forecast in enumerate(forecasts):
+            score = forecast.score[: forecast.offer.limit]
             k = max(int(np.argmin(score)), view.min_workers - 1)  # also where no size gets on: all are infinite
-            stays = prospect.offer.kind.gpu_type == gpu
+            stays = forecast.offer.kind.gpu_type == gpu
             if stays and 0 < view.workers <= len(score):
                 at = view.workers - 1
                 if score[at] <= score[k] * (1.0 + self.hysteresis):
                     k = at
             ranked.append((float(score[k]) * (1.0 if stays or gpu is None else 1.0 + self.hysteresis), i, k + 1))
         _, i, k = min(ranked)
-        return prospects[i], k
+        return forecasts[i], k
 
-    def _reason(self, view: JobView, best: Prospect, k: int) -> str:
+    def _reason(self, view: JobView, best: CompletionForecast, k: int) -> str:
         if not np.isfinite(best.time_s[k - 1]):
             return f"{self.name}: {count(k)}, {_STANDS_STILL}"
         usd, hours = float(best.usd[k - 1]), float(best.time_s[k - 1]) / 3600.0
@@ -138,22 +140,24 @@ class CostPerProgress:
         return f"{self.name}: {count(k)} on {price} cost {usd:.3g} USD in {hours:.3g} h{known}, the least at this value"
 
 
-def _within(prospects: list[Prospect], left_s: float | None, left_usd: float | None) -> tuple[list[Prospect], str]:
-    """The prospects with what misses a deadline or a budget put last, and what to say if all do.
+def _within(
+    forecasts: list[CompletionForecast], left_s: float | None, left_usd: float | None
+) -> tuple[list[CompletionForecast], str]:
+    """The forecasts with what misses a deadline or a budget put last, and what to say if all do.
 
     With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
     within the budget, else the cheapest.
     """
-    met = [_meets(p, left_s, left_usd) for p in prospects]
+    met = [_meets(p, left_s, left_usd) for p in forecasts]
     if any(fits.any() for fits in met):
         by = "usd" if left_s is not None else "time_s"
-        kept = [np.where(fits, getattr(p, by), np.inf) for p, fits in zip(prospects, met, strict=True)]
-        return [dataclasses.replace(p, score=_finite(score, p)) for p, score in zip(prospects, kept, strict=True)], ""
-    paid = [_meets(p, None, left_usd) for p in prospects]
+        kept = [np.where(fits, getattr(p, by), np.inf) for p, fits in zip(forecasts, met, strict=True)]
+        return [dataclasses.replace(p, score=_finite(score, p)) for p, score in zip(forecasts, kept, strict=True)], ""
+    paid = [_meets(p, None, left_usd) for p in forecasts]
     by = "time_s" if any(fits.any() for fits in paid) else "usd"
     rest = [
         dataclasses.replace(p, score=_finite(np.where(fits, getattr(p, by), np.inf) if by == "time_s" else p.usd, p))
-        for p, fits in zip(prospects, paid, strict=True)
+        for p, fits in zip(forecasts, paid, strict=True)
     ]
     best = min(rest, key=lambda p: float(p.score.min()))
     k = int(np.argmin(best.score))
@@ -171,27 +175,27 @@ def _within(prospects: list[Prospect], left_s: float | None, left_usd: float | N
     return rest, f"its {what} cannot be met; the best that can be had is {had}"
 
 
-def _meets(prospect: Prospect, left_s: float | None, left_usd: float | None) -> NDArray[np.bool_]:
-    fits = np.isfinite(prospect.time_s)
+def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float | None) -> NDArray[np.bool_]:
+    fits = np.isfinite(forecast.time_s)
     if left_s is not None:
-        fits &= prospect.time_s <= left_s
+        fits &= forecast.time_s <= left_s
     if left_usd is not None:
-        fits &= prospect.usd <= left_usd
+        fits &= forecast.usd <= left_usd
     return fits
 
 
-def _finite(score: Floats, prospect: Prospect) -> Floats:
+def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
     """Scores with those that miss the target behind all others, the fastest first: exploration may allow no other."""
-    behind = 1e12 * (1.0 + prospect.time_s)
+    behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
     return finite
 
 
-def _on(options: tuple[Offer, ...], gpu: str) -> Offer:
+def _on(options: tuple[NodeTypeOption, ...], gpu: str) -> NodeTypeOption:
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
-def _at(options: tuple[Offer, ...], gpu: str | None, workers: int) -> float:
+def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> float:
     """Present goodput [samples/s]; 0 while it waits."""
     for offer in options:
         if offer.kind.gpu_type == gpu and 0 < workers <= len(offer.rate):
@@ -199,7 +203,7 @@ def _at(options: tuple[Offer, ...], gpu: str | None, workers: int) -> float:
     return 0.0
 
 
-def _blind(view: JobView, offer: Offer, now_s: float) -> Want:
+def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
     """A job that nothing is known of, or whose user has decided."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
@@ -209,4 +213,4 @@ def _blind(view: JobView, offer: Offer, now_s: float) -> Want:
         note = "not known yet how long the job takes, so its deadline and budget cannot be planned for"
     if view.deadline_s is not None and view.deadline_s <= now_s:
         note = "its deadline has passed"
-    return Want(job=view.job, workers=k, gpu=offer.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)
+    return WantedSize(job=view.job, workers=k, gpu=offer.kind.gpu_type, reason=f"{count(k)}, {why}", note=note)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from placement.autoscaling.objectives.base import Demand, Offer, Want
+from placement.autoscaling.objectives.base import Demand, NodeTypeOption, WantedSize
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import count
 
@@ -40,7 +40,7 @@ class UtilityBand:
         """See ``Objective``."""
         return "utility_band"
 
-    def decide(self, demand: Demand, now_s: float) -> Mapping[str, Want]:
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
         """See ``Objective``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
         chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
@@ -62,17 +62,19 @@ class UtilityBand:
         wants = least | dict(sizes[: n - start])
         said = f"{self.name}: utility {utility[at]:.2f} on {count(n)}, {why} [{self.low:g}, {self.high:g}]"
         return {
-            job: Want(job=job, workers=wants[job], gpu=chosen[job].kind.gpu_type, reason=f"{count(wants[job])}; {said}")
+            job: WantedSize(
+                job=job, workers=wants[job], gpu=chosen[job].kind.gpu_type, reason=f"{count(wants[job])}; {said}"
+            )
             for job in jobs
         }
 
 
-def _chosen(options: tuple[Offer, ...], gpu: str | None) -> Offer:
+def _chosen(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
     """The cheapest, of the GPU type that the job runs on."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
-def _speeds(offer: Offer, least: int) -> Floats:
+def _speeds(offer: NodeTypeOption, least: int) -> Floats:
     """Speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
     rate = offer.rate[: max(offer.limit, least)]
     speed: Floats = np.concatenate([[0.0], rate * (least / rate[least - 1] if rate[least - 1] > 0 else 1.0)])

@@ -13,8 +13,8 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.cluster.oracle import oracle_of
 from placement.policies.shared.base import Admission, Target, admit, held_reason
-from placement.policies.shared.growing import climb
-from placement.policies.shared.placing import WorstFitPlacer
+from placement.policies.shared.greedy_growth import climb
+from placement.policies.shared.worst_fit import WorstFitPlacer
 
 _NEVER_S = 1e12  # step time of a size at which the job makes no progress
 

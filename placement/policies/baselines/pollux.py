@@ -14,9 +14,15 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
 from placement.policies.baselines.knapsack import SizeOptions, knapsack
 from placement.policies.shared.base import Admission, Target, admit, held_reason
-from placement.policies.shared.growing import grow_in_turn
-from placement.policies.shared.settling import Settler, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.shared.greedy_growth import grow_in_turn
 from placement.policies.shared.shapes import Shape, shapes, speeds_of
+from placement.policies.shared.stable_placement import (
+    StablePlacer,
+    growth_limit,
+    present_place,
+    restart_factor,
+    use_idle,
+)
 
 _LEAST_FACTOR = 0.01  # a job that has just arrived must still be worth starting
 
@@ -78,7 +84,7 @@ class PolluxPolicy:
         share = max(1, round(int(slots.sum()) / len(running)))
         choices = [self._choice(view, admission.floors[view.job], share, room, now_s) for view in running]
         picks = knapsack(choices, int(slots.sum()))
-        settler = Settler(slots.tolist())
+        settler = StablePlacer(slots.tolist())
         wanted = [choice.sizes[pick] for choice, pick in zip(choices, picks, strict=True)]
         present = [present_place(view, room.index) for view in running]
         places = settler.place(wanted, present, [view.min_workers for view in running])

@@ -14,8 +14,14 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, alike
 from placement.policies.baselines.sia_goodput import estimates
 from placement.policies.shared.base import Target, admit, held_reason
-from placement.policies.shared.growing import grow_in_turn
-from placement.policies.shared.settling import Settler, growth_limit, present_place, restart_factor, use_idle
+from placement.policies.shared.greedy_growth import grow_in_turn
+from placement.policies.shared.stable_placement import (
+    StablePlacer,
+    growth_limit,
+    present_place,
+    restart_factor,
+    use_idle,
+)
 
 _LEAST_FACTOR = 0.05  # a job that has just arrived must still be worth starting
 
@@ -98,7 +104,7 @@ class SiaPolicy:
         if picks is not None:
             chosen = [each[pick] for each, pick in zip(options, picks, strict=True)]
             chosen = self._fill(running, chosen, slots)
-            settler = Settler(slots.by_node, slots.kinds)
+            settler = StablePlacer(slots.by_node, slots.kinds)
             places = settler.place(
                 [each.workers for each in chosen],
                 [present_place(view, slots.room.index) for view in running],

@@ -11,7 +11,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.oracle import requested_workers
 from placement.policies.shared.base import Target, admit, grow, held_reason
-from placement.policies.shared.placing import WorstFitPlacer
+from placement.policies.shared.worst_fit import WorstFitPlacer
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

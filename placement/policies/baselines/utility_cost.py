@@ -12,7 +12,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Target, count
-from placement.policies.shared.growing import decide_by_worth
+from placement.policies.shared.greedy_growth import decide_by_worth
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from placement.cluster.free_resources import FreeResources
-from placement.policies.goodput.tables import Instance, Placement
+from placement.policies.goodput.tables import OptionTable, Placement
 from placement.policies.shared.base import describe
 
 
 class PoolCapacity:
     """What is promised in each pool: counts where all workers are alike, else room on real nodes."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: OptionTable) -> None:
         self._case = instance
         self._left = instance.capacities.copy()
         self._rooms = [] if instance.alike else [FreeResources(pool.cluster) for pool in instance.pools]
@@ -33,7 +33,7 @@ class PoolCapacity:
 
 
 def admit_into(
-    instance: Instance, order: Sequence[int], present: Sequence[Placement]
+    instance: OptionTable, order: Sequence[int], present: Sequence[Placement]
 ) -> tuple[dict[int, tuple[int, int]], dict[int, str]]:
     """Give every job its minimum or nothing, in this order; a smaller job may pass one that does not fit.
 

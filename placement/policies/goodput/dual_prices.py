@@ -20,7 +20,7 @@ from placement.goodput.step_time import Floats
 Ints = NDArray[np.int64]
 
 _HALVINGS = 30  # a price is known to 1e-9 of the largest
-_SWEEPS = 12  # over the GPU types, whose prices depend on each other
+_PASSES = 12  # over the GPU types, whose prices depend on each other
 _GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
 _EXACT = 60_000, 2_000_000  # jobs x options x slots (of every type) up to which that is worth its milliseconds;
 # with several types prices alone may miss several per cent of a small case, with one they hardly ever do
@@ -120,17 +120,17 @@ def _best_responses(options: Options, multipliers: Floats) -> Ints:
 def find_multipliers(options: Options) -> Floats:
     """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
 
-    A price that rises sends jobs to the other types. After some sweeps prices only rise, as in an ascending
+    A price that rises sends jobs to the other types. After some passes prices only rise, as in an ascending
     auction, until every type has room for what is asked of it.
     """
     pools = len(options.capacities)
     multipliers = np.zeros(pools)
-    for sweep in range(_SWEEPS if pools > 1 else 1):
+    for each_pass in range(_PASSES if pools > 1 else 1):
         before = multipliers.copy()
-        rising = sweep >= _SWEEPS // 2
+        rising = each_pass >= _PASSES // 2
         for pool in range(pools):
             multipliers[pool] = max(_find_multiplier(options, multipliers, pool), multipliers[pool] if rising else 0.0)
-        if sweep and np.allclose(before, multipliers, rtol=1e-6, atol=1e-12):
+        if each_pass and np.allclose(before, multipliers, rtol=1e-6, atol=1e-12):
             break
     return multipliers
 

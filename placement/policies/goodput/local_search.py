@@ -14,8 +14,8 @@ from placement.goodput.table import Ints
 from placement.policies.goodput.admission import admit_into
 from placement.policies.goodput.dual_prices import Options, fill, solve
 from placement.policies.goodput.node_assignment import assign_nodes
-from placement.policies.goodput.objective import UtilityFunction, worth_of
-from placement.policies.goodput.tables import UNPLACED, Instance, Placement
+from placement.policies.goodput.speed_value import SpeedValue, worth_of
+from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -24,7 +24,7 @@ _ROUNDING = 1e-9
 _FEW = 64  # jobs; among more, some job's regular size fits about as well as an irregular one
 
 
-def present_placements(instance: Instance) -> tuple[list[Placement], list[bool]]:
+def present_placements(instance: OptionTable) -> tuple[list[Placement], list[bool]]:
     """Where the jobs are, on nodes that stay, and whether each may remain as it is."""
     index = {node: (m, i) for m, pool in enumerate(instance.pools) for i, node in enumerate(pool.node_ids)}
     left: dict[tuple[int, tuple[object, ...]], Ints] = {}
@@ -53,8 +53,8 @@ def present_placements(instance: Instance) -> tuple[list[Placement], list[bool]]
     return placements, valid if instance.alike else _fit_together(instance, placements, valid)
 
 
-def _fit_together(instance: Instance, placements: Sequence[Placement], valid: Sequence[bool]) -> list[bool]:
-    """Different bundles share nodes: whoever came first stays first."""
+def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid: Sequence[bool]) -> list[bool]:
+    """Different bundles share nodes: the job that came first stays first."""
     kept: list[dict[int, int]] = [{} for _ in instance.pools]
     for j, (here, ok) in enumerate(zip(placements, valid, strict=True)):
         if ok:
@@ -64,7 +64,7 @@ def _fit_together(instance: Instance, placements: Sequence[Placement], valid: Se
 
 
 def improve(
-    instance: Instance, utility: UtilityFunction, present: Sequence[Placement], valid: Sequence[bool]
+    instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, str]]:
     """A better allocation, None if there is none, and why jobs wait that do.
 
@@ -105,7 +105,7 @@ def improve(
     return (best if better else None), waiting
 
 
-def _may_wait(instance: Instance, utility: UtilityFunction, present: Sequence[Placement]) -> list[bool]:
+def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
     """Which jobs may get nothing although their minimum fits."""
     if not utility.crowded:
         return [False] * len(present)
@@ -121,7 +121,7 @@ class _Alternatives:
     staying as it is.
     """
 
-    instance: Instance
+    instance: OptionTable
     present: Sequence[Placement]
     floors: Mapping[int, tuple[int, int]]
     jobs: list[int]
@@ -148,8 +148,8 @@ class _Alternatives:
 
 
 def _alternatives(
-    instance: Instance,
-    utility: UtilityFunction,
+    instance: OptionTable,
+    utility: SpeedValue,
     present: Sequence[Placement],
     valid: Sequence[bool],
     floors: Mapping[int, tuple[int, int]],
@@ -195,7 +195,7 @@ def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDA
 
 
 def _floor_speed(
-    instance: Instance, rows: Ints, floor: Ints, pool: Ints
+    instance: OptionTable, rows: Ints, floor: Ints, pool: Ints
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Speed of the largest option that is not above the floor."""
     below = (instance.sizes <= floor[:, np.newaxis]) & (instance.pool_of == pool[:, np.newaxis])
@@ -215,7 +215,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 
 
 def pack_placements(
-    instance: Instance, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
+    instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
     """Places for workers of different bundles, given by pool and job: what fits nowhere is left out."""
     placements = [UNPLACED] * len(present)

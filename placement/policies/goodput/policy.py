@@ -13,8 +13,8 @@ from placement.cluster.jobs import JobView
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
 from placement.goodput.speeds import GoodputCache
 from placement.policies.goodput.local_search import improve, present_placements
-from placement.policies.goodput.objective import UtilityFunction
-from placement.policies.goodput.tables import Instance, Placement, build
+from placement.policies.goodput.speed_value import SpeedValue
+from placement.policies.goodput.tables import OptionTable, Placement, build
 from placement.policies.shared.base import Target, count, held_reason
 
 _MOST_URGENT = 10.0  # a job that is late weighs at most so many times more
@@ -95,7 +95,7 @@ class GoodputPolicy:
         before, waiting = placements, dict[int, str]()
         for _ in range(_ROUNDS):
             better, waiting = improve(instance, utility, placements, valid)
-            if better is None:  # staying is best; where that is not possible, on nodes that have less room now, nobody
+            if better is None:  # Nothing better: keep each valid placement, drop jobs whose nodes have shrunk.
                 placements = [placement if ok else Placement() for placement, ok in zip(placements, valid, strict=True)]
                 break
             placements, valid = better, [True] * len(better)
@@ -105,7 +105,7 @@ class GoodputPolicy:
             for j, view in enumerate(instance.views)
         }
 
-    def utility(self, instance: Instance, now_s: float) -> UtilityFunction:
+    def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
         """What each job's speed is worth now."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
@@ -119,7 +119,7 @@ class GoodputPolicy:
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
         lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
         crowd = len(views) / max(float(instance.capacities.sum()), 1.0) if instance.alike and known else 0.0
-        return UtilityFunction(
+        return SpeedValue(
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
@@ -131,8 +131,8 @@ class GoodputPolicy:
 
     def _target(
         self,
-        instance: Instance,
-        utility: UtilityFunction,
+        instance: OptionTable,
+        utility: SpeedValue,
         j: int,
         placements: tuple[Placement, Placement],
         speed: float,
@@ -149,8 +149,8 @@ class GoodputPolicy:
 
     def _reason(
         self,
-        instance: Instance,
-        utility: UtilityFunction,
+        instance: OptionTable,
+        utility: SpeedValue,
         j: int,
         placements: tuple[Placement, Placement],
         speed: float,

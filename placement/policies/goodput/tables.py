@@ -41,7 +41,7 @@ UNPLACED = Placement()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
+class OptionTable:
     """Everything about a decision that does not depend on where the jobs are now.
 
     Attributes:
@@ -129,7 +129,7 @@ def useful(view: JobView, gpu: str) -> int:
     return max(most, view.min_workers)
 
 
-def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> Instance:
+def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
     """Put a decision's problem into arrays."""
     cache = GoodputCache() if cache is None else cache
     views = tuple(sorted(jobs, key=lambda view: view.arrival))
@@ -160,7 +160,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
     unit = np.ones_like(totals)
     if not alike:
         unit = _by_worker_kind([[pool.shares[kind] for pool in pools] for kind in samples], which, len(pools))
-    return Instance(
+    return OptionTable(
         views=views,
         pools=pools,
         worker_kinds=worker_kinds,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, Tick, Trigger
+from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, TimePassed, Trigger
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
@@ -124,7 +124,7 @@ def _share_out(
     """Nodes and reason of every job."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
-    core.handle(Tick(), at_s)
+    core.handle(TimePassed(), at_s)
     log = core.log
     if log and log[-1].trigger is Trigger.REFUSED and log[-1].time_s == at_s:
         raise InputError(log[-1].reason)

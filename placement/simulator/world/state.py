@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, Tick
+from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.shared.base import Policy
@@ -75,7 +75,7 @@ class World:
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""
-        self.send(Tick(), now_s)
+        self.send(TimePassed(), now_s)
 
     def send(self, event: Event, now_s: float) -> None:
         """Tell the core, and carry out its answer."""
@@ -83,7 +83,7 @@ class World:
             self._gpu |= {node.node_id: node.gpu_type for node in event.cluster.nodes}
         start = time.process_time()
         instructions = self.core.handle(event, now_s)
-        if instructions or isinstance(event, Tick):
+        if instructions or isinstance(event, TimePassed):
             self.decision_s.append(time.process_time() - start)
         for instruction in instructions:
             self._carry_out(instruction, now_s)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.goodput.remaining import discount, happiness
+from placement.goodput.remaining import concave_value, discount
 from placement.goodput.step_time import Floats
-from placement.policies.goodput.tables import Instance, Placement
+from placement.policies.goodput.tables import OptionTable, Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class UtilityFunction:
+class SpeedValue:
     """Per job, (J,), and for all.
 
     Attributes:
@@ -35,7 +35,7 @@ class UtilityFunction:
     hysteresis: float
     crowded: bool
 
-    def of(self, jobs: NDArray[np.int64]) -> UtilityFunction:
+    def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
         """The same for some of the jobs."""
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
@@ -50,13 +50,13 @@ class UtilityFunction:
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s)
         part = np.where(fewer, part / (1.0 + self.hysteresis), part)
-        values: Floats = self.weight[:, np.newaxis] * happiness(speed * np.where(same, 1.0, part), self.power)
+        values: Floats = self.weight[:, np.newaxis] * concave_value(speed * np.where(same, 1.0, part), self.power)
         return values
 
 
 def worth_of(
-    instance: Instance,
-    utility: UtilityFunction,
+    instance: OptionTable,
+    utility: SpeedValue,
     present: Sequence[Placement],
     placements: Sequence[Placement],
     valid: Sequence[bool],

@@ -17,7 +17,7 @@ _LIMITS = (
 _MAY_BE_UNKNOWN = ("stop_cost_s", "growth_limit")
 
 
-def is_news(before: JobView, after: JobView, model_change: float) -> Trigger | None:
+def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger | None:
     """Whether a heartbeat says something that a decision depends on: the trigger of one, or None.
 
     A new place of the workers is no news: it is what the last decision asked for. Neither is a model whose

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tuning.held import HeldCheckpoints
+from tuning.cached_checkpoints import CheckpointCache
 
 
 def test_the_last_two_of_a_run_are_held_while_it_lasts_and_a_while_after() -> None:
-    held = HeldCheckpoints()
+    held = CheckpointCache()
     for number in range(4):
         held.hold("a", f"a/{number}", number)
     held.hold("b", "b/0", "other")

@@ -19,7 +19,7 @@ def test_the_one_that_is_there_stays_and_the_other_moves() -> None:
     assert found == Packing(allocation={"a": {"n0": 2, "n1": 2}, "b": {"n2": 3}}, short={})
 
 
-def test_a_job_shrinks_to_what_nodes_without_a_spanning_job_hold() -> None:
+def test_a_job_shrinks_to_what_nodes_without_a_multi_node_job_hold() -> None:
     jobs = [view("a", allocation={"n0": 4, "n1": 2}), view("b")]
     crossed = {"a": {"n0": 4, "n1": 2}, "b": {"n1": 2, "n2": 3}}
     found = keep_apart(Packing(allocation=crossed, short={}), jobs, cluster(4, 4, 3))
@@ -47,17 +47,17 @@ def test_the_rule_is_named() -> None:
 @given(
     cpus=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     wanted=st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 8), st.integers(1, 3)), max_size=6),
-    spanned=st.sets(st.sampled_from(["n0", "n1", "n2"]), max_size=1),
+    multi_node_nodes=st.sets(st.sampled_from(["n0", "n1", "n2"]), max_size=1),
 )
 def test_repaired_places_fit_keep_the_rule_and_lose_nobody_silently(
-    cpus: list[int], wanted: list[tuple[float, int, int]], spanned: set[str]
+    cpus: list[int], wanted: list[tuple[float, int, int]], multi_node_nodes: set[str]
 ) -> None:
     nodes = cluster(*cpus)
     views = [view(f"j{i}", bundle={"CPU": size}, min_workers=least) for i, (size, _, least) in enumerate(wanted)]
     counts = {f"j{i}": n for i, (_, n, least) in enumerate(wanted) if n >= least}
-    found = keep_apart(pack(counts, views, nodes), views, nodes, spanned)
+    found = keep_apart(pack(counts, views, nodes), views, nodes, multi_node_nodes)
     check(found.allocation, {v.job: v.bundle for v in views}, nodes)
     assert not shared(found.allocation)
-    assert not any(len(place) > 1 and spanned & set(place) for place in found.allocation.values())
+    assert not any(len(place) > 1 and multi_node_nodes & set(place) for place in found.allocation.values())
     for job, n in counts.items():
         assert sum(found.allocation.get(job, {}).values()) + found.short.get(job, 0) == n

@@ -7,7 +7,7 @@ from typing import Any
 _PER_RUN = 2  # a scheduler may not have heard of the last one when it decides
 
 
-class HeldCheckpoints:
+class CheckpointCache:
     """References to checkpoints, by run and path."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HeldCheckpoints:
             self._until_s[run] = until_s
 
     def expire(self, now_s: float) -> None:
-        """Forget what nobody wants any more."""
+        """Forget runs whose time is over."""
         for run in [run for run, until_s in self._until_s.items() if now_s > until_s]:
             del self._until_s[run]
             self._of_run.pop(run, None)

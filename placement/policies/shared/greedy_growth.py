@@ -1,4 +1,4 @@
-"""One worker at a time to whoever scores highest."""
+"""One worker at a time to the job that scores highest."""
 
 from __future__ import annotations
 

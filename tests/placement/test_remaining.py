@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from placement.cluster.progress import Progress
-from placement.goodput.remaining import discount, happiness, rank_weights, remaining
+from placement.goodput.remaining import concave_value, discount, rank_weights, remaining
 
 
 def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:
@@ -37,5 +37,5 @@ def test_a_change_costs_more_the_less_is_left() -> None:
 
 def test_happiness_is_continuous_in_its_power() -> None:
     speed = np.array([0.5, 1.0, 8.0])
-    assert np.allclose(happiness(speed, 1e-9), happiness(speed, 0.0), atol=1e-5)
-    assert happiness(speed, 1.0).tolist() == pytest.approx([-0.5, 0.0, 7.0])
+    assert np.allclose(concave_value(speed, 1e-9), concave_value(speed, 0.0), atol=1e-5)
+    assert concave_value(speed, 1.0).tolist() == pytest.approx([-0.5, 0.0, 7.0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from placement.autoscaling.autoscaler import Autoscaler, AutoscalerConfig, ScalingDecision
 from placement.autoscaling.fleet import build
-from placement.autoscaling.objectives import OBJECTIVES, Want, make_objective
+from placement.autoscaling.objectives import OBJECTIVES, WantedSize, make_objective
 from placement.autoscaling.objectives.base import Demand, offers
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
@@ -175,8 +175,8 @@ class Stingy:
 class Careless:
     name = "careless"
 
-    def decide(self, demand: Demand, now_s: float) -> dict[str, Want]:
-        return {each.job: Want(job=each.job, workers=0, gpu="T4", reason="careless") for each in demand.jobs}
+    def decide(self, demand: Demand, now_s: float) -> dict[str, WantedSize]:
+        return {each.job: WantedSize(job=each.job, workers=0, gpu="T4", reason="careless") for each in demand.jobs}
 
 
 def test_a_node_that_the_allocator_would_not_use_is_not_asked_for() -> None:
@@ -298,7 +298,7 @@ def test_what_cannot_be_met_is_said_at_once_with_the_best_that_can_be_had(field:
 def test_a_deadline_is_met_at_the_least_cost_and_a_budget_used_for_speed() -> None:
     scaler = CostPerProgress()
 
-    def want(**limits: Any) -> Want:
+    def want(**limits: Any) -> WantedSize:
         return autoscaler([FIRM], scaler).decide([job(**limits)], here(), NOW).wants["a"]
 
     free = want()
@@ -333,14 +333,14 @@ def test_expected_losses_make_spot_nodes_dearer() -> None:
     hours = {"lasting": 12.0, "fleeting": 0.1}
     rates = {c.kind.name: c.rate for c in offers(job(), (lasting, fleeting), hours, GoodputCache())}
     assert (rates["fleeting"] < rates["lasting"]).all()
-    want = {"a": Want(job="a", workers=8, gpu="T4", reason="")}
+    want = {"a": WantedSize(job="a", workers=8, gpu="T4", reason="")}
     fleet = build(want, [job()], (lasting, fleeting), (), {}, hours)
     assert fleet.nodes == {"lasting": 2, "fleeting": 0} and fleet.users["lasting"] == ("a",)
 
 
 def test_small_rests_go_to_small_nodes() -> None:
     large, small = candidate("large", 4.0), candidate("small", 1.1, cpus=1.0)
-    want = {"a": Want(job="a", workers=5, gpu="T4", reason="")}
+    want = {"a": WantedSize(job="a", workers=5, gpu="T4", reason="")}
     fleet = build(want, [job()], (large, small), (), {}, {"large": np.inf, "small": np.inf})
     assert fleet.nodes == {"large": 1, "small": 1}
 

@@ -12,7 +12,7 @@ from placement.cluster.occupancy import FreeSlots, Occupancy
 from placement.policies.shared.shapes import speeds_of
 
 
-class Settler:
+class StablePlacer:
     """Slots of the nodes while jobs settle on them; jobs are numbers, as in ``place``.
 
     Args:
@@ -23,7 +23,7 @@ class Settler:
     def __init__(self, slots: Sequence[int], kinds: Sequence[int] | None = None) -> None:
         self._kinds = np.zeros(len(slots), dtype=np.int64) if kinds is None else np.array(kinds, dtype=np.int64)
         self._occupied = Occupancy(FreeSlots(slots))
-        self._spanned: set[int] = set()
+        self._multi_node_nodes: set[int] = set()
 
     def place(
         self,
@@ -36,7 +36,7 @@ class Settler:
 
         Large jobs first. Who keeps its size stays if no larger job took its nodes. Others take the node that holds
         fewest workers of such jobs, then the tightest; beyond one node, as few nodes as possible, which no other
-        spanning job uses if that can be. A job that finds less room than its size takes less.
+        multi-node job uses if that can be. A job that finds less room than its size takes less.
 
         Args:
             sizes: workers of each job.
@@ -53,7 +53,7 @@ class Settler:
         for here, stay in zip(present, stays, strict=True):
             for node, workers in here.items() if stay else ():
                 reserved[node] += workers
-        # Who stays comes first among equals, spanning jobs before those within a node.
+        # Who stays comes first among equals, multi-node jobs before those within a node.
         order = sorted(range(len(sizes)), key=lambda j: (-sizes[j], not stays[j], j))
         places: list[dict[int, int]] = [{} for _ in sizes]
         for j in order:
@@ -80,7 +80,7 @@ class Settler:
             return place
         alike = self._kinds == self._kinds[next(iter(place))] if place else np.ones_like(self._kinds, dtype=np.bool_)
         roomy = [int(node) for node in np.flatnonzero((free >= more) & alike)]
-        quiet = [node for node in roomy if node not in self._spanned] or roomy
+        quiet = [node for node in roomy if node not in self._multi_node_nodes] or roomy
         if not quiet:
             return None
         place[min(quiet, key=lambda node: int(free[node]))] = more
@@ -90,13 +90,13 @@ class Settler:
         """Put one job elsewhere."""
         before = self._occupied.lift(job)
         if len(before) > 1:
-            self._spanned -= before.keys()
+            self._multi_node_nodes -= before.keys()
         self._take(job, place)
 
     def _take(self, job: int, place: Mapping[int, int]) -> None:
         self._occupied.put_all(job, place)
         if len(place) > 1:
-            self._spanned.update(place)
+            self._multi_node_nodes.update(place)
 
     def _find(self, job: int, size: int, reserved: NDArray[np.int64], alike: NDArray[np.bool_]) -> dict[int, int]:
         """Where fewest workers of jobs that may stay are in the way; less than the size where there is no more."""
@@ -108,7 +108,7 @@ class Settler:
         place: dict[int, int] = {}
         missing = size
         nodes = [
-            (int(i) in self._spanned, -min(int(free[i]), missing), int(reserved[i]), int(i))
+            (int(i) in self._multi_node_nodes, -min(int(free[i]), missing), int(reserved[i]), int(i))
             for i in np.flatnonzero((free > 0) & alike)
         ]
         for _, _, _, i in sorted(nodes):
@@ -122,7 +122,7 @@ class Settler:
 
 def use_idle(
     running: Sequence[JobView],
-    settler: Settler,
+    settler: StablePlacer,
     places: list[dict[int, int]],
     *,
     most_nodes: int,
