@@ -14,6 +14,7 @@ from placement.cluster.jobs import JobView, speeds
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.planning.plan import check_targets, make_plan
 from placement.policies import POLICIES, FixedPolicy, GoodputPolicy, Policy, make_policy
+from placement.policies.goodput.dual_prices import GAP
 from tests.placement.views import cluster, model, node, view
 
 
@@ -99,9 +100,10 @@ def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], n
             assert left == 0 or has == v.held_at
         else:
             speed = speeds(v, FreeResources(nodes).slots(v).tolist())
-            # A single worker more must not gain anything, beyond what its own resize costs within a minute.
+            # A single worker more must not gain anything, beyond what its own resize costs within a minute, and what
+            # dual prices may leave where a small case is not solved exactly.
             gain = speed[has + 1] / speed[has] if has + 1 < len(speed) and left else 1.0
-            assert gain < 1.0 + 2 * (v.resize_cost_s / 60 + 1e-6)
+            assert gain < 1.0 + 2 * (v.resize_cost_s / 60 + 1e-6) + GAP
 
 
 @contract

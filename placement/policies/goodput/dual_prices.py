@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 _HALVINGS = 30  # a price is known to 1e-9 of the largest
 _PASSES = 12  # over the GPU types, whose prices depend on each other
-_GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
+GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
 _EXACT = 60_000, 2_000_000  # jobs x options x slots (of every type) up to which that is worth its milliseconds;
 # with several types prices alone may miss several per cent of a small case, with one they hardly ever do
 _PAIRED = 24  # jobs up to which every pair of them is tried, where there are several types
@@ -88,7 +88,7 @@ def solve(options: Options) -> Solution:
     multipliers = find_multipliers(options)
     picks = _realise(options, _best_responses(options, multipliers))
     picks = fill(options, picks)
-    if bound(options, multipliers) - options.worth(picks) > _GAP * _spread(options):
+    if bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
         if (
             whole
