@@ -194,7 +194,7 @@ class StepLedger:
         """The body of the innermost step has run; returns it, to be committed or undone.
 
         Args:
-            expected: the pass whose step it is; None for whichever is innermost.
+            expected: the pass whose step it is; None for the innermost one's.
 
         Raises:
             RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not

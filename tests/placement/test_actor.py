@@ -190,7 +190,7 @@ def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_n
 
 
 def test_asking_for_the_allocator_again_and_again_makes_nothing(jobs: Jobs) -> None:
-    """A controller asks for head actors every few seconds; each time Ray kept classes, 100 MB an hour."""
+    """A controller asks for head actors every few seconds; each time Ray kept classes."""
     first = get_or_create_allocator()
     made = len(Allocator.__subclasses__())
     assert all(get_or_create_allocator() == first for _ in range(5))
