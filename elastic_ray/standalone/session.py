@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT_S = 600.0
 _FORM_TIMEOUT_S = 60.0
-_SESSIONS: collections.Counter[str] = collections.Counter()  # of each group; ranks begin them in the same order
+# How many a group has begun at its store: its ranks begin them in the same order.
+_SESSIONS: collections.Counter[str] = collections.Counter()
 # Between two looks at the measurements lies a tenth of the time trained so far, within these bounds [s]: a short run
 # finds its batch early, and the fits (about 20 ms each) never cost a long one more than a percent or two.
 _SHORTEST_LOOK_S = 0.2
@@ -133,8 +134,9 @@ def standalone_session() -> Session:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{place.world_size}"
-    _SESSIONS[run] += 1
-    prefix = f"elastic_ray/{run}/{_SESSIONS[run]}"
+    at = f"{run} at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    _SESSIONS[at] += 1  # by the store: a rank that found no peers at one begins anew with them at the next
+    prefix = f"elastic_ray/{run}/{_SESSIONS[at]}"
     departures = Departures(prefix, place.rank, place.world_size)
     membership = _membership(place, functools.partial(_form, prefix, departures))
     controller = StandaloneController(place.world_size, membership.post)

@@ -112,6 +112,12 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, a
     assert "the same MASTER_ADDR and MASTER_PORT" in message
 
 
+def test_ranks_meet_at_a_new_port_though_one_of_them_had_waited_in_vain_at_another(ranks: Ranks) -> None:
+    ranks.run(without, 1, free_port(), world=2)
+    parameters = [rank[0] for rank in ranks.run(train, free_port(), world=2, timeout_s=30.0)]
+    assert parameters[0] == parameters[1]
+
+
 def with_models_of_their_own(port: int, what: str) -> Any:
     plainly(port)
     other = os.environ["RANK"] == "1"
