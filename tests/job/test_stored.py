@@ -277,7 +277,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
 # --- the newest of what anybody has -------------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> None:
+def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_heard_of_it() -> None:
     """The controller has heard of a state at 20; at 40 there is another one, and a checkpoint at 30."""
 
     def state(steps: int) -> StateFile:

@@ -81,7 +81,7 @@ def test_who_has_loaded_an_automatic_checkpoint_can_be_spared() -> None:
     assert members_of(plan_in(driver.ready("w5", loaded=40))) == ["w4", "w5"]
 
 
-def test_whoever_could_not_load_what_others_had_does_not_begin_anew() -> None:
+def test_a_worker_that_could_not_load_what_others_had_does_not_begin_anew() -> None:
     alone = Driver()
     alone.target(n1=2)
     alone.reserved("w1", "w2")
@@ -405,7 +405,7 @@ def test_a_planned_change_has_all_the_time_it_needs_to_be_agreed_on() -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 30.0])
-def test_a_leaver_that_dies_while_it_leaves_disturbs_nobody(late: float) -> None:
+def test_a_leaver_that_dies_while_it_leaves_does_not_disturb_the_others(late: float) -> None:
     driver = running(2)
     driver.target(n1=1)
     driver.switched(2, "w1")

@@ -123,7 +123,7 @@ def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -
     assert "w3, w4" in spec.reason
 
 
-def test_a_forced_generation_that_nobody_could_form_is_tried_again_soon() -> None:
+def test_a_forced_generation_that_no_worker_could_form_is_tried_again_soon() -> None:
     driver = running(3)
     driver.lost("w1")
     assert not driver.tell(PrepareFailed(worker="w2", generation=2, cause="timeout"))
@@ -313,7 +313,7 @@ def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1", "w2"]
 
 
-def test_whoever_loads_what_was_saved_meanwhile_does_not_begin_beside_the_state_that_starts_over() -> None:
+def test_a_worker_that_loads_what_was_saved_meanwhile_does_not_begin_beside_the_state_that_starts_over() -> None:
     driver = running(1)
     driver.tell(Rerun(worker="w1"))
     driver.target(n1=2)
@@ -335,7 +335,7 @@ def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     assert members_of(plan_in(driver.switched(spec.generation, "w1"))) == ["w1", "w2"]
 
 
-def test_whoever_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
+def test_a_worker_that_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
     driver = running(2)
     out = driver.tell(Rerun(worker="w1", has_state=False))
     assert members_of(plan_in(out)) == ["w2"]
@@ -343,7 +343,7 @@ def test_whoever_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
     assert members_of(plan_in(driver.ready("w1"))) == ["w2", "w1"]
 
 
-def test_when_nobody_kept_a_whole_state_the_job_restarts() -> None:
+def test_when_no_worker_kept_a_whole_state_the_job_restarts() -> None:
     driver = running(2)
     driver.tell(Rerun(worker="w1", has_state=False))
     assert only(AllLost, driver.tell(Rerun(worker="w2", has_state=False)))

@@ -175,8 +175,8 @@ def test_a_step_around_a_lost_one_is_lost_with_the_group_that_it_was_cut_for() -
     run = Run(failing=1)
     run.begin(outer := run.passes.enter())
     run.begin(inner := run.passes.enter())
-    assert not run.passes.edge(inner) and run.ledger.failure == "broke"
-    assert not run.passes.edge(outer) and run.ledger.failure is None
+    lost = [(run.passes.edge(each), run.ledger.failure) for each in (inner, outer)]
+    assert lost == [(False, "broke"), (False, None)]
     assert run.changes.causes == ["broke", "broke"] and outer.position == 0
 
 
