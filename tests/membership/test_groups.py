@@ -19,7 +19,7 @@ from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, Bootstrap
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
-from tests.job.test_told import spec
+from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
 
 # -- the controller's part ---------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from elastic_ray.record.writer import RecordWriter
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
-from tests.job.test_told import spec
+from tests.job.specs import spec
 
 POINT = {"epoch": 1, "epochs": 4, "loops": [[48, False]], "steps": 10, "reports": 1, "done": 9.5, "epoch_ends": [8.0]}
 
