@@ -9,6 +9,7 @@ from placement.lazy_names import lazy_names
 if TYPE_CHECKING:
     from elastic_ray.access import AccessRefusedError
     from elastic_ray.batch.tuner import BatchDoesNotFitError
+    from elastic_ray.communication.communicator import CommunicationFailedError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
     from elastic_ray.consensus.intents import RanksDisagreeError
     from elastic_ray.data.arrow import ArrowDataset
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from elastic_ray.faults import Faults
     from elastic_ray.loop.accumulator import Accumulator
     from elastic_ray.loop.api import current_epoch, get_checkpoint, get_context, remaining_epochs_until, report
-    from elastic_ray.membership.rendezvous import CommunicationFailedError
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.state.layout import ReplicasDifferError
@@ -43,7 +43,7 @@ _HOMES = {
     "AdaptiveDataParallel": "elastic_ray.parallel.wrapper",
     "ArrowDataset": "elastic_ray.data.arrow",
     "BatchDoesNotFitError": "elastic_ray.batch.tuner",
-    "CommunicationFailedError": "elastic_ray.membership.rendezvous",
+    "CommunicationFailedError": "elastic_ray.communication.communicator",
     "ElasticConfig": "elastic_ray.config",
     "ElasticTrainer": "elastic_ray.driver.trainer",
     "EventKind": "elastic_ray.events",

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, RanksDisagreeError, disagreement
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 
 # Values that ride along, added up over the ranks.
 PAYLOAD_SIZE = 32

@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE
 from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
-from elastic_ray.membership.rendezvous import Communicator
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
 # preemption, and how often rank 0 has reported.

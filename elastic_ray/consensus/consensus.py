@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import Announcer
 from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.rendezvous import Communicator
 
 
 class Position(Protocol):

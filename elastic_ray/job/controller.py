@@ -19,12 +19,12 @@ from typing import Any
 import ray
 
 from elastic_ray.background import Background
+from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop, stored_train_loop
 from elastic_ray.job.ray_nodes import may_autoscale
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.record.controller_state import ControllerState, run_of
 from elastic_ray.warm_pool.processes import end_strays
 from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMessage, WorkerReregistration

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.membership.messages import Cancel, ControllerMessage, GenerationSpec, SetBatch, Stop
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.steps.step import StepView
 
 

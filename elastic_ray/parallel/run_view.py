@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.batch.reports import ModelInfo
-from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import Stateful
 from elastic_ray.steps.step import StepView

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import GenerationSpec, RankInfo
-from elastic_ray.membership.rendezvous import Communicator
 
 
 class CurrentGeneration(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.transitions import FailureReports, GroupMembership, GroupTransitions, WorkerDismissed

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.state.shared_state import Exchanged
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import LostStep
 from elastic_ray.steps.step import LoaderStep

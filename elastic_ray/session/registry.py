@@ -13,7 +13,7 @@ from elastic_ray.state.layout import digest
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
-    from elastic_ray.membership.rendezvous import Communicator
+    from elastic_ray.communication.communicator import Communicator
 
 Noise = Callable[[], "NoiseScale | None"]
 

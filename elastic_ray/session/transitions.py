@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import LostGroupError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.session import Session

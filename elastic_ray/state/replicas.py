@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.state.layout import ReplicasDifferError
 
 _EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import StateVersion
-from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
 from elastic_ray.state.progress import RunProgress

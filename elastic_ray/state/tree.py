@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.codec import DEEPEST, NotPlainError, TensorIndex, decode, dtype_name, dtype_of, encode, too_deep
 
 # Tensors under this size travel in one message together.

@@ -70,6 +70,7 @@ def resolve_strategy(given: object) -> StrategyBuilder:
 
 
 def _read(path: Path) -> Strategy:
+    """The strategy in a file; an error names the file."""
     try:
         text = path.read_text()
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from elastic_ray.membership.bootstrap import BootstrapCall, call_mac
+from elastic_ray.communication.bootstrap import BootstrapCall, call_mac
 from elastic_ray.worker.setup import Assignment
 
 _ON_THE_WAY_S = 2.0

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import GenerationSpec, Member
-from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.current import set_session
 from elastic_ray.session.session import Session

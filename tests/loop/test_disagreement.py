@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus import announcer
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership import rendezvous
-from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.state.layout import digest
 from tests.loop.ranks import RankFailedError, Ranks
 

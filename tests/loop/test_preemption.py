@@ -14,10 +14,10 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
-from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.record.record import JobRecord
 from elastic_ray.session.current import set_session

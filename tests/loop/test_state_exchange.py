@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.codec import TensorIndex, encode
 from elastic_ray.state.tree import (
     DictState,

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from elastic_ray.authentication import new_secret
-from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, call_mac
-from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.rendezvous import Communicator
+from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall, call_mac
+from elastic_ray.communication.bootstrap_store import BootstrapStore
+from elastic_ray.communication.communicator import Communicator
 
 
 class LocalController:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from elastic_ray.authentication import new_secret, sign, verify
-from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
-from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
+from elastic_ray.communication.bootstrap_store import BootstrapStore
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
 from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.membership.messages import GenerationSpec, Member
-from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.transitions import WorkerDismissed

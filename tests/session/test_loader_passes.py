@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger

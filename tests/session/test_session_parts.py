@@ -9,11 +9,11 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
-from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_entry import GroupEntry

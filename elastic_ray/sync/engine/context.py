@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
-from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.steps.step import StepView
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext

@@ -65,14 +65,16 @@ class GradientGroup:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
-        backend, options = self._of(tensor), dist.ReduceOptions()
-        options.rootRank, options.rootTensor = root, 0
+        backend = self._of(tensor)
+        options = dist.ReduceOptions()
+        options.rootRank = root
         return self._guard(lambda: backend.reduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
-        backend, options = self._of(tensor), dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        backend = self._of(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
         return self._guard(lambda: backend.broadcast([tensor], options))
 
     def _of(self, tensor: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Caller(Protocol):
-    """One member's way to :class:`elastic_ray.membership.bootstrap.Bootstrap`, for one generation."""
+    """One member's way to :class:`elastic_ray.communication.bootstrap.Bootstrap`, for one generation."""
 
     def tell(self, values: Mapping[str, bytes]) -> None:
         """Let the others know; returns at once."""

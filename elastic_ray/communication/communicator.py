@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
-from elastic_ray.membership.bootstrap_store import BootstrapStore
-from elastic_ray.membership.gradient_group import GradientGroup
-from elastic_ray.membership.socket_filter import refuse_connections
+from elastic_ray.communication.bootstrap_store import BootstrapStore
+from elastic_ray.communication.gradient_group import GradientGroup
+from elastic_ray.communication.socket_filter import refuse_connections
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.

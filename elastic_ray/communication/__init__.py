@@ -1,0 +1,1 @@
+"""How do the ranks of one generation find each other, and talk?"""
