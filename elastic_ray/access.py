@@ -56,7 +56,7 @@ def split(address: str) -> tuple[str, int] | None:
 
 
 def check_access(address: str, *, mode_is_open: bool = False) -> None:
-    """Ask a cluster whether it lets this process in. Where nobody answers, Ray is left to say so.
+    """Ask a cluster whether it lets this process in. Where no cluster answers, Ray says so.
 
     Args:
         address: HOST:PORT; of others nothing is known beforehand.

@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         action: "kill", "hang" or "out_of_memory".
         moment: one of ``MOMENTS``.
-        rank: rank at that moment; None for whoever comes first.
+        rank: rank at that moment; None for the first worker that comes there.
         step: committed steps by then; None for the first time the moment comes up.
         worker: id of the worker (``w1`` is the job's first, ``w2`` its second...); None for any.
     """

@@ -1,4 +1,4 @@
-"""The shape of the tree: small modules and folders, and nobody writes into another object. Imports: pyproject.toml."""
+"""The shape of the tree: small modules and folders, and no writes into other objects. Imports: pyproject.toml."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_longer_private_functions_say_what_they_return(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_nobody_writes_into_another_object(package: str) -> None:
+def test_no_function_writes_into_another_object(package: str) -> None:
     found = [
         f"{path}:{each.lineno} {ast.unparse(each)}"
         for path in modules(package)

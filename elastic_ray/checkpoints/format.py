@@ -25,7 +25,7 @@ def write_state(
 
     Args:
         storage: the run.
-        trees: states by name; nobody changes their tensors meanwhile.
+        trees: states by name; their tensors do not change meanwhile.
         resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 

@@ -41,7 +41,7 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
             if sum(path.stat().st_size for path in files) > _MOST_BYTES:
                 return None
             return ray.put({path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
-    except Exception as error:  # it is in storage already: nobody's report may fail by this
+    except Exception as error:  # it is in storage already: no report may fail by this
         logger.info("a checkpoint is not held in memory: %r", error)
         return None
 

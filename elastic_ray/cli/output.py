@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 def on_terminal() -> bool:
-    """Whether output may be coloured and fitted to a width: a terminal, and nobody has set NO_COLOR or TERM=dumb."""
+    """Whether output may be coloured and fitted to a width: a terminal, without NO_COLOR or TERM=dumb."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
 

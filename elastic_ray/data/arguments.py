@@ -24,7 +24,7 @@ _SHOWN: dict[str, Any] = {
     "prefetch_factor": None,
     "in_order": True,
 }
-"""Further options that a DataLoader shows, with the values that it has when nobody sets them."""
+"""Further options that a DataLoader shows, with the values that it has when the user sets none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class LoaderArguments:
                 f"{wrong[0]} cannot be used with an iterable dataset, whose items are shared out by their position "
                 "in the stream; leave it out, or use a map-style dataset"
             )
-        # What a DataLoader has when nobody has set it says nothing.
+        # A DataLoader's default values say nothing.
         unknown = sorted(name for name, value in self.options.items() if name != "collate_fn" and value)
         if unknown:
             raise ValueError(f"with an iterable dataset only collate_fn can be set, but got {', '.join(unknown)}")

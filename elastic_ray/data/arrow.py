@@ -277,7 +277,7 @@ def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
 
 
 def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
-    """File system and path on it; raises TypeError or ValueError for one that nobody knows."""
+    """File system and path on it; raises TypeError or ValueError for an unknown one."""
     if filesystem is not None:
         if isinstance(filesystem, pa.fs.FileSystem):
             return filesystem, source

@@ -10,7 +10,7 @@ from placement.cluster.cluster import TOLERANCE, Node, Resources
 def impossible(
     bundle: Resources, min_workers: int, label_selector: Mapping[str, str], nodes: Sequence[Node]
 ) -> str | None:
-    """Why these nodes, if nobody else used them, could not run even the smallest size of a job.
+    """Why these nodes, if no other job used them, could not run even the smallest size of a job.
 
     Args:
         bundle: resources of one worker.

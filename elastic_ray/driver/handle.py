@@ -141,7 +141,7 @@ class JobHandle:
 
     @property
     def last_status(self) -> JobStatus:
-        """The job as the last renewal of its lease found it; asks nobody."""
+        """The job as the last renewal of its lease found it; sends no request."""
         return self._lease.last
 
     @property

@@ -130,7 +130,7 @@ class LeaseKeeper:
                 self._watchers -= 1
 
     def _run(self) -> None:
-        """Renew until the job has ended, or nobody of this process cares for it."""
+        """Renew until the job has ended, or this process does not use it any more."""
         while not self._leaving.is_set() and self._ending is None:
             # Ray would start a cluster of its own at the next call if the driver has shut it down.
             if not ray.is_initialized():

@@ -48,7 +48,7 @@ class ReportIntake:
         if message.checkpoint_ref is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
         self.queue.put(report_of(message, workers))
-        await self.queue.turn(message.index)
+        await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
         """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""

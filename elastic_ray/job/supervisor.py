@@ -106,7 +106,7 @@ class JobSupervisor:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        return views.members(self.group.machine, self.record, self.group.facts)
+        return views.members(self.group.machine, self.record, self.group.process_infos)
 
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.
@@ -290,7 +290,7 @@ class JobSupervisor:
             preempted=self._preemption.reason if self._preemption.active else None,
             processes=self.group.processes(),
             homes=self.group.homes(),
-            pids={worker: facts.pid for worker, facts in self.group.facts.items()},
+            pids={worker: process_info.pid for worker, process_info in self.group.process_infos.items()},
             revivals=self._revivals,
             claimed=tuple(sorted(self._claimed)),
             first_report=self.record.first_report,

@@ -58,7 +58,7 @@ def _plain(value: Any, where: str, depth: int, budget: _Budget) -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "biuf":
         return _of_array(value, value.size, where, depth, budget)
-    torch = sys.modules.get("torch")  # else nobody can have made a tensor
+    torch = sys.modules.get("torch")  # else there can be no tensor
     if torch is not None and isinstance(value, torch.Tensor) and not value.is_complex():
         return _of_array(value, value.numel(), where, depth, budget)
     raise TypeError(

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.membership.bootstrap_store import BootstrapStore
+from elastic_ray.membership.gradient_group import GradientGroup
 from elastic_ray.membership.socket_filter import refuse_connections
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
@@ -43,6 +44,9 @@ class Communicator:
 
     Gradients have a group of their own, the gradient group: connections that nothing else uses. Ranks that disagree, of
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
+
+    Attributes:
+        gradients: its collectives.
 
     Args:
         store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
@@ -83,6 +87,7 @@ class Communicator:
         self._gloo: Any = None
         self._gradients: Any = None
         self._nccl: Any = None
+        self.gradients = GradientGroup(rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard)
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
@@ -166,11 +171,6 @@ class Communicator:
             options.timeout = timedelta(seconds=timeout_s)
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
-    def reduce_gradients(self, tensor: torch.Tensor) -> Any:
-        """As :meth:`all_reduce`, in the gradient group."""
-        backend = self._nccl if tensor.is_cuda else self._gradients
-        return self._guard(lambda: backend.allreduce([tensor]))
-
     def ends_within(self, work: Any, wait_s: float) -> bool:
         """Whether a started operation ends within this time; not if the generation is called off before."""
         deadline = time.monotonic() + wait_s
@@ -210,7 +210,7 @@ class Communicator:
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
-            self.wait(self.reduce_gradients(mine) if with_gradients else self.all_reduce(mine))
+            self.wait(self.gradients.all_reduce(mine) if with_gradients else self.all_reduce(mine))
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int) -> bytes:

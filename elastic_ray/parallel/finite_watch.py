@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
-from elastic_ray.sync.context import SyncContext
+from elastic_ray.sync.engine.context import SyncContext
 
 
 class FiniteWatch:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 
 _NOT_NEEDED = "it is not needed: leave it out, since "
 _OF_DDP = {

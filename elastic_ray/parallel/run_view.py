@@ -13,7 +13,7 @@ from elastic_ray.membership.rendezvous import Communicator
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import Stateful
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.context import SyncContext, SyncLedger
+from elastic_ray.sync.engine.context import SyncContext, SyncLedger
 from placement.goodput.model import NoiseScale
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,11 +26,13 @@ from elastic_ray.parallel.run_view import ModelRun, UpdateLedger
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState, ModuleState
-from elastic_ray.sync.all_reduce import AllReduce
-from elastic_ray.sync.gradient_checks import STEP_AFTER_BACKWARD
-from elastic_ray.sync.noise import NoiseTracker
-from elastic_ray.sync.protocol import GradientSync
-from elastic_ray.sync.trainable import Trainable, TrainedState
+from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.engine.gradient_engine import GradientEngine
+from elastic_ray.sync.engine.noise import NoiseTracker
+from elastic_ray.sync.engine.trainable import Trainable, TrainedState
+from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.spec import Strategy
 from placement.goodput.model import NoiseScale
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
@@ -62,6 +65,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
             training. Unless it is ``"ignore"``, a train function that returns with parameters that are not finite
             fails. What AMP's scaler leaves out is no fault.
+        strategy: how the replicas are kept together: a name (``"all_reduce"``, ``"parallax"``, ``"powersgd"``, ... see
+            ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of one as JSON. None is ``"all_reduce"``.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -78,6 +83,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         grad_scaler: Any = None,
         scaling_rule: ScalingRule | str | None = None,
         nonfinite: str = "warn",
+        strategy: str | os.PathLike[str] | Strategy | StrategyBuilder | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -99,11 +105,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
-        self._join_run(nonfinite)
+        self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         _patch_step(optimizer, self._step)
 
-    def _join_run(self, nonfinite: str) -> None:
+    def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
         run, module, optimizer = self._run, self.module, self._optimizer
         self._trainable = Trainable(module, optimizer)
@@ -112,10 +118,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
-        self._sync: GradientSync = AllReduce(
+        self._sync = GradientEngine(
             run,
+            module,
             self._trainable,
             optimizer,
+            resolve_strategy("all_reduce" if strategy is None else strategy),
             self._tracker,
             self._grad_scale,
             self._index,

@@ -55,7 +55,7 @@ class ReportQueue:
         """Number of the oldest report that is kept, or would be."""
         return self._reports.low
 
-    async def turn(self, index: int) -> None:
+    async def wait_for_reader(self, index: int) -> None:
         """Wait until the worker that has made this report may train on."""
         while self._open and self._ahead is not None and index > self._taken + self._ahead:
             await self._changed.wait()

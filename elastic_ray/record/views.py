@@ -15,7 +15,7 @@ from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.worker.setup import ProcessFacts
+from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 
@@ -137,7 +137,7 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
     )
 
 
-def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, ProcessFacts]) -> tuple[WorkerInfo, ...]:
+def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, ProcessInfo]) -> tuple[WorkerInfo, ...]:
     """Members of the present generation by rank, as far as their processes are known."""
     spec = machine.current
     if spec is None or record.phase.ended:
@@ -146,12 +146,12 @@ def members(machine: JobMembership, record: JobRecord, facts: Mapping[str, Proce
         WorkerInfo(
             rank=rank,
             node=member.node,
-            pid=facts[member.worker].pid,
+            pid=processes[member.worker].pid,
             generation=spec.generation,
             worker=member.worker,
         )
         for rank, member in enumerate(spec.members)
-        if member.worker in facts
+        if member.worker in processes
     )
 
 

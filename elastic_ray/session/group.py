@@ -69,6 +69,14 @@ class Group:
         return spec.place_of(self._worker)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """The node of each rank of the present generation; before the first, of this worker alone."""
+        spec = self._membership.current
+        if spec is None or self._membership.communicator is None:
+            return ("",)
+        return tuple(member.node for member in spec.members)
+
+    @property
     def communicator(self) -> Communicator:
         """The present generation's communicator.
 

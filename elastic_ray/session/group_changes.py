@@ -3,19 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.session.controller_client import ControllerClient
-from elastic_ray.session.group_entry import GroupEntry
+from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.run_state import RunState
-from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
+from elastic_ray.session.transitions import FailureReports, GroupMembership, GroupTransitions, WorkerDismissed
 
 # Steps that a planned change of group waits for gradients that are different on each rank.
 _LONGEST_WAIT = 1000
+
+
+class ChangedState(ExchangedState, Protocol):
+    """The state that all ranks share, as a change of group or batch finds it."""
+
+    @property
+    def unique(self) -> bool:
+        """Whether this worker's state would be lost with it."""
+
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        """Take another batch shape, None for the loader's own."""
+
+
+class ChangedParts(GroupParts, Protocol):
+    """What a train function has registered, as far as changes concern it."""
+
+    @property
+    def gradients_are_local(self) -> bool:
+        """Whether some gradients differ from rank to rank."""
+
+    def call(self, point: HookPoint) -> None:
+        """The run is at such a point."""
+
+
+class ChangedSteps(Protocol):
+    """The steps of this rank, as far as changes concern them."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps are in progress, one within the other."""
+
+    def clear_failure(self) -> None:
+        """A group was entered: what failed in another one is over."""
+
+
+class Agreements(Protocol):
+    """What the ranks have agreed on and not yet carried out."""
+
+    @property
+    def stop(self) -> bool:
+        """The job stops for good."""
+
+    @property
+    def preempted(self) -> bool:
+        """It stops to go on another time."""
+
+    @property
+    def generation(self) -> int:
+        """Generation to go to, 0 for none."""
+
+    def take_generation(self) -> int:
+        """The same, once."""
+
+    def take_batch(self) -> BatchChoice | None:
+        """Batch shape to change to, once; None to go on as it is."""
+
+
+class PauseClock(Protocol):
+    """Times the pauses between groups."""
+
+    def resume(self) -> float:
+        """A new generation begins: returns the time since the last committed step [s]."""
+
+
+class ChangedRun(Protocol):
+    """The parts of a run that its changes of group and batch go through."""
+
+    @property
+    def states(self) -> ChangedState:
+        """What all ranks share."""
+
+    @property
+    def registry(self) -> ChangedParts:
+        """What the train function has built."""
+
+    @property
+    def ledger(self) -> ChangedSteps:
+        """Which step this rank is in."""
+
+    @property
+    def agreed(self) -> Agreements:
+        """What the ranks have agreed on and not yet carried out."""
+
+    @property
+    def consensus(self) -> EntryConsensus:
+        """This rank's announcements."""
+
+    @property
+    def clock(self) -> PauseClock:
+        """Times of steps."""
+
+
+class ChangingMembership(GroupMembership, Protocol):
+    """This worker's side of the membership protocol."""
+
+    @property
+    def voided(self) -> bool:
+        """Whether the present generation was called off."""
+
+    def give_up(self, why: str) -> None:
+        """There will be no other group."""
+
+
+class ChangeReports(FailureReports, Protocol):
+    """The controller, as far as it hears of changes."""
+
+    def switched(self, generation: int, pause_s: float) -> None:
+        """This worker trains in ``generation`` now."""
 
 
 class GroupChanges:
@@ -36,9 +142,9 @@ class GroupChanges:
 
     def __init__(
         self,
-        parts: RunState,
-        membership: WorkerMembership,
-        controller: ControllerClient,
+        parts: ChangedRun,
+        membership: ChangingMembership,
+        controller: ChangeReports,
         moment: Callable[[str], None],
         *,
         elastic: bool,
@@ -110,7 +216,7 @@ class GroupChanges:
         """
         if not self._elastic:
             raise CommunicationFailedError(self._explain(cause))
-        return self._transitions.regroup(cause, self._parts.group.generation)
+        return self._transitions.regroup(cause, self._membership.generation)
 
     def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
         try:

@@ -42,7 +42,7 @@ class WatchedGroup(Protocol):
 class OptimizerWatch:
     """Optimizers that step in a group of several workers without having been wrapped.
 
-    Each worker has its own samples, so that a model which nobody synchronises becomes another one on each of them.
+    Each worker has its own samples, so that a model that is not synchronised becomes another one on each of them.
 
     Args:
         group: the present one.

@@ -5,13 +5,45 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
-from elastic_ray.session.controller_client import ControllerClient
+from elastic_ray.membership.worker_side import LostGroupError
 
 logger = logging.getLogger(__name__)
+
+
+class GroupMembership(Protocol):
+    """This worker's side of the membership protocol, as far as it gives groups."""
+
+    @property
+    def worker(self) -> str:
+        """Id of this worker."""
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation, 0 before the first."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the job is to end."""
+
+    def prepared_spec(self, generation: int) -> GenerationSpec | None:
+        """The specification of a generation whose group has been formed and still stands."""
+
+    def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
+        """Make the prepared group the present one; None where it was called off, no communicator for a leaver."""
+
+    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
+        """Wait for a group to go on with and make it the present one; raises ``LostGroupError``."""
+
+
+class FailureReports(Protocol):
+    """The controller, as far as it hears of failures."""
+
+    def failed(self, generation: int, cause: str) -> None:
+        """A collective of ``generation`` failed here; this worker waits for the next generation."""
 
 
 class WorkerDismissed(BaseException):
@@ -35,8 +67,8 @@ class GroupTransitions:
 
     def __init__(
         self,
-        membership: WorkerMembership,
-        controller: ControllerClient,
+        membership: GroupMembership,
+        controller: FailureReports,
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
         *,

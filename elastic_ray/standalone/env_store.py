@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_HELD: dict[tuple[str, int], Any] = {}  # by address: it has to last as long as the process, whoever asks again
+_HELD: dict[tuple[str, int], Any] = {}  # by address: it lasts as long as the process, also for later calls
 
 
 def env_store(rank: int, timeout_s: float) -> Any:
     """The store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
     ``torchrun``'s agent holds one and says so in ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``, ``mpirun`` and the
-    like nobody does, so rank 0 does it, at that address alone.
+    like no agent does, so rank 0 does it, at that address alone.
 
     Args:
         rank: rank of this process.
@@ -38,7 +38,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address that whoever can reach ``host`` can reach."""
+    """This machine's address that every machine can reach which can reach ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing

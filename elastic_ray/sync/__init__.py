@@ -1,1 +1,52 @@
-"""How the gradients of one model become the same on all ranks."""
+"""How the replicas of a model are kept together: strategies per parameter, and what carries them out."""
+
+from __future__ import annotations
+
+from elastic_ray.sync.builders import (
+    PS,
+    SMA,
+    AdaptiveSGD,
+    AllReduce,
+    Auto,
+    DiLoCo,
+    LocalSGD,
+    PairAveraging,
+    Parallax,
+    PartitionedAR,
+    PowerSGD,
+    PSLoadBalancing,
+    RandomAxisPartitionAR,
+    StrategyBuilder,
+)
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
+
+__all__ = [
+    "PS",
+    "SMA",
+    "AdaptiveSGD",
+    "AllReduce",
+    "Auto",
+    "Average",
+    "DiLoCo",
+    "LocalSGD",
+    "ModelProfile",
+    "OptimizerInfo",
+    "Owner",
+    "PSLoadBalancing",
+    "PairAveraging",
+    "Parallax",
+    "ParamInfo",
+    "PartitionedAR",
+    "PowerSGD",
+    "RandomAxisPartitionAR",
+    "Reduce",
+    "Rows",
+    "Rule",
+    "Strategy",
+    "StrategyBuilder",
+    "StrategyError",
+    "Topology",
+    "Wire",
+]

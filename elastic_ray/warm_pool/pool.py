@@ -86,7 +86,7 @@ def process_name(environment: str, node: str) -> str:
 class _PoolEntry:
     """A process that no job has: its actor, None until its controller has started it, and until when it may do so."""
 
-    facts: PooledProcess
+    process: PooledProcess
     actor: Any = None
     until_s: float = 0.0
 
@@ -96,11 +96,11 @@ class _PoolEntry:
 
     def is_ready(self) -> None:
         """It has imported everything."""
-        self.facts = dataclasses.replace(self.facts, ready=True)
+        self.process = dataclasses.replace(self.process, ready=True)
 
     def measure(self, memory_bytes: int) -> None:
         """It has told its resident memory."""
-        self.facts = dataclasses.replace(self.facts, memory_bytes=memory_bytes)
+        self.process = dataclasses.replace(self.process, memory_bytes=memory_bytes)
 
 
 class WarmPool:
@@ -134,8 +134,8 @@ class WarmPool:
         self._busy[node, job] = time.monotonic() + self._config.quiet_s
         for ready in (True, False) if starting else (True,):
             for name, entry in self._entries.items():
-                facts = entry.facts
-                fits = (facts.node, facts.environment, facts.ready) == (node, environment, ready)
+                process = entry.process
+                fits = (process.node, process.environment, process.ready) == (node, environment, ready)
                 if fits and entry.actor is not None:
                     del self._entries[name]
                     return entry.actor, ready, name
@@ -169,7 +169,7 @@ class WarmPool:
         starts = self._decide(environment)
         while over and (more := self._decide(environment, one_by_one=False)):  # no job asks for this one any more
             starts += more
-        witnesses = {each.facts.node: each.actor for each in self._entries.values() if each.facts.ready}
+        witnesses = {each.process.node: each.actor for each in self._entries.values() if each.process.ready}
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
@@ -195,7 +195,7 @@ class WarmPool:
     async def processes(self) -> tuple[PooledProcess, ...]:
         """What there is now."""
         await self._found
-        return tuple(each.facts for each in self._entries.values())
+        return tuple(each.process for each in self._entries.values())
 
     def _decide(self, environment: str = "", *, one_by_one: bool = True) -> list[tuple[str, str]]:
         """Carry out what is to end; note and return what the asking controller is to start."""
@@ -203,7 +203,7 @@ class WarmPool:
         busy: dict[str, float] = {}
         for (node, _), until_s in self._busy.items():
             busy[node] = max(busy.get(node, 0.0), until_s)
-        processes = [each.facts for each in self._entries.values()]
+        processes = [each.process for each in self._entries.values()]
         if not one_by_one:
             processes = [dataclasses.replace(each, ready=True) for each in processes]
         starts: list[tuple[str, str]] = []
@@ -217,8 +217,8 @@ class WarmPool:
                     self._end(name, reason)
                 case Start(node=node, reason=reason) if each.environment == environment:
                     name = process_name(environment, node)
-                    facts = PooledProcess(name=name, node=node, environment=environment, ready=False)
-                    self._entries[name] = _PoolEntry(facts=facts, until_s=now_s + _ORDER_S)
+                    process = PooledProcess(name=name, node=node, environment=environment, ready=False)
+                    self._entries[name] = _PoolEntry(process=process, until_s=now_s + _ORDER_S)
                     logger.info("warm pool: one more on node %s: %s", node[:8], reason)
                     starts.append((name, node))
         return starts
@@ -226,7 +226,7 @@ class WarmPool:
     def _end(self, name: str, reason: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
-            logger.info("warm pool: one less on node %s: %s", entry.facts.node[:8], reason)
+            logger.info("warm pool: one less on node %s: %s", entry.process.node[:8], reason)
             if entry.actor is not None:
                 ray.kill(entry.actor)
 
@@ -243,7 +243,7 @@ class WarmPool:
             except Exception:
                 logger.exception("a round of the warm pool failed; the next one follows in %g s", _LOOK_S)
             if rounds % _ROUNDS_PER_CALL == 0:
-                for entry in [each for each in self._entries.values() if each.facts.ready]:
+                for entry in [each for each in self._entries.values() if each.process.ready]:
                     self._background.start(self._ask(entry, _ANSWER_S))
             now_s = time.monotonic()
             self._requests = {each.job: each for each in remember(self._config, self._requests.values(), now_s)}
@@ -269,12 +269,12 @@ class WarmPool:
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
         """Whether a process is well; one that is not, or that a job has claimed, is kept no more."""
-        name = entry.facts.name
+        name = entry.process.name
         try:
             memory = await asyncio.wait_for(entry.actor.memory_bytes.remote(), timeout_s)
         except (RayError, asyncio.TimeoutError) as error:
             if name in self._entries:
-                self._busy[entry.facts.node, name] = time.monotonic() + _COLD_S
+                self._busy[entry.process.node, name] = time.monotonic() + _COLD_S
                 self._end(name, f"it is not well: {error!r}".split("\n", 1)[0])
             return False
         if memory is None:
@@ -292,6 +292,6 @@ class WarmPool:
             return
         for name, actor in earlier:
             _, environment, node, _ = name.split("/")
-            facts = PooledProcess(name=name, node=node, environment=environment, ready=True)
-            self._entries[name] = _PoolEntry(facts=facts, actor=actor)
+            process = PooledProcess(name=name, node=node, environment=environment, ready=True)
+            self._entries[name] = _PoolEntry(process=process, actor=actor)
         await asyncio.gather(*(self._ask(entry, _ANSWER_S) for entry in list(self._entries.values())))

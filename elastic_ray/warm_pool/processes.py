@@ -20,7 +20,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.warm_pool.client import PoolClient
 from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
-from elastic_ray.worker.setup import ProcessFacts, ProcessOwner, WorkerSetup
+from elastic_ray.worker.setup import ProcessInfo, ProcessOwner, WorkerSetup
 from placement.ray_cluster.named_actors import NAMESPACE, actor_class, actors_named
 
 logger = logging.getLogger(__name__)
@@ -151,33 +151,33 @@ class Processes:
     def _pool(self) -> PoolClient:
         return pool_client(self._spec, self._owner)
 
-    async def take(self, node: str) -> tuple[Any, ProcessFacts]:
+    async def take(self, node: str) -> tuple[Any, ProcessInfo]:
         """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""
         warm = self._warm.get(node, [])
         while warm:
             actor = warm.pop()
-            if (facts := await self._answer(actor)) is not None:
-                return actor, facts
+            if (process_info := await self._answer(actor)) is not None:
+                return actor, process_info
             self._kill(actor)
         while (lent := await self._borrow(node)) is not None:
             actor, ready = lent
             if not ready:
                 return actor, await self._started(actor)
             self._lent[actor] = _Lent.ASKED
-            if (facts := await self._answer(actor)) is not None:
+            if (process_info := await self._answer(actor)) is not None:
                 self._lent[actor] = _Lent.READY
-                return actor, facts
+                return actor, process_info
             self.end(actor)
         self._used[node] = self._used.get(node, 0) + 1
         while (pooled := await self._pool.take(node)) is not None:
             actor, name = pooled
             self._names[actor] = name
-            if (facts := await self._answer(actor)) is not None:
-                return actor, facts
+            if (process_info := await self._answer(actor)) is not None:
+                return actor, process_info
             self._kill(actor)
         return await self._start(node)
 
-    async def _start(self, node: str) -> tuple[Any, ProcessFacts]:
+    async def _start(self, node: str) -> tuple[Any, ProcessInfo]:
         """A new process of the job's own, once it is ready."""
         name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
         actor = start_process(self._spec, node, self._owner, name)
@@ -188,18 +188,18 @@ class Processes:
             self._kill(actor)
             raise
 
-    async def _answer(self, actor: Any) -> ProcessFacts | None:
+    async def _answer(self, actor: Any) -> ProcessInfo | None:
         """What a process says when it is prepared; None of one that does not answer."""
         try:
             setup = self._setup_of_lent if actor in self._lent else self._setup
-            facts: ProcessFacts = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
+            process_info: ProcessInfo = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)
         except (RayError, asyncio.TimeoutError):
             return None
         except asyncio.CancelledError:
             if actor not in self._lent:
                 self._kill(actor)
             raise
-        return facts
+        return process_info
 
     def name_of(self, actor: Any) -> str:
         """Name of a process of this job's own; empty for one that a sweep lends."""
@@ -216,16 +216,16 @@ class Processes:
             return None
         return lent
 
-    async def _started(self, actor: Any) -> ProcessFacts:
+    async def _started(self, actor: Any) -> ProcessInfo:
         """A borrowed process that is only starting, once it is there; a start takes as long as it takes."""
         self._lent[actor] = _Lent.STARTING
         try:
-            facts: ProcessFacts = await actor.prepare.remote(self._setup_of_lent)
+            process_info: ProcessInfo = await actor.prepare.remote(self._setup_of_lent)
         except RayError:
             self.end(actor)
             raise
         self._lent[actor] = _Lent.READY
-        return facts
+        return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
         """A process that a controller before this one has started, or borrowed."""

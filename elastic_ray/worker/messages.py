@@ -18,7 +18,7 @@ from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.worker.setup import ProcessFacts
+from elastic_ray.worker.setup import ProcessInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class WorkerReregistration:
         actor: handle of its process.
         process: name of that.
         lent: whether a sweep has lent it.
-        facts: of its process.
+        process_info: of its process.
         spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
         pause_s: pause of its last change [s].
@@ -144,7 +144,7 @@ class WorkerReregistration:
     actor: Any
     process: str
     lent: bool
-    facts: ProcessFacts
+    process_info: ProcessInfo
     spec: GenerationSpec | None = None
     switched: int = 0
     pause_s: float = 0.0

@@ -125,7 +125,7 @@ def adopt(owner: ProcessOwner) -> None:
         sys.path.insert(0, path)
     importlib.invalidate_caches()
     for stream in (sys.stdout, sys.stderr):
-        # Ray's log monitor reads this line, shows it to nobody, and sends what follows to that job's driver.
+        # Ray's log monitor reads this line, does not show it, and sends what follows to that job's driver.
         print(f":job_id:{owner.ray_job}", file=stream, flush=True)
     _look_up_in(owner.namespace)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.membership.messages import ControllerMessage
 from elastic_ray.worker.messages import RunResult
-from elastic_ray.worker.setup import Assignment, ProcessFacts, ProcessOwner, WorkerSetup
+from elastic_ray.worker.setup import Assignment, ProcessInfo, ProcessOwner, WorkerSetup
 
 if TYPE_CHECKING:
     from elastic_ray.worker.ownership import Ownership
@@ -51,7 +51,7 @@ class WorkerProcess:
         """End, unless the process works for another than this one."""
         self._ownership.leave(holder)
 
-    def prepare(self, setup: WorkerSetup) -> ProcessFacts:
+    def prepare(self, setup: WorkerSetup) -> ProcessInfo:
         """Take what the job has set, once; later calls only show that the process is well."""
         from elastic_ray.worker.worker import Worker
 

@@ -91,7 +91,7 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessFacts:
+class ProcessInfo:
     """A worker process, ready to be used, on a node with GPUs of this type (empty where the node does not say)."""
 
     pid: int

@@ -45,7 +45,7 @@ from elastic_ray.worker.messages import (
     RunStopped,
     WorkerReregistration,
 )
-from elastic_ray.worker.setup import Assignment, ProcessFacts, WorkerSetup
+from elastic_ray.worker.setup import Assignment, ProcessInfo, WorkerSetup
 from elastic_ray.worker.state_saver import StateSaver
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from placement.ray_cluster import groups
@@ -75,7 +75,7 @@ class Worker:
         self._token = ""
         self._assignment: Assignment | None = None
         self._link: ActorControllerClient | None = None
-        self._facts: ProcessFacts | None = None
+        self._process_info: ProcessInfo | None = None
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
         self._retired = RetiredCommunicators()
@@ -91,13 +91,13 @@ class Worker:
         setup = self._setup
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
-    def prepare(self) -> ProcessFacts:
+    def prepare(self) -> ProcessInfo:
         """Take what the job has set; returns what its controller must know of the process."""
         torch.set_num_threads(max(1, int(self._setup.cpus)))
         cuda = self._setup.use_gpu and torch.cuda.device_count() > 0
         labels = ray.get_runtime_context().get_node_labels()
-        self._facts = ProcessFacts(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
-        return self._facts
+        self._process_info = ProcessInfo(pid=os.getpid(), cuda=cuda, gpu_type=str(labels.get(GPU_TYPE_LABEL, "")))
+        return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
         """A message of the controller to one run; one that comes too late finds another, or none."""
@@ -137,8 +137,8 @@ class Worker:
 
     def _introduce(self) -> WorkerReregistration | None:
         """Who this worker is, for a controller that has lost its memory; None while no run is under way."""
-        assignment, link, facts, membership = self._assignment, self._link, self._facts, self._membership
-        if assignment is None or link is None or facts is None:
+        assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
+        if assignment is None or link is None or process_info is None:
             return None
         return WorkerReregistration(
             worker=assignment.worker,
@@ -148,7 +148,7 @@ class Worker:
             actor=ray.get_runtime_context().current_actor,
             process=ray.get_runtime_context().get_actor_name() or "",
             lent=self._setup.controller is None,
-            facts=facts,
+            process_info=process_info,
             spec=membership.current if membership is not None else None,
             switched=link.last_switched,
             pause_s=link.pause_s,

@@ -20,7 +20,7 @@ from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
 from elastic_ray.warm_pool.processes import Processes
 from elastic_ray.worker.messages import RunFailed, RunResult, WorkerReregistration
-from elastic_ray.worker.setup import Assignment, ProcessFacts
+from elastic_ray.worker.setup import Assignment, ProcessInfo
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
 
@@ -68,7 +68,7 @@ class WorkerActors:
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
         self._background = Background()
-        self.facts: dict[str, ProcessFacts] = {}
+        self.process_infos: dict[str, ProcessInfo] = {}
 
     def reserve(self, worker: str, node: str) -> None:
         """Ask for the worker's resources; ``Reserved`` follows when they are there."""
@@ -114,7 +114,7 @@ class WorkerActors:
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
         """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
-        types = {self.facts[m.worker].gpu_type for m in spec.members if m.worker in self.facts}
+        types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
     def launch(self, assignment: Assignment) -> None:
@@ -125,13 +125,13 @@ class WorkerActors:
         """Find a process, run the train function in it, and wait for its end."""
         worker = assignment.worker
         try:
-            actor, facts = await self._processes.take(assignment.node)
+            actor, process_info = await self._processes.take(assignment.node)
             group = self._groups.get(worker)
             if group is None:  # given back meanwhile
                 self._processes.rest(assignment.node, actor)
                 return
-            self._actors[worker], self.facts[worker] = actor, facts
-            if facts.cuda:
+            self._actors[worker], self.process_infos[worker] = actor, process_info
+            if process_info.cuda:
                 assignment = await self._with_gpus(assignment)
             running = actor.run.remote(dataclasses.replace(assignment, group=group.id.hex()))
         except (RayError, asyncio.TimeoutError) as error:
@@ -158,7 +158,8 @@ class WorkerActors:
         worker = told.worker
         self._groups[worker], self._nodes[worker] = groups.find(told.group), told.node
         self._fulfilled.add(worker)
-        self._actors[worker], self.facts[worker], self._tokens[worker] = told.actor, told.facts, told.token
+        self._actors[worker], self._tokens[worker] = told.actor, told.token
+        self.process_infos[worker] = told.process_info
         self._processes.adopt(told.actor, told.process, lent=told.lent)
         self._background.start(self._watch(worker, told.actor, told.token))
 
@@ -181,7 +182,7 @@ class WorkerActors:
         """Give a worker's resources back; its process rests in the warm pool, or ends."""
         actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
         result = self._results.pop(worker, None)
-        self.facts.pop(worker, None)
+        self.process_infos.pop(worker, None)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
         self._fulfilled.discard(worker)
@@ -204,13 +205,13 @@ class WorkerActors:
 
         A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
         """
-        node, facts = self._nodes.get(worker, ""), self.facts.get(worker)
+        node, process_info = self._nodes.get(worker, ""), self.process_infos.get(worker)
         others = [actor for other, actor in self._actors.items() if other != worker and self._nodes[other] == node]
         witness = self._processes.witness(node) or next(iter(others), None)
-        if witness is None or facts is None:
+        if witness is None or process_info is None:
             return None
         try:
-            return bool(await asyncio.wait_for(witness.sees_running.remote(facts.pid), timeout_s))
+            return bool(await asyncio.wait_for(witness.sees_running.remote(process_info.pid), timeout_s))
         except (RayError, asyncio.TimeoutError):
             return None
 
@@ -246,8 +247,8 @@ class WorkerActors:
         self._processes.close(fit=True)
 
     def _may_come_out(self, worker: str) -> bool:
-        facts = self.facts.get(worker)
-        return worker not in self._results and facts is not None and not facts.cuda
+        process_info = self.process_infos.get(worker)
+        return worker not in self._results and process_info is not None and not process_info.cuda
 
 
 def _gpu_ids() -> list[int]:

@@ -33,7 +33,7 @@ from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.history import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
-from elastic_ray.worker.setup import Assignment, ProcessFacts
+from elastic_ray.worker.setup import Assignment, ProcessInfo
 from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.expected_ranks import ExpectedRanks
 from elastic_ray.worker_group.failure_detector import FailureDetector
@@ -126,9 +126,9 @@ class WorkerGroup:
         self._given_up: set[str] = set()
 
     @property
-    def facts(self) -> Mapping[str, ProcessFacts]:
+    def process_infos(self) -> Mapping[str, ProcessInfo]:
         """What is known of the workers' processes."""
-        return self._actors.facts
+        return self._actors.process_infos
 
     def processes(self) -> dict[str, str]:
         """Names of the workers' processes, by worker; empty of those that a sweep lends."""

@@ -136,7 +136,12 @@ def test_a_token_for_a_cluster_without_one_is_told_as_well(tmp_path: Path) -> No
     "tests",
     [
         ("tests/cli/test_submit.py", "tests/cli/test_running_jobs.py"),
-        ("tests/job/test_lifecycle.py", "tests/job/test_spot_notice.py", "tests/placement/test_actor.py"),
+        (
+            "tests/job/test_lifecycle.py",
+            "tests/job/test_spot_notice.py",
+            "tests/placement/test_actor.py",
+            "tests/placement/test_ray_groups.py",
+        ),
         ("tests/tuning/test_small_sweeps.py", "tests/tuning/test_sweep.py"),
         ("tests/tuning/test_nni_experiment.py",),
     ],

@@ -24,7 +24,7 @@ from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
-from tests.job.test_told import spec
+from tests.job.specs import spec
 
 
 @given(st.lists(st.sampled_from(["add", "add", "take", "written", "failed"]), max_size=60))

@@ -89,7 +89,7 @@ def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_meanwhile_holds_nobody_up(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_worker_that_is_stopped_meanwhile_does_not_hold_up_the_others(ray_cluster: Any, tmp_path: Path) -> None:
     """Its process lives, as far as Ray can tell; a look at it tells more."""
     handle = start(tmp_path, workers=3, epochs=30)
     wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)

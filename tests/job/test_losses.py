@@ -15,7 +15,7 @@ from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.record.losses import Losses
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
-from tests.job.test_told import spec
+from tests.job.specs import spec
 
 
 def test_so_many_losses_are_allowed() -> None:

@@ -48,7 +48,7 @@ def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
             nonlocal made
             for index in range(1, 10):
                 report_queue.put(report(index))
-                await report_queue.turn(index)
+                await report_queue.wait_for_reader(index)
                 made = index
 
         training = asyncio.ensure_future(train())
@@ -66,7 +66,7 @@ def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
     assert asyncio.run(run()) == (ahead, ahead + 1)
 
 
-def test_whoever_waits_is_told_at_once_that_nothing_comes_any_more() -> None:
+def test_a_waiting_reader_is_told_at_once_that_nothing_comes_any_more() -> None:
     async def run() -> tuple[Report | None, Report | None]:
         report_queue = ReportQueue()
         report_queue.put(report(1))

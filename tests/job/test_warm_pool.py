@@ -22,7 +22,7 @@ from elastic_ray.warm_pool.pool import NAME, close_pool, find_pool
 from elastic_ray.warm_pool.processes import pool_client, setup_of
 from elastic_ray.warm_pool.sizing import VARIABLE
 from elastic_ray.worker.ownership import calling_owner
-from tests.job.test_told import spec
+from tests.job.specs import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
 pytestmark = pytest.mark.timeout(300)

@@ -90,7 +90,7 @@ def test_they_can_end_the_training_at_once(ranks: Ranks, world: int | None) -> N
         assert result["error"].startswith("NonFiniteGradientsError: gradients of model 0 were NaN or infinite")
 
 
-def test_nobody_needs_to_look(ranks: Ranks) -> None:
+def test_ignored_values_reach_the_parameters(ranks: Ranks) -> None:
     for result in ranks.run(train, "ignore", 0, float("nan"), world=2):
         assert (result["told"], result["error"]) == ([], "") and result["state"].isnan().any()
 
@@ -253,7 +253,7 @@ def unwrapped(which: str) -> list[str]:
     return told
 
 
-def test_a_model_that_nobody_has_wrapped_is_an_error(ranks: Ranks) -> None:
+def test_a_model_that_is_not_wrapped_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"SGD steps parameters that AdaptiveDataParallel does not know"):
         ranks.run(unwrapped, "none", world=2)
     assert ranks.run(unwrapped, "none") == []  # alone it is

@@ -1,13 +1,11 @@
-"""What one rank tells another of its state: plain values and tensors, exactly, and nothing that could run."""
+"""What one rank tells another of its state: tensors and plain values, and nothing that could run."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
-import math
 import os
 import pickle
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator
-from elastic_ray.state.codec import NotPlainError, TensorIndex, decode, encode
+from elastic_ray.state.codec import TensorIndex, encode
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -31,119 +27,9 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
+from tests.loop.plain_values import Thing, alike
 from tests.loop.test_preemption import session_of
 from tests.membership.groups import local_controller, member
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(), st.complex_numbers(),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3]), np.float64(0.1)]),
-)  # fmt: skip
-keys = st.one_of(st.integers(), st.text(), st.tuples(st.integers(), st.text()), st.floats(allow_nan=False))
-values = st.recursive(
-    scalars,
-    lambda inner: st.one_of(
-        st.lists(inner),
-        st.lists(inner).map(tuple),
-        st.dictionaries(keys, inner),
-        st.dictionaries(keys, inner).map(collections.OrderedDict),
-        st.dictionaries(keys, st.integers()).map(collections.Counter),
-        st.sets(keys),
-        st.frozensets(keys),
-    ),
-)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Equal in type, order and bits."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return alike(list(one.items()), list(other.items()))
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, (float, np.generic)):
-        return struct.pack("<d", one) == struct.pack("<d", other)
-    if isinstance(one, complex):
-        return alike((one.real, one.imag), (other.real, other.imag))
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-    return bool(one == other)
-
-
-@given(values)
-def test_values_arrive_as_they_were(value: Any) -> None:
-    assert alike(decode(encode(value)), value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        struct.unpack("<d", b"\x01\x02\x03\x04\x05\x06\xf8\x7f")[0],  # a NaN with a payload
-        -0.0, math.inf, 5e-324, 2**200, -(2**63), "\ud800", np.float32(1) / 3, np.bool_(True), np.int8(-3),
-        np.arange(6, dtype=">u2").reshape(2, 3), np.zeros((0, 3)), {1: "int", "1": "str", 1.5: "float", None: 0},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_the_odd_ones_too(value: Any) -> None:
-    assert alike(decode(encode(value)), value)
-
-
-class Thing:
-    """Something that only its own code can build."""
-
-
-class Mode(int):
-    """Not a plain int: only its own code knows what it does."""
-
-
-@pytest.mark.parametrize(
-    "value, where",
-    [
-        (Thing(), r"it is a .*Thing"),
-        ({"a": [1, (Thing(),)]}, r"\['a'\]\[1\]\[0\] is a .*Thing"),
-        ({"f": len}, r"\['f'\] is a builtins.builtin_function_or_method"),
-        (Mode(3), r"it is a .*Mode"),
-        (np.array([Thing()]), r"it is a numpy.ndarray"),
-        (collections.deque([1]), r"it is a collections.deque"),
-    ],
-)
-def test_other_types_are_refused_with_their_place(value: Any, where: str) -> None:
-    with pytest.raises(NotPlainError, match=where):
-        encode(value)
-
-
-def test_what_holds_itself_is_refused() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(NotPlainError, match="deeper than 100 levels"):
-        encode(endless)
-
-
-@given(st.binary(max_size=200))
-def test_a_stranger_s_bytes_are_values_or_refused(data: bytes) -> None:
-    try:
-        decode(data)
-    except ValueError:
-        return
-
-
-@given(values, st.data())
-def test_damaged_bytes_are_values_or_refused(value: Any, data: st.DataObject) -> None:
-    content = bytearray(encode(value))
-    content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decode(bytes(content))
-    except ValueError:
-        return
-
-
-def test_a_length_is_not_believed() -> None:
-    for claimed in (b"b" + (2**63).to_bytes(8, "little"), b"l" + (10**9).to_bytes(8, "little"), b"l" * 10_000):
-        with pytest.raises(ValueError, match="no plain value"):
-            decode(claimed)
-
 
 # -- between ranks -----------------------------------------------------------------------------------------------------
 

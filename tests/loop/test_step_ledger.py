@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.step import LoaderStep
+from tests.session.steps import step_of
 
 
 class State:
@@ -28,20 +28,6 @@ class State:
 
 def gain(scale: float) -> float:
     return scale / 2
-
-
-def step_of(loader_pass: PassProgress, ordinal: int = 1, micro_steps: int = 1, *, whole: bool = False) -> LoaderStep:
-    return LoaderStep(
-        loader_pass=loader_pass,
-        total=64,
-        sizes=[[8] * micro_steps],
-        scale=2.0,
-        init_batch_size=4,
-        shape=BatchChoice(atomic_bsz=8),
-        ordinal=ordinal,
-        can_switch=lambda world_size: True,
-        whole=whole,
-    )
 
 
 def begun(ledger: StepLedger, state: State, **options: int) -> LoaderStep:

@@ -184,3 +184,12 @@ def kinds(instructions: list[Instruction]) -> list[EventKind]:
 def ended(instructions: list[Instruction]) -> list[Instruction]:
     """What ends the job's present life."""
     return [i for i in instructions if isinstance(i, (AllLost, Complete))]
+
+
+def growing(workers: int = 1) -> tuple[Driver, str]:
+    """A job in generation 1 that has announced generation 2 with one joiner."""
+    driver = running(workers)
+    driver.target(n1=workers + 1)
+    joiner = f"w{workers + 1}"
+    assert plan_in(driver.join(joiner)).generation == 2
+    return driver, joiner

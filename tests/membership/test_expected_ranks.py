@@ -22,7 +22,7 @@ def test_exactly_one_of_those_that_start_a_job_sees_rank_0() -> None:
     assert [place.node_rank for place in found] == [0, 0, 1]
 
 
-def test_whoever_reranks_the_first_one_takes_its_rank() -> None:
+def test_the_worker_that_replaces_the_first_one_takes_its_rank() -> None:
     ranks = ExpectedRanks()
     assert started(ranks, "w1", "w2", living={"w1": "a", "w2": "a"}) == [0, 1]
     assert started(ranks, "w3", living={"w2": "a", "w3": "a"}) == [0]

@@ -19,7 +19,7 @@ from elastic_ray.membership.bootstrap import Bootstrap, BootstrapCall, Bootstrap
 from elastic_ray.membership.bootstrap_store import BootstrapStore
 from elastic_ray.membership.rendezvous import CommunicationFailedError, Communicator, RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
-from tests.job.test_told import spec
+from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
 
 # -- the controller's part ---------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_forming_takes_three_calls_of_each_rank() -> None:
         assert controller.calls == 9 and [each.rank for each in formed] == [0, 1, 2]
 
 
-def test_a_group_with_an_operation_that_nobody_waits_for_can_be_let_go_of_at_once() -> None:
+def test_a_group_with_an_operation_that_no_rank_waits_for_can_be_let_go_of_at_once() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         mine, theirs = pool.map(lambda rank: member(controller, rank, 2), range(2))
     work = mine.all_reduce(torch.ones(3), timeout_s=1000.0)
@@ -244,7 +244,7 @@ def listening_ports() -> set[int]:
     return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
 
 
-def test_nobody_can_connect_to_a_group_that_has_formed() -> None:
+def test_no_process_can_connect_to_a_group_that_has_formed() -> None:
     before = listening_ports()
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         formed = list(pool.map(lambda rank: member(controller, rank, 2), range(2)))

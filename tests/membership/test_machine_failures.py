@@ -1,34 +1,18 @@
-"""Unplanned changes: workers that die, hang, run out of memory or finish at the worst moment, and late messages."""
+"""Unplanned changes: workers that die or hang, in a step or in a planned change."""
 
 from __future__ import annotations
 
 import pytest
 
 from elastic_ray.events import EventKind
-from elastic_ray.membership.instructions import AllLost, Announce, Complete, Note, Release, Reserve, Withdraw
-from elastic_ray.membership.roster import WorkerPhase
+from elastic_ray.membership.instructions import AllLost, Announce, Note, Release, Reserve, Withdraw
 from elastic_ray.membership.signals import (
-    Left,
-    Lost,
     PrepareFailed,
-    Ready,
-    Rerun,
-    Reserved,
     StepFailed,
     Stimulus,
     Switched,
 )
-from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
-
-
-def growing(workers: int = 1) -> tuple[Driver, str]:
-    """A job in generation 1 that has announced generation 2 with one joiner."""
-    driver = running(workers)
-    driver.target(n1=workers + 1)
-    joiner = f"w{workers + 1}"
-    assert plan_in(driver.join(joiner)).generation == 2
-    return driver, joiner
-
+from tests.membership.driver import CONFIG, Driver, ended, growing, kinds, members_of, only, plan_in, running
 
 # -- members that die ----------------------------------------------------------------------------------------------
 
@@ -123,7 +107,7 @@ def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -
     assert "w3, w4" in spec.reason
 
 
-def test_a_forced_generation_that_nobody_could_form_is_tried_again_soon() -> None:
+def test_a_forced_generation_that_no_worker_could_form_is_tried_again_soon() -> None:
     driver = running(3)
     driver.lost("w1")
     assert not driver.tell(PrepareFailed(worker="w2", generation=2, cause="timeout"))
@@ -261,259 +245,3 @@ def test_a_leaver_that_leaves_a_broken_generation_is_lost() -> None:
     driver.target(n1=1)
     assert members_of(plan_in(driver.lost("w1"))) == ["w2"]
     assert only(AllLost, driver.left("w2"))
-
-
-# -- out of memory -------------------------------------------------------------------------------------------------
-
-
-def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
-    driver = running(2)
-    out = driver.tell(Rerun(worker="w1"))
-    assert members_of(plan_in(out)) == ["w2"]
-    assert not only(Release, out)
-    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(1, ("w1",))]
-    assert driver.machine.workers["w1"].phase is WorkerPhase.STARTING
-    driver.switched(2, "w2")
-    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w2", "w1"]
-
-
-def test_a_run_that_starts_over_is_never_told_of_generations_that_were_announced_to_the_one_before() -> None:
-    driver = running(3)
-    driver.target(n1=1)
-    driver.tell(Rerun(worker="w3"))  # in flight: generation 3, and generation 2 may still be on its way to anybody
-    out = driver.tell(Rerun(worker="w1"))
-    assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(g, ("w1",)) for g in (1, 2, 3)]
-
-
-def test_the_only_member_out_of_memory_goes_on_with_its_state() -> None:
-    driver = running(1)
-    assert driver.tell(Rerun(worker="w1")) == [Withdraw(generation=1, to=("w1",))]
-    spec = plan_in(driver.ready("w1", has_state=True))
-    assert members_of(spec) == ["w1"]
-    driver.switched(spec.generation, "w1")
-    assert driver.names == ["w1"]
-
-
-def test_several_members_out_of_memory_begin_again_together() -> None:
-    driver = running(3)
-    driver.tell(Rerun(worker="w2"))
-    driver.tell(Rerun(worker="w1"))
-    assert not ended(driver.tell(Rerun(worker="w3")))
-    driver.ready("w1", "w2", has_state=True)
-    assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w2", "w3"]
-
-
-def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
-    driver = running(2)
-    driver.tell(Rerun(worker="w2"))
-    driver.switched(2, "w1")  # and trains on alone
-    driver.tell(Rerun(worker="w1"))
-    driver.ready("w2", has_state=True)
-    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 2))
-    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1", "w2"]
-
-
-def test_whoever_loads_what_was_saved_meanwhile_does_not_begin_beside_the_state_that_starts_over() -> None:
-    driver = running(1)
-    driver.tell(Rerun(worker="w1"))
-    driver.target(n1=2)
-    driver.reserved("w2")
-    driver.ready("w2", loaded=40)
-    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 3))
-    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1"]
-
-
-def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
-    driver = running(1)
-    driver.target(n1=2)
-    driver.reserved("w2")
-    driver.tell(Rerun(worker="w1"))
-    driver.ready("w2")
-    assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 3))
-    spec = plan_in(driver.ready("w1", has_state=True))
-    assert members_of(spec) == ["w1"]  # w2 comes at a step where the rest of the epoch is enough for both
-    assert members_of(plan_in(driver.switched(spec.generation, "w1"))) == ["w1", "w2"]
-
-
-def test_whoever_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
-    driver = running(2)
-    out = driver.tell(Rerun(worker="w1", has_state=False))
-    assert members_of(plan_in(out)) == ["w2"]
-    driver.switched(2, "w2")
-    assert members_of(plan_in(driver.ready("w1"))) == ["w2", "w1"]
-
-
-def test_when_nobody_kept_a_whole_state_the_job_restarts() -> None:
-    driver = running(2)
-    driver.tell(Rerun(worker="w1", has_state=False))
-    assert only(AllLost, driver.tell(Rerun(worker="w2", has_state=False)))
-
-
-def test_one_that_kept_a_whole_state_is_enough() -> None:
-    driver = running(2)
-    driver.tell(Rerun(worker="w1", has_state=False))
-    assert not ended(driver.tell(Rerun(worker="w2")))
-    driver.ready("w1")
-    assert members_of(plan_in(driver.ready("w2", has_state=True))) == ["w2"]
-
-
-@pytest.mark.parametrize("end", ["died", "late", "died ready"])
-def test_when_the_last_that_holds_the_state_goes_the_job_restarts(end: str) -> None:
-    driver = running(1)
-    driver.target(n1=2)
-    driver.reserved("w2")
-    driver.tell(Rerun(worker="w1"))
-    driver.ready("w2")
-    if end == "late":
-        out = driver.tick(after_s=CONFIG.join_timeout_s + 1.0)
-    else:
-        if end == "died ready":
-            driver.ready("w1", has_state=True)
-        out = driver.lost("w1")
-    assert only(AllLost, out)
-    assert not only(Announce, out)
-
-
-def test_all_members_lost_while_one_starts_over_goes_on_with_that_one() -> None:
-    driver = running(2)
-    driver.tell(Rerun(worker="w1"))
-    assert not ended(driver.lost("w2"))
-    assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1"]
-
-
-def test_out_of_memory_in_a_change_that_is_entered() -> None:
-    """w2's Switched is still on its way: the others wait for it in generation 2, where it is no more."""
-    driver, joiner = growing(1)
-    driver.switched(2, "w1")
-    out = driver.tell(Rerun(worker=joiner))
-    assert members_of(plan_in(out)) == ["w1"]
-    driver.switched(2, joiner)
-    assert driver.machine.workers[joiner].phase is WorkerPhase.STARTING
-    driver.switched(3, "w1")
-    assert members_of(plan_in(driver.ready(joiner, has_state=True))) == ["w1", joiner]
-
-
-def test_a_joiner_with_the_state_of_a_generation_that_was_called_off_is_of_no_use() -> None:
-    driver = running(1)
-    driver.target(n1=3)
-    driver.reserved("w2", "w3")
-    driver.ready("w2", "w3")
-    driver.lost("w3")  # but all had entered generation 2 by then; generation 3 is in flight
-    out = driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
-    assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
-    assert [w.generation for w in only(Withdraw, out)] == [3]
-
-
-# -- the end -------------------------------------------------------------------------------------------------------
-
-
-def test_the_job_is_complete_when_all_members_have_finished() -> None:
-    driver = running(2)
-    driver.target(n1=3)
-    driver.join("w3")  # announced, but training ends first
-    assert not driver.finished("w1")
-    assert driver.finished("w2") == [Complete()]
-    assert not driver.tick(after_s=100.0)
-
-
-def test_nothing_new_is_begun_while_the_job_ends() -> None:
-    driver = running(2)
-    driver.finished("w1")
-    assert not driver.target(n1=1, n2=3)
-
-
-def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
-    driver = running(3)
-    driver.finished("w1")
-    assert members_of(plan_in(driver.lost("w3"))) == ["w2"]
-    driver.switched(2, "w2")
-    assert driver.finished("w2") == [Complete()]
-
-
-def test_some_finish_and_the_rest_die() -> None:
-    driver = running(3)
-    driver.finished("w1")
-    driver.lost("w2")
-    assert only(Complete, driver.lost("w3"))
-
-
-def test_a_first_member_that_finishes_early_does_not_end_the_job_for_the_others() -> None:
-    """Ray may deliver w1's whole life before w2's first word."""
-    driver = Driver()
-    driver.target(n1=2)
-    driver.reserved("w1", "w2")
-    driver.ready("w1", "w2")
-    driver.switched(1, "w1")
-    assert not driver.finished("w1")
-    driver.switched(1, "w2")
-    assert driver.finished("w2") == [Complete()]
-
-
-# -- late, repeated and unexpected messages ------------------------------------------------------------------------
-
-
-def test_messages_of_workers_that_are_gone_or_unknown_mean_nothing() -> None:
-    driver = running(2)
-    driver.lost("w2")
-    driver.switched(2, "w1")
-    strangers: list[Stimulus] = []
-    for worker in ("w2", "w77"):
-        strangers += [
-            Reserved(worker=worker),
-            Ready(worker=worker),
-            Left(worker=worker),
-            Rerun(worker=worker),
-            Lost(worker=worker, cause="again"),
-            StepFailed(worker=worker, generation=2, cause="late"),
-            PrepareFailed(worker=worker, generation=2, cause="late"),
-            Switched(worker=worker, generation=1, pause_s=9.0),
-        ]
-    assert not [i for stimulus in strangers for i in driver.tell(stimulus)]
-    assert not driver.tick(after_s=CONFIG.notice_s * 2)
-
-
-def test_messages_of_old_generations_mean_nothing() -> None:
-    driver = running(2)
-    driver.tell(StepFailed(worker="w1", generation=1, cause="reset"))
-    driver.tick(after_s=CONFIG.notice_s + 0.1)
-    driver.switched(2, "w1", "w2")
-    assert not driver.switched(1, "w1", "w2")
-    assert not driver.tell(StepFailed(worker="w2", generation=1, cause="late"))
-    assert not driver.tell(PrepareFailed(worker="w2", generation=1, cause="late"))
-    assert not driver.tick(after_s=CONFIG.notice_s * 2)
-    assert driver.machine.generation == 2
-
-
-def test_ready_before_reserved_means_nothing_and_a_repeated_one_neither() -> None:
-    driver = Driver()
-    driver.target(n1=1)
-    assert not driver.ready("w1")
-    driver.join("w1")
-    assert not driver.ready("w1")
-    driver.switched(1, "w1")
-    assert not driver.reserved("w1")
-
-
-def test_ready_may_overtake_the_rerun_before_it() -> None:
-    driver = running(2)
-    assert not driver.ready("w2", has_state=True)
-    assert members_of(plan_in(driver.tell(Rerun(worker="w2")))) == ["w1"]
-    assert members_of(plan_in(driver.switched(2, "w1"))) == ["w1", "w2"]
-
-
-def test_switched_to_an_older_generation_after_a_newer_one_changes_nothing() -> None:
-    driver = running(3)
-    driver.lost("w1")
-    driver.lost("w2")
-    driver.switched(3, "w3")
-    assert not driver.tell(Switched(worker="w3", generation=2, pause_s=1.0))
-    assert driver.names == ["w3"]
-
-
-def test_a_withdrawn_change_that_some_had_agreed_on_already_ends_in_a_generation_of_all() -> None:
-    driver, joiner = growing(2)
-    driver.lost(joiner)
-    assert not driver.switched(2, "w1")  # the withdrawal crossed it
-    driver.tell(StepFailed(worker="w1", generation=2, cause="called off"))
-    spec = plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))
-    assert (members_of(spec), spec.void_below) == (["w1", "w2"], 3)

@@ -157,7 +157,7 @@ def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
     assert not detector.silent(102.3, ["a", "b"])
 
 
-def test_one_that_nobody_waits_for_may_be_silent_for_longer() -> None:
+def test_a_worker_that_no_other_waits_for_may_be_silent_for_longer() -> None:
     detector = FailureDetector(2.0, alone_s=30.0)
     detector.silent(0.0, [])
     detector.heard("a", "b")
@@ -184,7 +184,7 @@ def test_who_was_seen_to_live_is_waited_for_until_it_speaks() -> None:
     assert "a" in silent_after(detector, times[28:40], ["a", "b"])
 
 
-def test_the_controllers_own_pauses_are_nobodys_silence() -> None:
+def test_the_controllers_own_pauses_do_not_count_as_silence_of_workers() -> None:
     detector = FailureDetector(2.0)
     detector.silent(0.0, ["a"])
     detector.heard("a")

@@ -1,4 +1,4 @@
-"""The allocator, groups and snapshots on a real Ray cluster, with stand-ins for the jobs' controllers."""
+"""The allocator on a real Ray cluster, with stand-ins for the jobs' controllers."""
 
 from __future__ import annotations
 
@@ -258,24 +258,6 @@ def test_impossible_jobs_are_told(jobs: Jobs) -> None:
     assert "one worker needs 64 CPU, but the largest node has 4" in ray.get(jobs.handles["a"].state.remote())[2]
 
 
-def test_groups_are_pinned_pend_and_can_be_withdrawn() -> None:
-    node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
-    first = [reserve({"CPU": 2.0, "GPU": 0.0}, node, group_name("g", str(i))) for i in range(2)]
-    assert all(asyncio.run(ready(group, 10.0)) for group in first)
-    assert {placement_group_table(group)["bundles_to_node_id"][0] for group in first} == {node}
-    pending = reserve({"CPU": 1.0}, node, group_name("g", "2"))
-    assert not asyncio.run(ready(pending, 0.5))
-    release(first[0])
-    assert asyncio.run(ready(pending, 10.0))
-    for group in (pending, first[1]):
-        release(group)
-    withdrawn = reserve({"CPU": 64.0}, node, group_name("g", "3"))
-    release(withdrawn)
-    assert not asyncio.run(ready(withdrawn, 5.0))
-    with pytest.raises(ValueError, match="must name a resource above 0"):
-        reserve({"GPU": 0}, node, group_name("g", "4"))
-
-
 def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_nodes: Any) -> None:
     third = ray_nodes.add_node(num_cpus=2)
     jobs.start("a", max_workers=16)
@@ -283,21 +265,6 @@ def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_
     ray_nodes.remove_node(third, allow_graceful=False)
     disconnect(third)
     wait_until(lambda: sum(snapshot().jobs["a"].target.values()) == 8, "the lost node is noticed")
-
-
-def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:
-    class Somewhere:
-        def node(self) -> str:
-            return str(ray.get_runtime_context().get_node_id())
-
-    joined = []
-    for _ in range(2):
-        joined.append(ray_nodes.add_node(num_cpus=0))
-        actors = [ray.remote(Somewhere).options(num_cpus=0, **on_head()).remote() for _ in range(3)]
-        assert set(ray.get([actor.node.remote() for actor in actors], timeout=60)) == {ray_nodes.head_node.node_id}
-    for node in joined:
-        ray_nodes.remove_node(node)
-        disconnect(node)
 
 
 def one_each(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:

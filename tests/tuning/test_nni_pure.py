@@ -32,7 +32,7 @@ def test_what_only_the_manager_can_drive_is_refused_in_tune_with_what_to_take(na
         read_tuner(name, "max", in_tune=True)
 
 
-def test_the_mode_is_told_to_whoever_takes_it() -> None:
+def test_the_mode_is_told_to_tuners_that_take_it() -> None:
     assert read_tuner("tpe", "min") == Algorithm(name="TPE", class_args={"optimize_mode": "minimize"})
     given = {"name": "TPETuner", "class_args": {"seed": 3}}
     assert read_tuner(given, "max").class_args == {"seed": 3, "optimize_mode": "maximize"}

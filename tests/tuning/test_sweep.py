@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from elastic_ray.job_spec import JobSpec, TrialSpec
-from tests.job.test_told import spec
+from tests.job.specs import spec
 from tests.local_cluster import LocalCluster
 from tuning.sweep import find_sweep
 

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from elastic_ray.job_spec import TrialSpec
 from elastic_ray.warm_pool.processes import setup_of
-from tests.job.test_told import spec
+from tests.job.specs import spec
 from tests.local_cluster import LocalCluster
 from tuning.sweep_processes import SweepProcesses
 

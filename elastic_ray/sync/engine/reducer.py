@@ -17,13 +17,15 @@ import torch
 
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.rendezvous import CommunicationFailedError
-from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.buckets import Bucket, build_buckets, own_is_finite, whole_is_finite
-from elastic_ray.sync.carried_gradients import CarriedGradients
-from elastic_ray.sync.context import SyncContext
-from elastic_ray.sync.noise import NoiseTracker
-from elastic_ray.sync.trainable import Trainable
+from elastic_ray.sync.engine.carried_gradients import CarriedGradients
+from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
+from elastic_ray.sync.engine.noise import NoiseTracker
+from elastic_ray.sync.engine.reduction import Reduction
+from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.buckets import are_finite
+from elastic_ray.sync.operations.protocol import GradientBucket
 
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -40,6 +42,7 @@ class GradientReducer:
 
     Args:
         trainable: the model's trainable parameters.
+        lay_out: makes buckets for them.
         carried: what user code adds up over several steps.
         context: the run.
         noise: takes the statistics.
@@ -51,6 +54,7 @@ class GradientReducer:
     def __init__(
         self,
         trainable: Trainable,
+        lay_out: Callable[[Trainable], BucketLayout],
         carried: CarriedGradients,
         context: SyncContext,
         noise: NoiseTracker,
@@ -60,6 +64,7 @@ class GradientReducer:
         check_finite: bool,
     ) -> None:
         self._number = number
+        self._lay_out = lay_out
         self._check_finite = check_finite
         self._warned = False
         self._unanswered = False  # announced, and not yet answered
@@ -73,7 +78,6 @@ class GradientReducer:
         self._trainable = trainable
         self._hooks: list[Any] = []
         self._build()
-        self._works: list[Any] = []
         self._step: StepView | None = None
         self._micro = 0
         self._open = True  # until the optimizer steps
@@ -88,39 +92,30 @@ class GradientReducer:
 
     def _build(self) -> None:
         """Lay out buckets for the parameters that are trainable now."""
-        groups = self._trainable.groups
-        params = sum(map(len, groups))
-        # Control values, squared norms of local gradients, rank 0's noise scale, the step's tag, and which parameters
-        # were used.
-        self._norms = slice(self._consensus.control_size, self._consensus.control_size + len(groups))
-        self._shared = slice(self._norms.stop, self._norms.stop + 2 * len(groups))
-        self._nothing_to_share = [0.0] * (2 * len(groups))
-        self._all_used = [1.0] * params
-        self._step_tag = slice(self._shared.stop, self._shared.stop + 2)
-        self._buckets, self._tail = build_buckets(groups, self._step_tag.stop + params)
+        layout = self._layout = self._lay_out(self._trainable)
+        self._buckets, self._tail = layout.buckets, layout.tail
+        self._reduction = Reduction(self._group, self._consensus, layout)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
-        last = self._buckets[-1]
-        self._tail_rides = self._tail.data_ptr() == last.flat[last.body.numel() :].data_ptr()
-        self._no_norms: list[float | torch.Tensor] = [0.0] * len(groups)
+        self._no_norms: list[float | torch.Tensor] = [0.0] * layout.groups
         self._carried_norms = self._no_norms  # of the micro-steps before
         self._local_norms = list(self._no_norms)
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        for bucket in self._buckets:
-            on_gradient = functools.partial(self._on_gradient, bucket)
-            for param in bucket.params:
-                trained = param.requires_grad
-                param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
-                self._hooks.append(param.register_post_accumulate_grad_hook(on_gradient))  # type: ignore[no-untyped-call]
-                param.requires_grad_(trained)
-        layout = [(b.index, b.group, str(b.flat.dtype), [tuple(p.shape) for p in b.params]) for b in self._buckets]
-        self._announced = Announced(Intent.GRADIENTS, self._number, digest((layout, self._tail.numel())))
+        self._hooks = [
+            hook
+            for bucket in self._buckets
+            for hook in hooks_on_gradients(bucket.params, functools.partial(self._on_gradient, bucket))
+        ]
+        self._announced = Announced(Intent.GRADIENTS, self._number, layout.digest)
 
-    def follow(self) -> None:
-        """The model is called: take in what was unfrozen, unless a pass of this step has used the present buckets."""
-        if self._running or not self._trainable.changed():
+    def follow(self, *, changed: bool) -> None:
+        """The model is called: take in what was unfrozen, unless a pass of this step has used the present buckets.
+
+        Args:
+            changed: whether there is something else to lay out buckets for.
+        """
+        if self._running or not (changed or self._trainable.changed()):
             return
         if self._ledger.step is not None and self._ledger.step is self._step:
             return  # from the next step on; until then nobody trains it
@@ -142,12 +137,16 @@ class GradientReducer:
         finally:
             self._sync = True
 
+    def void(self) -> None:
+        """The step was lost."""
+        self._reduction.void()
+
     def close(self) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
         self._open = False
         self._carried.taken()
 
-    def _on_gradient(self, bucket: Bucket, param: torch.Tensor) -> None:
+    def _on_gradient(self, bucket: GradientBucket, param: torch.Tensor) -> None:
         """A parameter's gradient is there; reduce what is full."""
         if self._carried.watched is param:
             self._carried.look(param)
@@ -167,7 +166,6 @@ class GradientReducer:
         step = self._ledger.step
         self._running = True
         self._launched = 0
-        self._works = []
         self._goes_on, self._complete = False, True
         self._pending = list(self._sizes)
         for bucket in self._buckets:
@@ -232,6 +230,7 @@ class GradientReducer:
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
+        self._reduction.commit()
         self._ledger.mark_training()
         self._measured_step = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
 
@@ -243,14 +242,14 @@ class GradientReducer:
             bucket.carry()
 
     @torch.no_grad()
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, bucket: GradientBucket) -> None:
         """The bucket's weighted local gradients on top of earlier micro-steps', and their squared norm."""
         weight, rest, goes_on = self._weight, None, bucket.goes_on
         if self._accumulates:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
-                rest = bucket.body * (1.0 / self._group.world_size - weight)
+                rest = bucket.share(1.0 / self._group.world_size - weight)
             elif self._carries:
-                rest = bucket.carried
+                rest = bucket.carried_share()
         self._goes_on = self._goes_on or goes_on
         bucket.put(weight)
         if self._measures:
@@ -258,7 +257,7 @@ class GradientReducer:
         if self._accumulates:
             bucket.note_used()
         if rest is not None:
-            bucket.body.add_(rest)
+            bucket.add(rest)
 
     def _launch_ready(self) -> None:
         """Start reductions in the fixed order, as far as buckets are full."""
@@ -274,9 +273,7 @@ class GradientReducer:
                 last = self._launched == len(self._buckets)
                 if last:
                     self._fill_tail()
-                self._works.append(self._group.communicator.reduce_gradients(bucket.flat))
-                if last and not self._tail_rides:
-                    self._works.append(self._group.communicator.reduce_gradients(self._tail))
+                self._reduction.launch(bucket.index)
                 if last:
                     self._consensus.reductions_started()
                 if self._launched == 1:
@@ -288,20 +285,20 @@ class GradientReducer:
     def _fill_tail(self) -> None:
         """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.rank
-        shared = self._noise.shared_values() if rank == 0 else self._nothing_to_share
-        head = [*self._consensus.control_values(rank), *self._no_norms, *shared, *self._consensus.step_tag()]
+        shared = self._noise.shared_values() if rank == 0 else self._layout.nothing_to_share
+        head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *self._consensus.step_tag()]
         if self._complete:
-            flags = self._all_used
+            flags = self._layout.all_used
         else:
             flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
         self._tail.copy_(torch.tensor(head + flags, dtype=self._tail.dtype))
         if self._measures:
             norms = zip(self._carried_norms, self._local_norms, strict=True)
-            self._tail[self._norms] = torch.stack([torch.as_tensor(carried + local) for carried, local in norms])
+            self._tail[self._layout.norms] = torch.stack([torch.as_tensor(carried + local) for carried, local in norms])
 
-    def _used(self, bucket: Bucket) -> list[bool]:
+    def _used(self, bucket: GradientBucket) -> Sequence[bool]:
         """Which parameters have a gradient on this rank, from any micro-step."""
-        return bucket.used if self._accumulates else [grad is not None for grad in bucket.grads]
+        return bucket.used if self._accumulates else bucket.has_gradient
 
     def _finish(self) -> None:
         """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
@@ -332,36 +329,35 @@ class GradientReducer:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
         if self._ledger.failed:
             return
+        layout = self._layout
         try:
             if self._unanswered:
                 self._meet()
-            for work in self._works:
-                self._consensus.wait(work)
-            values = self._tail[: self._step_tag.stop].tolist()
-            self._consensus.check_same_step(values[self._step_tag])
-            if self._check_finite and not whole_is_finite(self._buckets):
-                own = [int(not own_is_finite(self._buckets))]
+            self._reduction.wait()
+            values = self._tail[: layout.step_tag.stop].tolist()
+            self._consensus.check_same_step(values[layout.step_tag])
+            self._reduction.finish()
+            if self._check_finite and not are_finite(self._buckets):
+                own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
                 self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
         self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
-        self._noise.take_shared(values[self._shared])
-        self._write_back(lambda: [count > 0 for count in self._tail[self._step_tag.stop :].tolist()])
+        self._noise.take_shared(values[layout.shared])
+        self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
         self._ledger.mark_reduced()
         self._carried.mark_reduced()
         if step is not None:
-            self._statistics(step, values[self._norms])
+            self._statistics(step, values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
         """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
-        for bucket in self._buckets:
-            bucket.replace_buffer()
-        last = self._buckets[-1]
-        self._tail = last.flat[last.body.numel() :] if self._tail_rides else self._tail.clone()
-        self._works = []
+        self.void()
+        self._layout.replace_buffers()
+        self._tail = self._layout.tail
         if self._step is None:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 

@@ -15,8 +15,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo, StepReport
 from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
-from elastic_ray.config import ElasticConfig
-from elastic_ray.job_spec import JobSpec, TrialSpec
+from elastic_ray.job_spec import TrialSpec
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
@@ -28,6 +27,7 @@ from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.knowledge.knowledge import Prior
+from tests.job.specs import spec
 
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
 NOISE = NoiseScale(sqr=1.0, var=20.0)
@@ -35,29 +35,6 @@ LIMITS = BatchLimits(init_batch_size=64, max_batch_size=4096, local_bsz_bounds=(
 NET = ModelInfo(kind="Net", details="weight (2, 2) float32")
 LOADER = LoaderInfo(limits=LIMITS, dataset_size=10_000, sample="TensorDataset (3,)", models=(NET,))
 PRIOR = Prior(model=GoodputModel(TRUTH, NOISE, 64), largest_batch=1024)
-
-
-def spec(**fields: Any) -> JobSpec:
-    return JobSpec(
-        **{
-            "job": "j",
-            "train_loop": b"",
-            "min_workers": 1,
-            "max_workers": 8,
-            "bundle": {"CPU": 1.0},
-            "use_gpu": False,
-            "label_selector": {},
-            "storage_path": "/tmp/x",
-            "storage_filesystem": None,
-            "max_failures": 0,
-            "num_to_keep": None,
-            "checkpoint_score_attribute": None,
-            "checkpoint_score_order": "max",
-            "runtime_env": {},
-            "elastic": ElasticConfig(),
-            **fields,
-        }
-    )
 
 
 def plan(workers: int, generation: int) -> GenerationSpec:

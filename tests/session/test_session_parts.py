@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,17 +17,12 @@ from elastic_ray.membership.rendezvous import CommunicationFailedError
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_entry import GroupEntry
-from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.registry import HookPoint, Registry
-from elastic_ray.session.run_state import RunState
 from elastic_ray.session.transitions import GroupTransitions, WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.shared_state import Exchanged, SharedState
-from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
-from elastic_ray.steps.sums import StepSums
 from placement.goodput.model import NoiseScale
-from tests.loop.test_step_ledger import step_of
 
 SPEC = GenerationSpec(generation=2, members=(Member(worker="a", node="n1"), Member(worker="b", node="n1")))
 
@@ -201,91 +195,6 @@ def test_the_first_model_stands_for_the_gain_of_a_step() -> None:
     assert models.add(ModelInfo(kind="A", details=""), lambda: NoiseScale(sqr=1.0, var=3.0)) == 0
     assert models.add(ModelInfo(kind="B", details=""), lambda: None) == 1
     assert models.gain(3.0) == pytest.approx((3.0 + 1.0) / (3.0 / 3.0 + 1.0))
-
-
-class Changes:
-    """Finds a group at once."""
-
-    def __init__(self) -> None:
-        self.between, self.causes = 0, list[str]()
-
-    def between_steps(self, can_switch: Callable[[int], bool]) -> None:
-        self.between += 1
-
-    def regroup(self, cause: str) -> int:
-        self.causes.append(cause)
-        return 0
-
-
-class Votes:
-    """All ranks agree, but for the first votes, which fail."""
-
-    def __init__(self, failing: int = 0) -> None:
-        self.failing, self.intents = failing, list[Intent]()
-
-    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
-        self.intents.append(what.intent)
-        if len(self.intents) <= self.failing:
-            raise CommunicationFailedError("broke")
-        return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
-
-
-def passes_of(votes: Votes) -> tuple[LoaderPasses, RunState, Changes]:
-    states, worker, changes = SharedState(RunProgress()), Worker(), Changes()
-    parts = RunState(
-        group=Group("a", worker, RankInfo()),  # type: ignore[arg-type]
-        states=states,
-        registry=Registry(),
-        ledger=StepLedger(states, recoverable=True),
-        sums=StepSums(),
-        agreed=AgreedChanges(worker),
-        consensus=votes,  # type: ignore[arg-type]
-        clock=StepClock(),
-    )
-    return LoaderPasses(parts, changes, lambda moment: None), parts, changes
-
-
-def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added() -> None:
-    passes, parts, changes = passes_of(votes := Votes())
-    loader_pass = passes.enter()
-    passes.begin_step(step_of(loader_pass))
-    parts.sums.add(1, (-1, 0), "loss", 1.5)
-    assert passes.edge(loader_pass)
-    assert votes.intents == [Intent.EDGE] and changes.between == 1
-    assert parts.states.progress.sums == {(-1, 0): {"loss": 3.0}}
-    passes.begin_step(step_of(loader_pass))
-    parts.ledger.mark_reduced()
-    assert passes.edge(loader_pass) and votes.intents == [Intent.EDGE], "the vote has ridden on the gradients"
-
-
-def test_a_step_whose_vote_fails_is_drawn_again_with_another_group() -> None:
-    passes, parts, changes = passes_of(Votes(failing=1))
-    loader_pass = passes.enter()
-    passes.begin_step(step_of(loader_pass))
-    assert not passes.edge(loader_pass)
-    assert changes.causes == ["broke"] and (loader_pass.position, parts.ledger.depth) == (0, 0)
-    passes.begin_step(step_of(loader_pass))
-    assert passes.edge(loader_pass) and loader_pass.position == 8
-
-
-def test_a_pass_ends_when_all_ranks_have_said_so_however_often_that_fails() -> None:
-    passes, parts, changes = passes_of(votes := Votes(failing=2))
-    loader_pass = passes.enter()
-    passes.end_pass(loader_pass, 64)
-    assert votes.intents == [Intent.END_OF_PASS] * 3 and len(changes.causes) == 2
-    assert loader_pass.done and parts.states.progress.ended_passes == 1 and changes.between == 1
-
-
-def test_a_loop_that_was_left_is_ended_before_the_next_and_its_changes_are_put_off() -> None:
-    passes, _, changes = passes_of(votes := Votes())
-    first = passes.enter()
-    passes.begin_step(step_of(first))
-    passes.abandon(first)
-    passes.settle()
-    assert first.done and first.position == 8 and changes.between == 0
-    assert votes.intents == [Intent.EDGE, Intent.END_OF_PASS]
-    passes.enter()
-    assert changes.between == 1
 
 
 class NoCheck:

@@ -10,11 +10,9 @@ from typing import cast
 
 import torch
 
-from elastic_ray.sync.gradient_checks import check_gradients
-
-# As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
+from elastic_ray.batch.statistics import squared_norm
+from elastic_ray.sync.operations.gradient_checks import check_gradients
+from elastic_ray.sync.operations.protocol import GradientBucket
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,6 +63,51 @@ class Bucket:
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients."""
+        return self.flat.dtype
+
+    @property
+    def has_gradient(self) -> Sequence[bool]:
+        """Which parameters had a gradient on this rank when the buffer was filled."""
+        return [grad is not None for grad in self.grads]
+
+    def share(self, factor: float) -> torch.Tensor:
+        """What it holds times ``factor``, for :meth:`add`."""
+        return self.body * factor
+
+    def carried_share(self) -> torch.Tensor | None:
+        """What :meth:`carry` has kept, for :meth:`add`."""
+        return self.carried
+
+    def flat_gradient(self) -> torch.Tensor:
+        """What it holds as one vector."""
+        return self.body
+
+    def add(self, share: torch.Tensor) -> None:
+        """Add a share to what it holds."""
+        self.body.add_(share)
+
+    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+        """Of what it holds, each element times the preconditioner's."""
+        return squared_norm(self.body, preconditioner)
+
+    def total(self) -> torch.Tensor:
+        """The sum of all elements, in float32."""
+        return self.body.sum().to(torch.float32)
+
+    def is_finite(self) -> bool:
+        """Whether all that it holds is finite."""
+        return bool(self.body.isfinite().all())
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        tensors = [grad for grad in self.grads if grad is not None]
+        if self.carried is not None:
+            tensors.append(self.carried)
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float) -> None:
         """Weighted gradients into the buffer; zeros where there is none.
@@ -129,52 +172,12 @@ class Bucket:
         self.body, self.views = _cut_views(self.flat, self.params)
 
 
-def build_buckets(groups: Sequence[Sequence[torch.nn.Parameter]], tail: int) -> tuple[list[Bucket], torch.Tensor]:
-    """Buckets in the order in which backward fills them (last parameters first), and the tail tensor.
-
-    The tail carries control values with the last bucket's reduction where that is in float32 or float64; else it is a
-    buffer of its own, to be reduced by itself.
-
-    Args:
-        groups: parameters of each parameter group, in the model's order.
-        tail: number of control values.
-    """
-    order = [(index, p) for index, group in enumerate(groups) for p in group]
-    cuts: list[tuple[int, list[torch.nn.Parameter]]] = []
-    for kind in dict.fromkeys((index, p.dtype, p.device) for index, p in order):
-        params = [p for index, p in reversed(order) if (index, p.dtype, p.device) == kind]
-        cuts += [(kind[0], cut) for cut in _cut(params, first=not cuts)]
-    if not cuts:
-        raise ValueError("model must have at least one parameter that requires a gradient")
-    buckets = []
-    carries_tail = cuts[-1][1][0].dtype in (torch.float32, torch.float64)
-    for index, (group, params) in enumerate(cuts):
-        extra = tail if carries_tail and index == len(cuts) - 1 else 0
-        buckets.append(_allocate(index, group, params, extra))
-    last = buckets[-1]
-    values = last.flat[last.body.numel() :] if carries_tail else torch.zeros(tail, device=last.flat.device)
-    return buckets, values
-
-
-def _cut(params: list[torch.nn.Parameter], *, first: bool) -> list[list[torch.nn.Parameter]]:
-    """Parameters of one kind, bucket by bucket."""
-    cuts: list[list[torch.nn.Parameter]] = [[]]
-    size, limit = 0, FIRST_BUCKET_BYTES if first else BUCKET_BYTES
-    for p in params:
-        nbytes = p.numel() * p.element_size()
-        if cuts[-1] and size + nbytes > limit:
-            cuts.append([])
-            size, limit = 0, BUCKET_BYTES
-        cuts[-1].append(p)
-        size += nbytes
-    return cuts
-
-
-def _allocate(index: int, group: int, params: list[torch.nn.Parameter], extra: int) -> Bucket:
+def build_bucket(index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int) -> Bucket:
+    """A bucket of parameters of one dtype and device, with ``tail`` extra elements at its end."""
     numel = sum(p.numel() for p in params)
-    flat = torch.zeros(numel + extra, dtype=params[0].dtype, device=params[0].device)
+    flat = torch.zeros(numel + tail, dtype=params[0].dtype, device=params[0].device)
     body, views = _cut_views(flat, params)
-    return Bucket(index=index, group=group, params=params, flat=flat, body=body, views=views)
+    return Bucket(index=index, group=group, params=list(params), flat=flat, body=body, views=views)
 
 
 def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -183,18 +186,9 @@ def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tupl
     return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
 
 
-def whole_is_finite(buckets: Sequence[Bucket]) -> bool:
+def are_finite(buckets: Sequence[GradientBucket]) -> bool:
     """Whether all gradients in the buckets are finite, by one sum over each."""
-    if len(buckets) == 1:
-        total = float(buckets[0].body.sum())
-    else:
-        total = float(torch.stack([bucket.body.sum().to(torch.float32) for bucket in buckets]).sum())
+    totals = [bucket.total() for bucket in buckets]
+    total = float(totals[0] if len(totals) == 1 else torch.stack(totals).sum())
     # A sum may overflow where no gradient has.
-    return math.isfinite(total) or all(bool(bucket.body.isfinite().all()) for bucket in buckets)
-
-
-def own_is_finite(buckets: Sequence[Bucket]) -> bool:
-    """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
-    tensors = [grad for bucket in buckets for grad in bucket.grads if grad is not None]
-    tensors += [bucket.carried for bucket in buckets if bucket.carried is not None]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return math.isfinite(total) or all(bucket.is_finite() for bucket in buckets)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.context import SyncContext
+from elastic_ray.sync.engine.context import SyncContext
 
 _TWICE = (
     "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "

@@ -14,10 +14,9 @@ from elastic_ray.batch.statistics import (
     BucketPreconditioner,
     SuccessiveGradients,
     is_adam_like,
-    squared_norm,
 )
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.buckets import Bucket
+from elastic_ray.sync.operations.protocol import GradientBucket
 from placement.goodput.model import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
@@ -91,11 +90,11 @@ class NoiseTracker:
             return self._pairs.wants(step)
         return step < _DENSE_STEPS or step % _EVERY == 0
 
-    def local_norm(self, bucket: Bucket, weight: float) -> torch.Tensor:
+    def local_norm(self, bucket: GradientBucket, weight: float) -> torch.Tensor:
         """Squared norm of a gradient that lies in the bucket, times ``weight``."""
-        return squared_norm(bucket.body, self._preconditioner(bucket)) / (weight * weight)
+        return bucket.squared_norm(self._preconditioner(bucket)) / (weight * weight)
 
-    def _preconditioner(self, bucket: Bucket) -> torch.Tensor | None:
+    def _preconditioner(self, bucket: GradientBucket) -> torch.Tensor | None:
         if self._adam_like is None and self._optimizer.state:
             self._adam_like = is_adam_like(self._optimizer)
         if not self._adam_like:
@@ -108,7 +107,7 @@ class NoiseTracker:
         self,
         step: StepView,
         local_norms: Sequence[float],
-        buckets: Sequence[Bucket],
+        buckets: Sequence[GradientBucket],
         *,
         replicas: int,
         grad_scale: float,
@@ -127,7 +126,7 @@ class NoiseTracker:
             return  # the estimator wants gradients of equal size
         means = [0.0] * self._groups
         for bucket in buckets:
-            means[bucket.group] += float(squared_norm(bucket.body, self._preconditioner(bucket)))
+            means[bucket.group] += float(bucket.squared_norm(self._preconditioner(bucket)))
         squared = grad_scale * grad_scale
         estimates = estimate_groups(
             mean_sq_norms=[norm / gradients / squared for norm in local_norms],
@@ -141,13 +140,13 @@ class NoiseTracker:
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, self._preconditions(buckets))
 
-    def pair(self, step: StepView, buckets: Sequence[Bucket], grad_scale: float) -> None:
+    def pair(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
         """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
         for bucket in buckets:
             self._pairs.add(
                 self._step,
                 bucket.index,
-                bucket.body,
+                bucket.flat_gradient(),
                 batch_size=step.count,
                 group=bucket.group,
                 precond=self._preconditioner(bucket),
@@ -155,7 +154,7 @@ class NoiseTracker:
             )
         self._pending = _Pending(None, step, 1, self._preconditions(buckets))
 
-    def _preconditions(self, buckets: Sequence[Bucket]) -> bool:
+    def _preconditions(self, buckets: Sequence[GradientBucket]) -> bool:
         return any(self._preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:

@@ -25,7 +25,7 @@ from elastic_ray.record.writer import RecordWriter
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
 from tests.hanging_storage import HangingStorage
-from tests.job.test_told import spec
+from tests.job.specs import spec
 
 POINT = {"epoch": 1, "epochs": 4, "loops": [[48, False]], "steps": 10, "reports": 1, "done": 9.5, "epoch_ends": [8.0]}
 
@@ -277,7 +277,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
 # --- the newest of what anybody has -------------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_from_what_storage_has_whoever_has_heard_of_it() -> None:
+def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_heard_of_it() -> None:
     """The controller has heard of a state at 20; at 40 there is another one, and a checkpoint at 30."""
 
     def state(steps: int) -> StateFile:

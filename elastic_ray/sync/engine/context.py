@@ -26,6 +26,10 @@ class SyncGroup(Protocol):
         """Its ranks."""
 
     @property
+    def nodes(self) -> Sequence[str]:
+        """The node of each rank."""
+
+    @property
     def communicator(self) -> Communicator:
         """Makes collectives among them."""
 

@@ -1,0 +1,79 @@
+"""SHELL over torch.distributed: the collectives of the gradient group, which nothing but synchronisation uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class GradientGroup:
+    """Starts collectives among gradients; the works are for ``Communicator.wait``. Of one rank, it starts none.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        gloo: backend for CPU tensors.
+        nccl: backend for CUDA tensors.
+        guard: carries an operation out unless the generation was called off, and turns errors into
+            ``CommunicationFailedError``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        gloo: Callable[[], Any],
+        nccl: Callable[[], Any],
+        guard: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._gloo = gloo
+        self._nccl = nccl
+        self._guard = guard
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """The sum over all ranks, in place."""
+        backend = self._of(tensor)
+        return self._guard(lambda: backend.allreduce([tensor]))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        backend = self._of(tensor)
+        return self._guard(lambda: backend._allgather_base(output, tensor))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+    ) -> Any:
+        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+
+        Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, it can
+        be polled and called off, so ranks that have nothing for each other take part with splits of 0.
+        """
+        backend = self._of(tensor)
+        options = dist.AllToAllOptions()
+        return self._guard(
+            lambda: backend.alltoall_base(output, tensor, list(output_splits), list(input_splits), options)
+        )
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Any:
+        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        backend, options = self._of(tensor), dist.ReduceOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._guard(lambda: backend.reduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Rank ``root``'s tensor, in place."""
+        backend, options = self._of(tensor), dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._guard(lambda: backend.broadcast([tensor], options))
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        return self._nccl() if tensor.is_cuda else self._gloo()

@@ -1,0 +1,249 @@
+"""Builders of strategies, with AutoDist's and KungFu's names: from a model and a group to a ``Strategy`` (pure).
+
+Each says in its docstring what it was called where it comes from, and what is different here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Protocol
+
+from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
+
+
+class StrategyBuilder(Protocol):
+    """What makes a strategy for a model. Builders of your own are welcome wherever a strategy is."""
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """The strategy; equal on every rank that calls it with equal arguments."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce:
+    """All gradients in all-reduces of flat buckets: torch DDP's way (AutoDist: AllReduce).
+
+    Attributes:
+        bucket_bytes: size of a bucket; AutoDist's ``chunk_size`` counts variables instead.
+        wire: form of the gradients.
+    """
+
+    bucket_bytes: int = 25 << 20
+    wire: Wire = NATIVE
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire), profile, "all_reduce")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PowerSGD:
+    """Matrices as products of two of low rank, with error feedback (Vogels et al., NeurIPS 2019).
+
+    Attributes:
+        rank: of the approximation; 4 is usual.
+    """
+
+    rank: int = 4
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PS:
+    """One parameter server for all tensors: rank 0 (AutoDist: PS, synchronous)."""
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Owner(placement="first"), profile, "ps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PSLoadBalancing:
+    """Every rank is the parameter server of some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Owner(placement="balanced"), profile, "ps_balanced")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionedAR:
+    """Each bucket in several all-reduces at once, for links that one stream does not fill (AutoDist: PartitionedAR).
+
+    Attributes:
+        parts: how many. AutoDist takes the smallest divisor of the first dimension, which is all of a prime one.
+    """
+
+    parts: int = 4
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Reduce(parts=self.parts), profile, "partitioned_ar")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RandomAxisPartitionAR:
+    """As ``PartitionedAR``, along an axis that a seed chooses for each tensor (AutoDist: RandomAxisPartitionAR).
+
+    Attributes:
+        parts: how many.
+        seed: of the choice; AutoDist's is another one on each run.
+    """
+
+    parts: int = 4
+    seed: int = 0
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return _dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parallax:
+    """Touched rows of embedding tables, all-reduce for the rest (Parallax, EuroSys 2019; AutoDist: Parallax).
+
+    Attributes:
+        update: see ``Rows``.
+        wire: form of the other gradients.
+    """
+
+    update: str = "auto"
+    wire: Wire = NATIVE
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return Strategy(
+            rules=tuple(
+                Rule(pattern=exactly(param.name), sync=Rows(update=self.update))
+                for param in profile.params
+                if (param.sparse or param.table) and len(param.shape) == 2
+            ),
+            default=Reduce(wire=self.wire),
+            name="parallax",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSGD:
+    """Models are averaged every few steps (Stich, ICLR 2019).
+
+    Attributes:
+        period: steps between two averages.
+    """
+
+    period: int = 4
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return Strategy(average=Average(algorithm="local_sgd", period=self.period), name="local_sgd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DiLoCo:
+    """Local steps, then an outer Nesterov step of their mean (Douillard et al., arXiv 2311.08105).
+
+    Attributes:
+        period: steps between two outer ones.
+        outer_lr: its learning rate.
+        outer_momentum: its momentum.
+    """
+
+    period: int = 16
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        average = Average(
+            algorithm="diloco", period=self.period, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum
+        )
+        return Strategy(average=average, name="diloco")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SMA:
+    """Every rank is pulled to the mean model (KungFu: SynchronousAveragingOptimizer, after EA-SGD).
+
+    Attributes:
+        alpha: share of the way.
+        period: steps between two pulls.
+    """
+
+    alpha: float = 0.1
+    period: int = 1
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return Strategy(average=Average(algorithm="sma", alpha=self.alpha, period=self.period), name="sma")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PairAveraging:
+    """Each step two ranks take the mean of their models (KungFu: PairAveragingOptimizer, after AD-PSGD).
+
+    KungFu pulls from a random peer at any time; here the pairs follow a schedule, and both take the mean, so that the
+    mean over all ranks stays what it is.
+
+    Attributes:
+        period: steps between two.
+    """
+
+    period: int = 1
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return Strategy(average=Average(algorithm="pair", period=self.period), name="pair")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveSGD:
+    """SMA at first, all-reduce from some step on (KungFu: AdaptiveSGDOptimizer).
+
+    Attributes:
+        change_step: optimizer steps with SMA.
+        alpha: as of ``SMA``.
+    """
+
+    change_step: int
+    alpha: float = 0.1
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        average = Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
+        return Strategy(average=average, name="adaptive_sgd")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """The fastest strategy, found while training: predicted, the best few tried for some steps each, one kept.
+
+    Attributes:
+        exact: only strategies whose step is that of plain data-parallel training.
+        trials: how many of the best by prediction are tried.
+        trial_steps: steps of each trial.
+        gain: a strategy is left for another that is faster by more than this share.
+    """
+
+    exact: bool = True
+    trials: int = 3
+    trial_steps: int = 5
+    gain: float = 0.05
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """What training begins with: touched rows of tables, all-reduce for the rest."""
+        return dataclasses.replace(Parallax().build(profile, topology), name="auto")
+
+
+def exactly(name: str) -> str:
+    """The glob that matches this name alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def _dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
+    """One way for all parameters, but for those whose gradients are sparse."""
+    rules = tuple(Rule(pattern=exactly(param.name), sync=Rows()) for param in profile.params if param.sparse)
+    return Strategy(rules=rules, default=sync, name=name)

@@ -1,0 +1,36 @@
+"""Checks of a strategy's fields, with one wording for all errors (pure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StrategyError(ValueError):
+    """A strategy cannot be used as it is, or not with this model, optimizer or group."""
+
+
+def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
+    """Refuse what is not among the known."""
+    if value not in known:
+        raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
+
+
+def check_range(field: str, value: object, *, above: float, up_to: float) -> None:
+    """Refuse what is no number, or outside its range."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value <= up_to:
+        raise StrategyError(
+            f"{field} must be a number above {max(0.0, above):g} and up to {up_to:g}, but got {value!r}"
+        )
+
+
+def check_flag(field: str, value: object) -> None:
+    """Refuse what is no truth value."""
+    if not isinstance(value, bool):
+        raise StrategyError(f"{field} must be True or False, but got {value!r}")
+
+
+def check_type(field: str, value: object, kind: Any) -> None:
+    """Refuse what is of another type."""
+    if not isinstance(value, kind):
+        names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise StrategyError(f"{field} must be a {names}, but got {value!r}")

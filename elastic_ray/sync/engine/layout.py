@@ -1,0 +1,86 @@
+"""A model's buckets as a plan lays them out, and the tail of control values that travels with them (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.operations.factory import carries_tail, make_bucket, make_operation
+from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
+from elastic_ray.sync.plan import SyncPlan
+
+
+class BucketLayout:
+    """See the module's text.
+
+    The tail holds control values, squared norms of local gradients, rank 0's noise scale, the step's tag, and which
+    parameters were used. It rides on the last bucket's reduction where that adds it up exactly; else it is a buffer of
+    its own, to be reduced by itself.
+
+    Args:
+        groups: parameters of each parameter group, in the model's order.
+        plan: of them, one after the other.
+        control_size: number of control values.
+
+    Attributes:
+        buckets: in the order of reduction.
+        operations: one for each.
+        tail: the tail.
+        tail_rides: whether the last bucket holds it.
+        groups: number of parameter groups.
+        norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
+        no_norms, nothing_to_share, all_used: values for them.
+        digest: what must be equal on all ranks.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[torch.nn.Parameter]], plan: SyncPlan, control_size: int) -> None:
+        params = [p for group in groups for p in group]
+        if not params:
+            raise ValueError("model must have at least one parameter that requires a gradient")
+        self.groups = len(groups)
+        self.norms = slice(control_size, control_size + len(groups))
+        self.shared = slice(self.norms.stop, self.norms.stop + 2 * len(groups))
+        self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
+        self.no_norms = [0.0] * len(groups)
+        self.nothing_to_share = [0.0] * (2 * len(groups))
+        self.all_used = [1.0] * len(params)
+        size = self.step_tag.stop + len(params)
+        last = len(plan.buckets) - 1
+        self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
+        self.buckets: list[GradientBucket] = [
+            make_bucket(each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0)
+            for index, each in enumerate(plan.buckets)
+        ]
+        self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
+        self._own_tail = torch.zeros(size, device=params[0].device)
+        layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
+        self.digest = digest((layout, size, plan.digest))
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The tail."""
+        last = self.buckets[-1]
+        if self.tail_rides and isinstance(last, Bucket):
+            return last.flat[last.body.numel() :]
+        return self._own_tail
+
+    def replace_buffers(self) -> None:
+        """Leave all memory to reductions that were given up and may still write to it."""
+        for bucket in self.buckets:
+            bucket.replace_buffer()
+        self._own_tail = self._own_tail.clone()
+
+
+def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Have ``hook`` called with each parameter that has got its gradient in a backward pass; returns the handles."""
+    handles = []
+    for param in params:
+        trained = param.requires_grad
+        param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
+        handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param.requires_grad_(trained)
+    return handles

@@ -1,0 +1,56 @@
+"""What a strategy's planner needs to know of a model and its optimizer (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo
+
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+def profile_of(
+    module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> ModelProfile:
+    """The model's profile.
+
+    Args:
+        module: the model.
+        groups: its trainable parameters by parameter group of the optimizer, in the model's order.
+        optimizer: steps them.
+    """
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            layers.setdefault(id(param), []).append(layer)
+    params = [
+        ParamInfo(
+            names=tuple(names[id(param)]),
+            shape=tuple(param.shape),
+            dtype=str(param.dtype).removeprefix("torch."),
+            itemsize=param.element_size(),
+            device=param.device.type,
+            group=index,
+            sparse=any(getattr(layer, "sparse", False) for layer in layers[id(param)] if isinstance(layer, _TABLES)),
+            table=all(isinstance(layer, _TABLES) for layer in layers[id(param)]),
+        )
+        for index, group in enumerate(groups)
+        for param in group
+    ]
+    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer))
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
+    """Which gradients the optimizer steps; of torch's own, measured with torch 2.13."""
+    decays = any(group.get("weight_decay", 0) for group in optimizer.param_groups)
+    takes = isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)) and not decays
+    return OptimizerInfo(
+        name=type(optimizer).__name__,
+        takes_sparse=takes or isinstance(optimizer, torch.optim.SparseAdam),
+        only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
+    )

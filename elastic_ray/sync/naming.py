@@ -1,0 +1,80 @@
+"""What users write for a strategy: a name, a builder, a ``Strategy``, or the path of one as JSON (pure)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from elastic_ray.sync import builders
+from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.spec import Strategy, Wire
+
+NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
+    "all_reduce": builders.AllReduce,
+    "ps": builders.PS,
+    "ps_balanced": builders.PSLoadBalancing,
+    "partitioned_ar": builders.PartitionedAR,
+    "random_axis_partition_ar": builders.RandomAxisPartitionAR,
+    "parallax": builders.Parallax,
+    "bf16": lambda: builders.AllReduce(wire=Wire(dtype="bf16")),
+    "fp16": lambda: builders.AllReduce(wire=Wire(dtype="fp16")),
+    "int8": lambda: builders.AllReduce(wire=Wire(dtype="int8")),
+    "powersgd": builders.PowerSGD,
+    "local_sgd": builders.LocalSGD,
+    "diloco": builders.DiLoCo,
+    "sma": builders.SMA,
+    "pair": builders.PairAveraging,
+    "auto": builders.Auto,
+}
+
+
+class _Ready:
+    """A strategy that needs no building."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """It."""
+        return self._strategy
+
+
+def resolve_strategy(given: object) -> StrategyBuilder:
+    """The builder that a user means.
+
+    Args:
+        given: a name of :data:`NAMED`, a builder, a ``Strategy``, or the path of a strategy's JSON.
+
+    Raises:
+        StrategyError: there is no such name or file, or the file holds no strategy.
+        TypeError: it is none of these.
+    """
+    if isinstance(given, Strategy):
+        return _Ready(given)
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or os.sep in given)):
+        return _Ready(_read(Path(given)))
+    if isinstance(given, str):
+        if given not in NAMED:
+            raise StrategyError(
+                f"strategy must be one of {', '.join(NAMED)}, a builder of elastic_ray.sync, a Strategy, or the path "
+                f"of its JSON, but got {given!r}"
+            )
+        return NAMED[given]()
+    if isinstance(given, type) or not callable(getattr(given, "build", None)):
+        hint = "; make one of it: call it" if isinstance(given, type) else ""
+        raise TypeError(f"strategy must be a name, a builder, a Strategy or a path, but got {given!r}{hint}")
+    return given  # type: ignore[return-value]
+
+
+def _read(path: Path) -> Strategy:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise StrategyError(f"strategy {str(path)!r} cannot be read: {error}") from None
+    try:
+        return Strategy.from_json(text)
+    except StrategyError as error:
+        raise StrategyError(f"strategy {str(path)!r}: {error}") from None

@@ -1,0 +1,156 @@
+"""What the engine asks of a bucket, of what is done with it, and of the group in which that happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class GradientCollectives(Protocol):
+    """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
+
+    The order in which they are started must be the same on all ranks.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """The sum over all ranks, in place."""
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+    ) -> Any:
+        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+
+        Without splits all pieces are equal; splits count along the first dimension.
+        """
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Any:
+        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Rank ``root``'s tensor, in place."""
+
+
+class GradientBucket(Protocol):
+    """Gradients of some parameters of one group, dtype and device, on their way from ``.grad`` and back to it."""
+
+    @property
+    def index(self) -> int:
+        """Position in the order of reduction."""
+
+    @property
+    def group(self) -> int:
+        """Parameter group of its parameters."""
+
+    @property
+    def params(self) -> Sequence[torch.nn.Parameter]:
+        """Its parameters."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradients."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the backward pass has reached all its parameters."""
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """Which parameters had a gradient in any micro-step of an accumulation."""
+
+    @property
+    def has_gradient(self) -> Sequence[bool]:
+        """Which parameters had a gradient on this rank when it was filled."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``.grad`` still holds what was reduced: this pass has added to it, and nothing has zeroed it."""
+
+    def begin_step(self) -> None:
+        """Nothing of an earlier step counts any more."""
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+
+    def mark_incomplete(self) -> None:
+        """The backward pass has ended without having reached all parameters."""
+
+    def carry(self) -> None:
+        """Another micro-step begins: keep what the ones before have left."""
+
+    def share(self, factor: float) -> Any:
+        """What it holds times ``factor``, for :meth:`add`."""
+
+    def carried_share(self) -> Any:
+        """What :meth:`carry` has kept, for :meth:`add`."""
+
+    def put(self, weight: float) -> None:
+        """Take the gradients in, times ``weight``; zeros where there is none.
+
+        Raises:
+            RuntimeError: a gradient cannot be taken in; the message says why.
+        """
+
+    def flat_gradient(self) -> torch.Tensor:
+        """What it holds as one vector."""
+
+    def add(self, share: Any) -> None:
+        """Add a share to what it holds."""
+
+    def note_used(self) -> None:
+        """Remember for the step's later micro-steps which parameters had a gradient."""
+
+    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+        """Of what it holds, each element times the preconditioner's; a scalar tensor."""
+
+    def total(self) -> torch.Tensor:
+        """The sum of all that it holds, a scalar float32 tensor: not finite where an element is not."""
+
+    def is_finite(self) -> bool:
+        """Whether all that it holds is finite."""
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+
+    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
+        """What it holds into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
+
+    def replace_buffer(self) -> None:
+        """Leave its memory to a reduction that was given up and may still write to it."""
+
+
+class BucketOperation(Protocol):
+    """How the weighted gradients of one bucket become their sum on all ranks: in rounds of collectives.
+
+    :meth:`launch` is called when backward has filled the bucket, :meth:`go_on` after all works of the round before have
+    ended, on all buckets in order, until it returns none. What an operation keeps from step to step changes in two
+    phases: a step's outcome counts from :meth:`commit` on, and never where :meth:`void` comes first.
+    """
+
+    def launch(self, bucket: Any, group: GradientCollectives) -> Sequence[Any]:
+        """Start the first round; returns its works."""
+
+    def go_on(self, bucket: Any, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """Start the round after the first ``finished`` ones; none once the bucket holds the sum."""
+
+    def commit(self) -> None:
+        """The step counts."""
+
+    def void(self) -> None:
+        """It does not: what the operation keeps is as before."""

@@ -1,0 +1,169 @@
+"""A strategy for one model and one group, worked out: which buckets there are, and what is done with each (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.spec import Owner, Reduce, Rows, Strategy, Sync
+
+# As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        params: positions in ``ModelProfile.params``, in the bucket's order.
+        group: their parameter group.
+        sync: what is done with it.
+        owner: the rank that collects it, of an ``Owner``; else 0.
+    """
+
+    params: tuple[int, ...]
+    group: int
+    sync: Sync
+    owner: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan:
+    """All buckets, in the order in which they are reduced: that of a backward pass, last parameters first.
+
+    Attributes:
+        buckets: of at least one parameter each.
+        strategy: what was planned.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    strategy: Strategy
+
+    @property
+    def digest(self) -> int:
+        """40 bits that tell plans apart; compared by all ranks before the first step."""
+        text = repr([(b.params, b.group, b.sync, b.owner) for b in self.buckets]) + self.strategy.to_json()
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
+
+
+def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
+    """Work out a strategy.
+
+    Raises:
+        StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot step
+            what a rule would give it.
+    """
+    syncs = _assign(strategy, profile)
+    for param, sync in zip(profile.params, syncs, strict=True):
+        _check(param, sync, profile)
+    cuts = list(_cut_all(profile.params, syncs))
+    owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
+    return SyncPlan(
+        buckets=tuple(
+            dataclasses.replace(cut, owner=owner) if owner else cut for cut, owner in zip(cuts, owners, strict=True)
+        ),
+        strategy=strategy,
+    )
+
+
+def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
+    """What is done with each parameter: the first rule that matches one of its names."""
+    matched: set[int] = set()
+    found: list[Sync] = []
+    for param in profile.params:
+        ways: dict[Sync, str] = {}
+        for name in param.names:
+            for number, rule in enumerate(strategy.rules):
+                if fnmatch.fnmatchcase(name, rule.pattern):
+                    matched.add(number)
+                    ways.setdefault(rule.sync, name)
+                    break
+            else:
+                ways.setdefault(strategy.default, name)
+        if len(ways) > 1:
+            raise StrategyError(
+                f"tied parameters need one strategy, but {' and '.join(ways.values())} are one tensor with "
+                f"{len(ways)} strategies: {' and '.join(map(str, ways))}"
+            )
+        found.append(next(iter(ways)))
+    for number, rule in enumerate(strategy.rules):
+        if number not in matched:
+            hidden = any(fnmatch.fnmatchcase(name, rule.pattern) for param in profile.params for name in param.names)
+            why = "earlier rules match all that it does" if hidden else "no trainable parameter has such a name"
+            names = ", ".join(param.name for param in profile.params[:6])
+            raise StrategyError(f"the rule for {rule.pattern!r} is of no effect: {why}; there are {names} and so on")
+    return found
+
+
+def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
+    """Raise StrategyError where a parameter or its optimizer does not suit."""
+    if isinstance(sync, Rows):
+        if len(param.shape) != 2:
+            raise StrategyError(
+                f"Rows needs a table of two dimensions, but {param.name} has shape {param.shape}: match it by no rule "
+                "of Rows"
+            )
+        optimizer = profile.optimizer
+        gives_sparse = sync.update == "sparse" or (sync.update == "auto" and param.sparse)
+        if gives_sparse and not optimizer.takes_sparse:
+            raise StrategyError(
+                f"{optimizer.name} cannot step the sparse gradient of {param.name}: use SGD or Adagrad without weight "
+                "decay for this table, or Rows(update='dense')"
+            )
+        if not gives_sparse and optimizer.only_sparse:
+            raise StrategyError(f"{optimizer.name} steps sparse gradients only, but that of {param.name} is dense")
+    elif param.sparse:
+        raise StrategyError(
+            f"{param.name} has sparse gradients, which only Rows synchronises: use strategy='parallax' or 'auto', give "
+            "it a rule of Rows, or set sparse=False"
+        )
+
+
+def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> Iterator[BucketPlan]:
+    """Buckets of one group, dtype, device and way each."""
+    first = True
+    for kind in dict.fromkeys(_kind(p, sync) for p, sync in zip(params, syncs, strict=True)):
+        mine = [i for i in reversed(range(len(params))) if _kind(params[i], syncs[i]) == kind]
+        sync = syncs[mine[0]]
+        for cut in _cut(mine, params, sync, first=first):
+            yield BucketPlan(params=tuple(cut), group=kind[0], sync=sync)
+            first = False
+
+
+def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:
+    return param.group, param.dtype, param.device, sync
+
+
+def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first: bool) -> list[list[int]]:
+    """Parameters of one kind, bucket by bucket; a table, and an owner's tensor, is alone in its bucket."""
+    if isinstance(sync, Rows):
+        return [[i] for i in mine]
+    full = sync.bucket_bytes if isinstance(sync, Reduce) else sync.bucket_bytes // 4
+    cuts: list[list[int]] = [[]]
+    size, limit = 0, min(FIRST_BUCKET_BYTES, full) if first else full
+    for i in mine:
+        if cuts[-1] and size + params[i].nbytes > limit:
+            cuts.append([])
+            size, limit = 0, full
+        cuts[-1].append(i)
+        size += params[i].nbytes
+    return cuts
+
+
+def _owners(cuts: Sequence[tuple[Sync, int]], topology: Topology) -> list[int]:
+    """The owner of each bucket: the rank with fewest bytes so far, as AutoDist's PSLoadBalancing."""
+    loads = [0] * topology.world_size
+    owners = []
+    for sync, nbytes in cuts:
+        if not isinstance(sync, Owner):
+            owners.append(0)
+            continue
+        owner = 0 if sync.placement == "first" else min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        loads[owner] += nbytes
+        owners.append(owner)
+    return owners

@@ -1,0 +1,94 @@
+"""What a strategy is planned for: the parameters of a model, its optimizer, and the ranks of a group (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParamInfo:
+    """One trainable parameter.
+
+    Attributes:
+        names: those it has in the model, more than one where it is tied.
+        shape: of the tensor.
+        dtype: of the tensor, as ``"float32"``.
+        itemsize: bytes of an element.
+        device: as ``"cpu"``; ranks may have other numbers of one kind.
+        group: its parameter group in the optimizer.
+        sparse: a layer that is set to ``sparse=True`` gives it gradients.
+        table: only embedding layers use it, as far as the module tree tells.
+        rows: distinct rows that a rank has touched in a step, the median; None while unknown, or not a table.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    itemsize: int = 4
+    device: str = "cpu"
+    group: int = 0
+    sparse: bool = False
+    table: bool = False
+    rows: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerInfo:
+    """An optimizer, as far as strategies depend on it.
+
+    Attributes:
+        name: of its class.
+        takes_sparse: whether it steps sparse gradients, and as it would dense ones.
+        only_sparse: whether it steps nothing else (SparseAdam).
+    """
+
+    name: str = "SGD"
+    takes_sparse: bool = True
+    only_sparse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A model.
+
+    Attributes:
+        params: trainable parameters, group by group, in the model's order within each.
+        optimizer: steps them.
+        compute_s: forward, backward and update of one step on one rank, without communication [s]; None while unknown.
+    """
+
+    params: tuple[ParamInfo, ...]
+    optimizer: OptimizerInfo = OptimizerInfo()
+    compute_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The ranks of a group.
+
+    Attributes:
+        nodes: the node of each rank, by any name.
+    """
+
+    nodes: tuple[str, ...] = ("node-0",)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return len(self.nodes)

@@ -1,0 +1,328 @@
+"""What a synchronisation strategy is: frozen data without ranks, addresses or world size, as JSON and back (pure).
+
+Sources: AutoDist's strategies per variable (NSDI 2021 submission, petuum/autodist), KungFu's synchronous and model
+averaging optimizers (OSDI 2020), DiLoCo (arXiv 2311.08105), PowerSGD (NeurIPS 2019).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from elastic_ray.sync.checks import StrategyError, check_flag, check_one_of, check_range, check_type
+from placement.checks import check_whole
+
+VERSION = 1
+
+WIRES = ("native", "bf16", "fp16", "int8")
+UPDATES = ("auto", "sparse", "dense")
+AVERAGES = ("local_sgd", "diloco", "sma", "pair")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """The form in which gradients travel.
+
+    Attributes:
+        dtype: ``"native"`` as they are, ``"bf16"`` or ``"fp16"`` rounded, ``"int8"`` with a scale for every 2048
+            elements.
+        rank: rank of a low-rank approximation (PowerSGD) of matrices; 0 for none. Only with ``dtype="native"``.
+        error_feedback: what the wire leaves out is added to the next step's gradients. Of use with ``int8`` and
+            ``rank``; always there with these unless switched off.
+
+    Raises:
+        StrategyError: a field is out of range.
+    """
+
+    dtype: str = "native"
+    rank: int = 0
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        check_one_of("dtype", self.dtype, WIRES)
+        check_whole("rank", self.rank, least=0, error=StrategyError)
+        check_flag("error_feedback", self.error_feedback)
+        if self.rank and self.dtype != "native":
+            raise StrategyError(f"Wire.rank={self.rank} needs dtype='native', but dtype is {self.dtype!r}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the mean arrives as it is."""
+        return self.dtype == "native" and not self.rank
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether each rank keeps what was left out."""
+        return self.error_feedback and (self.rank > 0 or self.dtype == "int8")
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the norm of the mean gradient is that of the exact one, within 1e-3."""
+        return not self.rank and self.dtype != "int8"
+
+
+NATIVE = Wire()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reduce:
+    """All-reduce in flat buckets.
+
+    Attributes:
+        bucket_bytes: size from which another bucket is begun.
+        parts: collectives that a bucket is divided among; more than one where one stream does not fill the link.
+        axis: of each tensor, along which it is divided; -1 for one chosen by the tensor's place (``seed``).
+        seed: of that choice.
+        wire: form of the gradients.
+    """
+
+    kind: ClassVar[str] = "reduce"
+    bucket_bytes: int = 25 << 20
+    parts: int = 1
+    axis: int = 0
+    seed: int = 0
+    wire: Wire = NATIVE
+
+    def __post_init__(self) -> None:
+        check_whole("bucket_bytes", self.bucket_bytes, least=1024, error=StrategyError)
+        check_whole("parts", self.parts, least=1, error=StrategyError)
+        check_whole("axis", self.axis, least=-1, error=StrategyError)
+        check_whole("seed", self.seed, least=0, error=StrategyError)
+        check_type("wire", self.wire, Wire)
+
+
+ALL_REDUCE = Reduce()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Each tensor has an owner, which collects its gradient and sends the mean back: a parameter server's traffic.
+
+    Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
+
+    Attributes:
+        placement: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
+        bucket_bytes: size from which another bucket of one owner is begun.
+        wire: form of the gradients, without residuals.
+    """
+
+    kind: ClassVar[str] = "owner"
+    placement: str = "balanced"
+    bucket_bytes: int = 25 << 20
+    wire: Wire = NATIVE
+
+    def __post_init__(self) -> None:
+        check_one_of("placement", self.placement, ("balanced", "first"))
+        check_whole("bucket_bytes", self.bucket_bytes, least=1024, error=StrategyError)
+        check_type("wire", self.wire, Wire)
+        if self.wire.rank or self.wire.dtype == "int8":
+            raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Only the rows of a table travel that a step has touched.
+
+    Attributes:
+        update: what ``.grad`` is afterwards: ``"sparse"``, ``"dense"``, or ``"auto"``: as autograd gives it.
+    """
+
+    kind: ClassVar[str] = "rows"
+    update: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_one_of("update", self.update, UPDATES)
+
+
+Sync: TypeAlias = Reduce | Owner | Rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Average:
+    """Ranks step with gradients of their own, and their models are averaged.
+
+    Between two averages the ranks hold different models. At a change of group, a checkpoint, the end of a loader's
+    pass and the end of the run all hold the consensus: the mean of all.
+
+    Attributes:
+        algorithm: ``"local_sgd"`` (the mean every ``period`` steps), ``"diloco"`` (an outer Nesterov step towards it),
+            ``"sma"`` (KungFu's synchronous model averaging: every rank moves by ``alpha`` to the mean, each
+            ``period`` steps), ``"pair"`` (the mean with one other rank, another one each time).
+        period: steps between two averages.
+        alpha: share of the way to the mean [0 to 1], of ``"sma"``.
+        outer_lr: outer learning rate, of ``"diloco"``.
+        outer_momentum: outer momentum [0 to 1), of ``"diloco"``.
+        until: optimizer steps after which gradients are all-reduced instead (KungFu's AdaptiveSGD); None for never.
+    """
+
+    algorithm: str = "local_sgd"
+    period: int = 4
+    alpha: float = 0.1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("algorithm", self.algorithm, AVERAGES)
+        check_whole("period", self.period, least=1, error=StrategyError)
+        check_range("alpha", self.alpha, above=0.0, up_to=1.0)
+        check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
+        check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
+        if self.until is not None:
+            check_whole("until", self.until, least=1, error=StrategyError)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How parameters are synchronised whose names match.
+
+    Attributes:
+        pattern: of names as in ``module.named_parameters()``, a glob as in ``fnmatch``.
+        sync: how.
+    """
+
+    pattern: str
+    sync: Sync
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise StrategyError(f"Rule.pattern must be a glob over parameter names, but got {self.pattern!r}")
+        check_type("sync", self.sync, (Reduce, Owner, Rows))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How the replicas of one model are kept together. The first rule that matches a parameter's name holds.
+
+    Attributes:
+        rules: for parameters by name.
+        default: for all others.
+        average: models are averaged, in place of gradients; then there are no rules.
+        name: for people.
+
+    Raises:
+        StrategyError: a field is out of range.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    default: Sync = ALL_REDUCE
+    average: Average | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise StrategyError(f"Strategy.rules must be a tuple of Rules, but got {self.rules!r}")
+        check_type("default", self.default, (Reduce, Owner, Rows))
+        if self.average is not None:
+            check_type("average", self.average, Average)
+            if self.rules or self.default != ALL_REDUCE:
+                raise StrategyError(
+                    "Strategy.average excludes rules and another default: where models are averaged, gradients are not"
+                )
+
+    @property
+    def exact(self) -> bool:
+        """Whether a step is that of plain data-parallel training."""
+        return self.average is None and all(_wire(sync).exact for sync in self.syncs)
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the gradient noise scale can be measured."""
+        return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
+
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether ranks keep what a compression has left out."""
+        return any(_wire(sync).keeps_residuals for sync in self.syncs)
+
+    @property
+    def syncs(self) -> tuple[Sync, ...]:
+        """Everything that may apply."""
+        return (*(rule.sync for rule in self.rules), self.default)
+
+    @property
+    def invariant(self) -> str:
+        """What holds after each step."""
+        if self.average is None:
+            kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
+            return f"parameters are bit-identical on all ranks{kept}"
+        if self.average.algorithm == "pair":
+            return "the mean over ranks of their models moves by their mean update alone"
+        return f"every {self.average.period} steps ranks are pulled to their mean; between they differ"
+
+    def to_json(self) -> str:
+        """As JSON text that :meth:`from_json` reads."""
+        return json.dumps(
+            {
+                "version": VERSION,
+                "name": self.name,
+                "rules": [{"pattern": rule.pattern, **_to_dict(rule.sync)} for rule in self.rules],
+                "default": _to_dict(self.default),
+                "average": None if self.average is None else dataclasses.asdict(self.average),
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Strategy:
+        """The strategy that :meth:`to_json` has written.
+
+        Raises:
+            StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.
+        """
+        try:
+            tree = json.loads(text)
+        except ValueError as error:
+            raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None
+        if not isinstance(tree, dict) or tree.get("version") != VERSION:
+            found = tree.get("version") if isinstance(tree, dict) else type(tree).__name__
+            raise StrategyError(f"a strategy's JSON must have version {VERSION}, but it has {found!r}")
+        _known("the strategy", tree, {"version", "name", "rules", "default", "average"})
+        rules, average = tree.get("rules", []), tree.get("average")
+        if not isinstance(rules, list) or not all(isinstance(each, dict) for each in rules):
+            raise StrategyError(f"rules must be a list of objects, but got {rules!r}")
+        return cls(
+            rules=tuple(
+                Rule(pattern=each.get("pattern", ""), sync=_sync({k: v for k, v in each.items() if k != "pattern"}))
+                for each in rules
+            ),
+            default=_sync(tree["default"]) if "default" in tree else ALL_REDUCE,
+            average=None if average is None else _build(Average, average),
+            name=str(tree.get("name", "")),
+        )
+
+
+_KINDS: Mapping[str, type[Sync]] = {kind.kind: kind for kind in (Reduce, Owner, Rows)}
+
+
+def _wire(sync: Sync) -> Wire:
+    return NATIVE if isinstance(sync, Rows) else sync.wire
+
+
+def _to_dict(sync: Sync) -> dict[str, Any]:
+    return {"kind": sync.kind, **dataclasses.asdict(sync)}
+
+
+def _sync(tree: Any) -> Sync:
+    """From JSON."""
+    if not isinstance(tree, dict) or tree.get("kind") not in _KINDS:
+        raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
+    fields = {key: value for key, value in tree.items() if key != "kind"}
+    if "wire" in fields:
+        fields["wire"] = _build(Wire, fields["wire"])
+    built: Sync = _build(_KINDS[tree["kind"]], fields)
+    return built
+
+
+def _build(kind: type[Any], fields: Any) -> Any:
+    if not isinstance(fields, dict):
+        raise StrategyError(f"{kind.__name__} must be a JSON object, but got {fields!r}")
+    _known(kind.__name__, fields, {field.name for field in dataclasses.fields(kind)})
+    return kind(**fields)
+
+
+def _known(what: str, fields: Mapping[str, Any], known: set[str]) -> None:
+    if strangers := sorted(set(fields) - known):
+        raise StrategyError(f"{what} has no field {', '.join(strangers)}; it has {', '.join(sorted(known))}")

@@ -1,0 +1,48 @@
+"""The end of a job: all members finish, or some do and the rest fail."""
+
+from __future__ import annotations
+
+from elastic_ray.membership.instructions import Complete
+from tests.membership.driver import Driver, members_of, only, plan_in, running
+
+
+def test_the_job_is_complete_when_all_members_have_finished() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.join("w3")  # announced, but training ends first
+    assert not driver.finished("w1")
+    assert driver.finished("w2") == [Complete()]
+    assert not driver.tick(after_s=100.0)
+
+
+def test_nothing_new_is_begun_while_the_job_ends() -> None:
+    driver = running(2)
+    driver.finished("w1")
+    assert not driver.target(n1=1, n2=3)
+
+
+def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
+    driver = running(3)
+    driver.finished("w1")
+    assert members_of(plan_in(driver.lost("w3"))) == ["w2"]
+    driver.switched(2, "w2")
+    assert driver.finished("w2") == [Complete()]
+
+
+def test_some_finish_and_the_rest_die() -> None:
+    driver = running(3)
+    driver.finished("w1")
+    driver.lost("w2")
+    assert only(Complete, driver.lost("w3"))
+
+
+def test_a_first_member_that_finishes_early_does_not_end_the_job_for_the_others() -> None:
+    """Ray may deliver w1's whole life before w2's first word."""
+    driver = Driver()
+    driver.target(n1=2)
+    driver.reserved("w1", "w2")
+    driver.ready("w1", "w2")
+    driver.switched(1, "w1")
+    assert not driver.finished("w1")
+    driver.switched(1, "w2")
+    assert driver.finished("w2") == [Complete()]

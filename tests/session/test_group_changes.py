@@ -1,0 +1,248 @@
+"""Changes of group and batch, between fakes of what they need of a run, of its membership and of its controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.rendezvous import CommunicationFailedError
+from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.state.shared_state import Exchanged
+
+SHAPE = BatchChoice(atomic_bsz=4)
+OTHER = BatchChoice(atomic_bsz=8, accum_steps=1)
+
+
+def generation(number: int) -> GenerationSpec:
+    return GenerationSpec(generation=number, members=(Member(worker="a", node="n1"),))
+
+
+class Group:
+    """A group that consists of this rank."""
+
+    world_size = 1
+
+
+class States:
+    """The shared state, whose exchange fails so many times."""
+
+    unique = False
+
+    def __init__(self, failing: int) -> None:
+        self.shape: BatchChoice | None = SHAPE
+        self.failing = failing
+
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        self.shape = shape
+
+    def exchange(self, communicator: Any) -> Exchanged:
+        self.failing -= 1
+        if self.failing >= 0:
+            raise CommunicationFailedError("broke")
+        return Exchanged(received=False, passes=5)
+
+
+class Registered:
+    """What was registered; notes the hooks that are called."""
+
+    buffer_layout, gradients_are_local = 7, False
+
+    def __init__(self) -> None:
+        self.called: list[HookPoint] = []
+
+    def call(self, point: HookPoint) -> None:
+        self.called.append(point)
+
+    def enter_group(self) -> None: ...
+
+    def sync_buffers(self, communicator: Any) -> None: ...
+
+
+class Steps:
+    """Steps in progress, and whether a failure is forgotten; also the clock and the announcements."""
+
+    depth, cleared = 0, False
+
+    def clear_failure(self) -> None:
+        self.cleared = True
+
+    def resume(self) -> float:
+        return 1.5
+
+    def enter_group(self) -> None: ...
+
+    def agree_on(self, what: object) -> None: ...
+
+
+class Agreed:
+    """What the ranks have agreed on."""
+
+    stop = preempted = False
+    generation = 0
+    batch: BatchChoice | None = None
+
+    def take_generation(self) -> int:
+        taken, self.generation = self.generation, 0
+        return taken
+
+    def take_batch(self) -> BatchChoice | None:
+        taken, self.batch = self.batch, None
+        return taken
+
+
+class Membership:
+    """This worker's side of the protocol: each generation that is asked for has been prepared."""
+
+    worker, stop_requested, voided, gave_up = "a", False, False, ""
+
+    def __init__(self) -> None:
+        self.generation = 1
+
+    def prepared_spec(self, number: int) -> GenerationSpec:
+        return generation(number)
+
+    def take(self, number: int) -> tuple[GenerationSpec, Any]:
+        self.generation = number
+        return generation(number), Group()
+
+    def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Any]:
+        return self.take(self.generation + 1)
+
+    def give_up(self, why: str) -> None:
+        self.gave_up = why
+
+
+class Controller:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.failures, self.switches = list[tuple[int, str]](), list[tuple[int, float]]()
+
+    def failed(self, number: int, cause: str) -> None:
+        self.failures.append((number, cause))
+
+    def switched(self, number: int, pause_s: float) -> None:
+        self.switches.append((number, pause_s))
+
+
+class Run:
+    """The parts that changes go through, and the changes themselves."""
+
+    def __init__(self, *, elastic: bool = True, failing: int = 0) -> None:
+        self.states, self.registry, self.agreed = States(failing), Registered(), Agreed()
+        self.ledger = self.clock = self.consensus = Steps()
+        self.membership, self.controller = Membership(), Controller()
+        self.changes = GroupChanges(
+            self,
+            self.membership,
+            self.controller,
+            lambda moment: None,
+            elastic=elastic,
+            explain=lambda cause: f"explained: {cause}",
+            regroup_timeout_s=1.0,
+        )
+
+
+def anywhere(world_size: int) -> bool:
+    return True
+
+
+def nowhere(world_size: int) -> bool:
+    return False
+
+
+def test_a_worker_joins_in_a_group_with_its_batch_shape() -> None:
+    run = Run()
+    run.changes.join(timeout_s=1.0)
+    assert run.controller.switches == [(2, 1.5)] and run.ledger.cleared
+    assert run.registry.called == [HookPoint.SHAPE_CHANGED] and run.changes.shape_changes == 1
+    assert run.states.shape == SHAPE
+
+
+@pytest.mark.parametrize("unique", [True, False])
+def test_a_joiner_that_cannot_enter_reports_a_failure_if_it_alone_holds_its_state(unique: bool) -> None:
+    run = Run(failing=1)
+    run.states.unique = unique
+    run.changes.join(timeout_s=1.0)
+    assert run.controller.failures == ([(2, "broke")] if unique else [])
+    assert run.controller.switches == [(3, 1.5)]
+
+
+@pytest.mark.parametrize("what", ["stop", "preempted"])
+def test_a_worker_is_dismissed_before_anything_else_happens(what: str) -> None:
+    run = Run()
+    setattr(run.agreed, what, True)
+    run.agreed.generation = 2
+    with pytest.raises(WorkerDismissed) as dismissed:
+        run.changes.between_steps(anywhere)
+    assert dismissed.value.stopped and run.registry.called == [] and run.membership.generation == 1
+
+
+def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:
+    run = Run()
+    for batch in (OTHER, None, OTHER):
+        run.agreed.batch = batch
+        run.changes.between_steps(anywhere)
+    assert run.states.shape == OTHER and run.changes.shape_changes == 1
+    assert run.registry.called.count(HookPoint.SHAPE_CHANGED) == 1
+    assert run.registry.called.count(HookPoint.BETWEEN_STEPS) == 3
+
+
+@pytest.mark.parametrize("can_switch", [anywhere, nowhere])
+def test_an_agreed_generation_is_entered_where_it_suits_the_place(can_switch: Callable[[int], bool]) -> None:
+    run = Run()
+    run.agreed.generation, run.agreed.batch = 4, OTHER
+    run.changes.between_steps(can_switch)
+    assert run.controller.switches == ([(4, 1.5)] if can_switch(1) else [])
+    assert run.states.shape == SHAPE, "a group comes with its own batch"
+
+
+def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.session.group_changes._LONGEST_WAIT", 3)
+    run = Run()
+    run.registry.gradients_are_local = True
+    for _ in range(3):
+        run.agreed.generation = 2
+        run.changes.between_steps(anywhere)
+        assert run.controller.switches == []
+    run.agreed.generation = 2
+    run.changes.between_steps(anywhere)
+    run.agreed.generation = 3
+    run.changes.between_steps(anywhere)
+    assert run.controller.switches == [(2, 1.5)], "in the new group the wait begins anew"
+
+
+@pytest.mark.parametrize(("depth", "voided", "regroups"), [(0, True, True), (0, False, False), (1, True, False)])
+def test_a_group_that_was_called_off_is_left_between_steps(depth: int, voided: bool, regroups: bool) -> None:
+    run = Run()
+    run.ledger.depth, run.membership.voided = depth, voided
+    run.changes.check_group()
+    assert run.controller.failures == ([(1, "the group was called off")] if regroups else [])
+    assert run.membership.generation == (2 if regroups else 1)
+
+
+def test_regrouping_goes_on_until_a_group_stands_and_says_how_far_its_furthest_rank_is() -> None:
+    run = Run(failing=1)
+    assert run.changes.regroup("lost") == 5
+    assert run.controller.failures == [(1, "lost"), (2, "broke")]
+    assert run.controller.switches == [(3, 1.5)]
+    assert run.membership.gave_up == ""
+
+
+def test_a_group_that_cannot_change_fails_with_an_explanation() -> None:
+    run = Run(elastic=False)
+    with pytest.raises(CommunicationFailedError, match=r"^explained: lost$"):
+        run.changes.regroup("lost")
+    assert run.controller.failures == [], "no other group is asked for"
+
+
+def test_a_rank_that_cannot_enter_a_group_that_cannot_change_gives_up() -> None:
+    run = Run(elastic=False, failing=1)
+    run.changes.join(timeout_s=1.0)  # this membership gives another group all the same
+    assert run.membership.gave_up == "explained: broke"

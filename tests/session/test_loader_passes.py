@@ -1,0 +1,224 @@
+"""The passes of a run's loaders, with fakes for all but the ledger of steps and the sums, which are pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.membership.rendezvous import CommunicationFailedError
+from elastic_ray.session.loader_passes import LoaderPasses
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.sums import StepSums
+from tests.session.steps import step_of
+
+
+class Changes:
+    """Finds a group at once, whose furthest rank has ended so many passes."""
+
+    def __init__(self, clear_failure: Callable[[], None]) -> None:
+        self.between, self.causes, self.furthest = list[bool](), list[str](), 0
+        self._clear_failure = clear_failure
+
+    def between_steps(self, can_switch: Callable[[int], bool]) -> None:
+        self.between.append(can_switch(32))
+
+    def regroup(self, cause: str) -> int:
+        self.causes.append(cause)
+        self._clear_failure()
+        return self.furthest
+
+
+class Votes:
+    """All ranks agree, but for the first votes, which fail."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.failing, self.intents = failing, list[Intent]()
+
+    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
+        self.intents.append(what.intent)
+        if len(self.intents) <= self.failing:
+            raise CommunicationFailedError("broke")
+        return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
+
+
+class State:
+    """Where the run stands, and nothing to undo."""
+
+    def __init__(self) -> None:
+        self.progress = RunProgress()
+
+    def snapshot(self) -> None: ...
+
+    def forget_snapshot(self) -> None: ...
+
+    def roll_back(self) -> None: ...
+
+
+class Parts:
+    """A group, models and buffers."""
+
+    generation, buffer_layout = 3, 7
+    communicator: Any = "the group"
+
+    def __init__(self) -> None:
+        self.models, self.synchronised = self, list[Any]()
+
+    def gain(self, scale: float) -> float:
+        return scale / 2
+
+    def sync_buffers(self, communicator: Any) -> None:
+        self.synchronised.append(communicator)
+
+
+class Clock:
+    """Notes the shape of each step, None for one that trained nothing."""
+
+    def __init__(self) -> None:
+        self.edges, self.micros = list[BatchChoice | None](), 0
+
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
+        self.edges.append(shape)
+
+    def micro(self) -> None:
+        self.micros += 1
+
+
+class Run:
+    """The parts that the passes go through; a step may be begun in them."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.states, self.sums, self.clock = State(), StepSums(), Clock()
+        self.ledger = StepLedger(self.states, recoverable=True)
+        self.consensus, self.group = Votes(failing), Parts()
+        self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
+        self.passes = LoaderPasses(self, self.changes, self.moments.append)
+
+    def begin(self, loader_pass: PassProgress) -> None:
+        self.passes.begin_step(step_of(loader_pass, self.passes.next_ordinal))
+
+
+def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added() -> None:
+    run = Run()
+    loader_pass = run.passes.enter()
+    run.begin(loader_pass)
+    run.sums.add(1, (-1, 0), "loss", 1.5)
+    assert run.passes.edge(loader_pass)
+    assert run.consensus.intents == [Intent.EDGE] and run.changes.between == [True]
+    assert run.states.progress.sums == {(-1, 0): {"loss": 3.0}}
+    run.begin(loader_pass)
+    run.ledger.mark_reduced()
+    assert run.passes.edge(loader_pass)
+    assert run.consensus.intents == [Intent.EDGE], "the vote has ridden on the gradients"
+    assert run.moments == ["edge", "edge"]
+
+
+def test_sums_are_voted_on_even_where_gradients_were_reduced() -> None:
+    run = Run()
+    run.sums.new_key(0)
+    run.begin(loader_pass := run.passes.enter())
+    run.ledger.mark_reduced()
+    assert run.passes.edge(loader_pass) and run.consensus.intents == [Intent.EDGE]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_committed_step_counts_with_its_generation_and_gain(trains: bool) -> None:
+    run = Run()
+    run.begin(loader_pass := run.passes.enter())
+    run.passes.end_micro_step()
+    if trains:
+        run.ledger.mark_training()
+    assert run.passes.edge(loader_pass)
+    progress = run.states.progress
+    assert (progress.loader_steps, progress.lineage) == (1, 3)
+    assert (progress.steps, progress.done) == ((1, 1.0) if trains else (0, 0.0))
+    assert run.clock.edges == [BatchChoice(atomic_bsz=8) if trains else None] and run.clock.micros == 1
+
+
+def test_a_step_whose_vote_fails_is_drawn_again_with_another_group() -> None:
+    run = Run(failing=1)
+    loader_pass = run.passes.enter()
+    run.begin(loader_pass)
+    assert not run.passes.edge(loader_pass)
+    assert run.changes.causes == ["broke"] and (loader_pass.position, run.ledger.depth) == (0, 0)
+    assert run.changes.between == [] and run.clock.edges == []
+    run.begin(loader_pass)
+    assert run.passes.edge(loader_pass) and loader_pass.position == 8
+
+
+def test_a_step_whose_reduction_failed_is_not_voted_on_and_its_sums_are_undone() -> None:
+    run = Run()
+    run.begin(loader_pass := run.passes.enter())
+    run.sums.add(1, (-1, 0), "loss", 1.5)
+    run.ledger.fail("gradients")
+    assert not run.passes.edge(loader_pass)
+    assert run.changes.causes == ["gradients"] and run.consensus.intents == []
+    assert run.sums.take(1) == {}
+
+
+def test_nothing_changes_after_a_step_within_another() -> None:
+    run = Run()
+    run.begin(outer := run.passes.enter())
+    run.begin(inner := run.passes.enter())
+    assert run.passes.edge(inner)
+    run.passes.end_pass(inner, 8)
+    assert run.changes.between == [] and run.clock.edges == []
+    assert run.passes.edge(outer)
+    assert run.changes.between == [True] and len(run.clock.edges) == 1
+
+
+def test_a_step_around_a_lost_one_is_lost_with_the_group_that_it_was_cut_for() -> None:
+    run = Run(failing=1)
+    run.begin(outer := run.passes.enter())
+    run.begin(inner := run.passes.enter())
+    lost = [(run.passes.edge(each), run.ledger.failure) for each in (inner, outer)]
+    assert lost == [(False, "broke"), (False, None)]
+    assert run.changes.causes == ["broke", "broke"] and outer.position == 0
+
+
+def test_a_pass_ends_when_all_ranks_have_said_so_however_often_that_fails() -> None:
+    run = Run(failing=2)
+    loader_pass = run.passes.enter()
+    run.passes.end_pass(loader_pass, 64)
+    assert run.consensus.intents == [Intent.END_OF_PASS] * 3 and len(run.changes.causes) == 2
+    assert loader_pass.done and run.states.progress.ended_passes == 1 and run.changes.between == [True]
+    assert run.group.synchronised == ["the group"]
+
+
+def test_a_pass_that_another_rank_has_ended_ends_here_without_a_further_vote() -> None:
+    run = Run(failing=1)
+    run.changes.furthest = 1
+    loader_pass = run.passes.enter()
+    run.passes.end_pass(loader_pass, 64)
+    assert loader_pass.done and run.consensus.intents == [Intent.END_OF_PASS]
+    assert run.group.synchronised == []
+
+
+def test_after_a_pass_a_group_may_be_as_large_as_the_pass() -> None:
+    run = Run()
+    run.passes.end_pass(run.passes.enter(), 31)
+    assert run.changes.between == [False], "32 ranks are more than there are samples"
+
+
+def test_a_loop_that_was_left_is_ended_before_the_next_and_its_changes_are_put_off() -> None:
+    run = Run()
+    first = run.passes.enter()
+    run.begin(first)
+    run.passes.abandon(first)
+    run.passes.settle()
+    assert first.done and first.position == 8 and run.changes.between == []
+    assert run.consensus.intents == [Intent.EDGE, Intent.END_OF_PASS]
+    run.passes.enter()
+    assert run.changes.between == [True]
+
+
+def test_the_end_of_an_epoch_ends_its_passes_and_carries_out_what_was_put_off() -> None:
+    run = Run()
+    run.begin(left := run.passes.enter())
+    run.passes.end_epoch()
+    assert left.done and run.passes.step is None
+    assert run.states.progress.epoch == 1 and run.changes.between == [True]
