@@ -56,7 +56,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def log_plainly(level: int) -> None:
-    """Let this process' log be lines of printable text on standard error, if nobody has set it up otherwise."""
+    """Let this process' log be lines of printable text on standard error, unless it is set up otherwise already."""
     handler = logging.StreamHandler()
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=level, handlers=[handler])

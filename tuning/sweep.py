@@ -153,7 +153,7 @@ class Sweep:
             self._ended(run, ended)
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """A worker process on the node, and whether it has ever answered; None for a run that nobody has told of."""
+        """A worker process on the node, and whether it has ever answered; None for a run that it was not told of."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:

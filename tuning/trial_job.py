@@ -217,7 +217,7 @@ class TrialJob:
     @property
     def done(self) -> bool:
         """Whether the job has ended and all of its reports have been taken."""
-        # An ended job's reports are at hand: nobody is asked.
+        # An ended job's reports are at hand: no process is asked.
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 
     def raise_error(self) -> None:
@@ -225,7 +225,7 @@ class TrialJob:
         self._handle.result(timeout=_STOP_TIMEOUT_S)
 
     def stop(self, *, paused: bool = False) -> None:
-        """End the job, at once: its workers and their room are given back, and nobody's reports are lost by it.
+        """End the job, at once: its workers and their room are given back, and no reports are lost by it.
 
         Args:
             paused: the sweep may want the trial to go on, but there is no checkpoint from which it could.

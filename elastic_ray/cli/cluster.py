@@ -25,8 +25,8 @@ from elastic_ray.cli.rows import JobAnswers
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
-from placement.allocator.events import CoreSnapshot
 from placement.allocator.explaining import Explanation
+from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.policies import make_policy
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor

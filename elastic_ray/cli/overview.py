@@ -29,7 +29,7 @@ from placement.text import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from placement.allocator.events import CoreSnapshot
+    from placement.allocator.snapshot import CoreSnapshot
     from placement.autoscaling.autoscaler import ScalingDecision
 
 _NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"

@@ -14,7 +14,7 @@ from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
-    from placement.allocator.events import CoreSnapshot, DecisionRecord, JobState
+    from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8
 """Characters of a node's id that are shown."""

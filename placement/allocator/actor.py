@@ -22,18 +22,10 @@ from ray.exceptions import RayActorError
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import (
-    CoreSnapshot,
-    DecisionRecord,
-    Event,
-    JobEnded,
-    JobHeartbeat,
-    NodesChanged,
-    Recalled,
-    TimePassed,
-)
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
+from placement.allocator.snapshot import CoreSnapshot, DecisionRecord
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
@@ -204,7 +196,7 @@ class Allocator:
         self._knowledge_sync.heard(view)
         self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
-        # Up to now what a newcomer holds counted as others' use, and nobody may decide on that.
+        # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
         cluster = None if view.job in core.jobs else self._usable(view.job)
         self._handle(JobHeartbeat(view=view, cluster=cluster))
         return HeartbeatReply(
@@ -241,7 +233,7 @@ class Allocator:
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """Somebody wants the policy with this identity, or this configuration: None if both rule; else what is there.
+        """A caller wants the policy with this identity, or this configuration: None if both rule; else what is there.
 
         Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
         """

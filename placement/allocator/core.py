@@ -7,24 +7,12 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import (
-    Allocate,
-    CoreSnapshot,
-    DecisionRecord,
-    Event,
-    Instruction,
-    JobEnded,
-    JobHeartbeat,
-    JobState,
-    NodesChanged,
-    Recalled,
-    TimePassed,
-    Trigger,
-    Unsatisfiable,
-)
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation, explain
+from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.known_job import KnownJob
 from placement.allocator.significance import trigger_of
+from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
 from placement.knowledge.knowledge import Knowledge
@@ -161,7 +149,7 @@ class AllocatorCore:
         gap = now_s - self._event_s if self._event_s is not None else 0.0
         self._event_s = now_s
         if gap > self._config.silence_s and self._jobs:
-            # Not the jobs were silent: this process slept. Listen again before judging anybody.
+            # Not the jobs were silent: this process slept. Listen again before judging any of them.
             for job in self._jobs.values():
                 job.excuse(now_s)
             self._settling, self._settled_s = True, None

@@ -27,7 +27,8 @@ class Explanation:
         reason: of the last decision, a sentence.
         speed: on so many workers, relative to its smallest size; 0 while it waits.
         speed_with_one_more: on one worker more, on as few nodes as they fit; None where it may not grow.
-        taker: who would have more workers if the cluster had room for one more of this job's; None if nobody.
+        taker: the job that would have more workers if the cluster had room for one more of this job's; None if there
+            is none.
         with_room: what the policy says of this job in that case.
     """
 

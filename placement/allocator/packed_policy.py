@@ -20,7 +20,7 @@ class PackedPolicy:
 
     Attributes:
         name: of the policy.
-        identity: equal for the same code with the same settings, whoever packed it.
+        identity: equal for the same code with the same settings, in whichever process it was packed.
         pickled: the policy; modules of the user's own travel along.
     """
 

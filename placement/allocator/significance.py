@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.allocator.events import Trigger
+from placement.allocator.snapshot import Trigger
 from placement.cluster.jobs import JobView, speeds
 
 _LIMITS = (

@@ -30,7 +30,7 @@ class AutoscalerConfig:
     """Times of the autoscaler [s].
 
     Attributes:
-        linger_s: a node that nobody needs is kept for so long; somebody may need it again.
+        linger_s: a node that no job needs is kept for so long; a job may need it again.
         launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
             another type (on-demand instead of spot) is asked for.
         retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.

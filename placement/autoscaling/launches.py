@@ -100,7 +100,7 @@ class Lifetimes:
         self._leaving: frozenset[str] = frozenset()
 
     def watch(self, cluster: Cluster, given_up: Collection[str], now_s: float) -> None:
-        """Count hours, and nodes that went though nobody had given them up.
+        """Count hours, and nodes that went though they had not been given up.
 
         Args:
             cluster: the nodes that are there.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -248,9 +248,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.arange(n + 1, dtype=np.float64)
-    return _fitted_speeds(
-        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
-    )
+    return _fitted_speeds(_fitted_sizes(view, view.goodput, slots, n))
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
@@ -258,27 +256,30 @@ def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
-    return _fitted_goodputs(
-        view.goodput, _fewest_nodes(slots, n), view.max_batch_size, view.atomic_bsz_range, view.accumulation
-    )
+    return _fitted_goodputs(_fitted_sizes(view, view.goodput, slots, n))
 
 
-def _fewest_nodes(slots: Sequence[int], most: int) -> tuple[int, ...]:
-    """How many nodes 1..most workers need at least."""
+class _FittedSizes(NamedTuple):
+    """Sizes 1..n of a job with a model, k workers on ``nodes[k - 1]`` nodes, and the limits of its batch."""
+
+    model: GoodputModel
+    nodes: tuple[int, ...]
+    max_batch_size: int | None
+    atomic_bsz_range: tuple[int, int] | None
+    accumulation: bool
+
+
+def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most: int) -> _FittedSizes:
+    """The job's sizes 1..most, each on as few nodes as it fits."""
     roomy = np.cumsum(sorted(slots, reverse=True))
-    return tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
+    nodes = tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
+    return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation)
 
 
 @functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
-def _fitted_speeds(
-    model: GoodputModel,
-    nodes: tuple[int, ...],
-    max_batch_size: int | None,
-    atomic_bsz_range: tuple[int, int] | None,
-    accumulation: bool,
-) -> NDArray[np.float64]:
-    """Speed on 0..n workers relative to the smallest size that runs, k of them on ``nodes[k - 1]`` nodes; read-only."""
-    values = _fitted_goodputs(model, nodes, max_batch_size, atomic_bsz_range, accumulation)
+def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
+    """Speed on 0..n workers relative to the smallest size that runs; read-only."""
+    values = _fitted_goodputs(sizes)
     positive = values[values > 0]
     speed = np.concatenate(([0.0], values / (positive[0] if positive.size else 1.0)))
     speed.setflags(write=False)
@@ -286,20 +287,15 @@ def _fitted_speeds(
 
 
 @functools.lru_cache(maxsize=4096)
-def _fitted_goodputs(
-    model: GoodputModel,
-    nodes: tuple[int, ...],
-    max_batch_size: int | None,
-    atomic_bsz_range: tuple[int, int] | None,
-    accumulation: bool,
-) -> NDArray[np.float64]:
-    """Goodput [samples/s] on 1..n workers, k of them on ``nodes[k - 1]`` nodes; 0 where no batch fits, read-only."""
-    best, _, _ = model.best(
-        np.array(nodes),
-        np.arange(1, len(nodes) + 1),
-        max_batch_size=None if max_batch_size is None else max(max_batch_size, model.init_batch_size),
-        atomic_bsz_range=atomic_bsz_range,
-        accumulation=accumulation,
+def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
+    """Goodput [samples/s] on 1..n workers; 0 where no batch fits, read-only."""
+    most = sizes.max_batch_size
+    best, _, _ = sizes.model.best(
+        np.array(sizes.nodes),
+        np.arange(1, len(sizes.nodes) + 1),
+        max_batch_size=None if most is None else max(most, sizes.model.init_batch_size),
+        atomic_bsz_range=sizes.atomic_bsz_range,
+        accumulation=sizes.accumulation,
     )
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
     values.setflags(write=False)

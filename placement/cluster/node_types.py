@@ -91,7 +91,7 @@ def check_types(types: Sequence[NodeType]) -> None:
 
 
 def type_of(node: Node, types: Sequence[NodeType]) -> str | None:
-    """Name of the node's type; None for a node that nobody asked for, such as the head.
+    """Name of the node's type; None for a node that was not asked for, such as the head.
 
     Ray labels a node that its autoscaler started with the type's name. One without is of the type whose labels and
     resources it has.

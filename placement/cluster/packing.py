@@ -94,7 +94,7 @@ def _minimums_first(
     *,
     keep: bool,
 ) -> _Packer:
-    """The same in two passes: everybody's minimum, then growth."""
+    """The same in two passes: all jobs' minimums, then growth."""
     packer = _Packer(FreeResources(cluster))
     floors = {view.job: min(view.min_workers, counts[view.job]) for view in jobs}
     for sizes in (floors, counts):

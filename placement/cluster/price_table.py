@@ -75,7 +75,7 @@ def _defaults() -> dict[str, Price]:
 class PriceTable:
     """Prices by GPU type and by instance type.
 
-    The default ones are rounded and from memory, to be replaced by whoever counts money: on demand near the list
+    The default ones are rounded and from memory, to be replaced where money counts: on demand near the list
     prices of clouds that rent the card (g4dn.12xlarge / 4, p4d.24xlarge / 8, p3.16xlarge / 8; 0.50 and 1.25 stand for
     cards without one), spot at a third to two fifths of that.
 

@@ -9,9 +9,9 @@ it decides about the first of these jobs. So
   appears when its upload is complete; what is torn nevertheless, or is not ours, is reported and left out;
 - *any file system of pyarrow serves*: nothing is locked, and nothing is appended to.
 
-Files of allocators that are gone are folded in: whoever has read one, still knows all that it says and has written that
-itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows with its next
-news.
+Files of allocators that are gone are folded in: an allocator that has read one, still knows all that it says and has
+written that itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows
+with its next news.
 
 Columns, one row per measurement (kind ``step``) or per gradient noise (kind ``noise``); others' are null:
 

@@ -73,10 +73,11 @@ def decide(
         guaranteed: jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []
+    running = {view.job for view in problem.views if view.workers}
     present = problem
     seen = [_places({view.job: view.allocation for view in problem.views})]
     for _ in range(_ROUNDS):
-        plan = _decide_once(present, solve, constraints, now_s, guaranteed)
+        plan = _decide_once(present, solve, constraints, now_s, guaranteed, running)
         plans.append(plan)
         places = _places(plan.allocation)
         if places in seen:
@@ -88,7 +89,12 @@ def decide(
 
 
 def _decide_once(
-    problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str]
+    problem: Problem,
+    solve: Solver,
+    constraints: Constraints,
+    now_s: float,
+    guaranteed: Collection[str],
+    running: Collection[str],
 ) -> Plan:
     """The plan under all constraints; a guarantee whose job gets nothing is dropped and the policy asked again."""
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
@@ -100,7 +106,7 @@ def _decide_once(
         raised, notes = guarantee(problem.views, problem.cluster, guaranteed, now_s, refused)
         raised = dataclasses.replace(raised, multi_node_nodes=problem.multi_node_nodes, apart=problem.apart)
         within = functools.partial(by_tenant, solve=functools.partial(by_priority, solve=inner), tenants=tenants)
-        plan = with_minimums_on_demand(raised, within, least)
+        plan = with_minimums_on_demand(raised, within, least, running)
         failed = [job for job in sorted(raised.guaranteed) if job not in plan.allocation]
         if not failed:
             break

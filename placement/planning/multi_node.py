@@ -97,7 +97,7 @@ class _Placer:
         self._wanted = wanted
 
     def move_some(self, jobs: Sequence[JobView]) -> None:
-        """Jobs that stand in nobody's way stay; the others are placed anew."""
+        """Jobs that stand in no other job's way stay; the others are placed anew."""
         places, wanted = self._present, self._wanted
         order = sorted(
             jobs,

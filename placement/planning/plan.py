@@ -91,7 +91,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
 
 
 def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> Packing:
-    """The policy's own places where it names them; everybody else is packed into the room that they leave."""
+    """The policy's own places where it names them; the other jobs are packed into the room that they leave."""
     named = {job: target.nodes for job, target in targets.items() if target.nodes is not None and target.workers}
     if not named:
         return pack({job: target.workers for job, target in targets.items()}, views, cluster)

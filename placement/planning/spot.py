@@ -8,7 +8,7 @@ and where; afterwards workers are exchanged between nodes of one GPU type until 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Allocation, Cluster, Node, without
 from placement.cluster.free_resources import FreeResources
@@ -26,7 +26,9 @@ def on_demand_workers(place: Mapping[str, int], nodes: Mapping[str, Node]) -> in
     return sum(workers for node_id, workers in place.items() if node_id in nodes and not nodes[node_id].spot)
 
 
-def with_minimums_on_demand(problem: Problem, solve: Solver, least: Mapping[str, int]) -> Plan:
+def with_minimums_on_demand(
+    problem: Problem, solve: Solver, least: Mapping[str, int], running: Collection[str]
+) -> Plan:
     """Ask, and see to it that mixed jobs have their minimum on on-demand nodes.
 
     One that waits does not start where that is impossible. One that runs keeps running, and its reason says so: to stop
@@ -36,6 +38,7 @@ def with_minimums_on_demand(problem: Problem, solve: Solver, least: Mapping[str,
         problem: the jobs; a deadline may have raised their minimum.
         solve: what decides for the rest.
         least: workers that each mixed job wants on on-demand nodes.
+        running: jobs that have workers; ``problem`` may show the outcome of an earlier round, where more of them do.
     """
     mixed = {view.job: view for view in problem.views if view.job in least}
     if not mixed or not any(node.spot for node in problem.cluster.nodes):
@@ -45,16 +48,13 @@ def with_minimums_on_demand(problem: Problem, solve: Solver, least: Mapping[str,
     waits = {job: _WAITS.format(least[job]) for job in shut}
     while True:
         plan = solve(problem.only(job for job in order if job not in shut))
-        settled, unsettled = _settle(plan, problem, {job: least[job] for job in mixed if job in plan.allocation})
-        # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
-        starting = [job for job in unsettled if not mixed[job].workers]
-        waits |= {job: _WAITS.format(least[job]) for job in starting}
-        if not starting and unsettled:
-            starting = _newcomers(plan, problem, order[order.index(unsettled[0]) :])[-1:]
-            waits |= dict.fromkeys(starting, f"waits: on-demand nodes are kept for the minimum of {unsettled[0]}")
-        if not starting:
+        wanted = {job: least[job] for job in order if job in mixed and job in plan.allocation}
+        settled, unsettled = _settle(plan, problem, wanted)
+        late = _giving_way(plan, problem, unsettled, least, running) if unsettled else {}
+        if not late:
             break
-        shut |= set(starting)
+        shut |= late.keys()
+        waits |= late
     notes = {job: _LEFT.format(least[job]) for job in unsettled}
     return settled.noted(notes).plus(Plan(allocation={}, reasons=waits))
 
@@ -71,15 +71,37 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
     return shut
 
 
-def _newcomers(plan: Plan, problem: Problem, order: Sequence[str]) -> list[str]:
-    """Those of these jobs that this plan starts on on-demand nodes."""
+def _giving_way(
+    plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
+) -> dict[str, str]:
+    """Jobs that are not to start so that others have their minimum on demand, with the reason; empty if none can."""
+    # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
+    present = {view.job for view in problem.views if view.workers}
+    starting = [job for job in unsettled if job not in present]
+    if starting:
+        return {job: _WAITS.format(least[job]) for job in starting}
+    first = unsettled[-1]
+    late = _newcomers(plan, problem, first)
+    if late:
+        return {late[-1]: f"waits: on-demand nodes are kept for the minimum of {first}"}
+    # What an earlier round has started does not run yet: it gives way as well.
+    return {job: _WAITS.format(least[job]) for job in [job for job in unsettled if job not in running][:1]}
+
+
+def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
+    """Jobs that come after this one and that this plan starts on on-demand nodes."""
     nodes = problem.cluster.by_id()
-    waiting = {view.job for view in problem.views if not view.workers}
-    return [job for job in order if job in waiting and on_demand_workers(plan.allocation.get(job, {}), nodes)]
+    order = by_precedence(problem)
+    behind = order[[view.job for view in order].index(first) :]
+    waiting = [view.job for view in behind if not view.workers]
+    return [job for job in waiting if on_demand_workers(plan.allocation.get(job, {}), nodes)]
 
 
 def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
-    """The plan with workers exchanged so that these jobs have their minimums on demand; those that cannot."""
+    """The plan with workers exchanged so that these jobs have their minimums on demand; those that cannot, last first.
+
+    ``least`` is in the order of precedence: the last job gives way first.
+    """
     nodes = problem.cluster.by_id()
     views = {view.job: view for view in problem.views}
     lacking = [job for job, workers in least.items() if on_demand_workers(plan.allocation[job], nodes) < workers]
@@ -107,19 +129,29 @@ def _exchanged(
     first = pack(least, list(kept.values()), cluster)
     if first.short:
         return None
-    counts, rest = {}, []
-    for job, place in allocation.items():
-        has = first.allocation.get(job, {})
-        counts[job] = sum(place.values()) - sum(has.values())
-        left = {node: place.get(node, 0) - has.get(node, 0) for node in place}
-        view = _of_type(views[job], place, nodes)
-        low = max(view.min_workers - sum(has.values()), 1)
-        view = dataclasses.replace(view, min_workers=low, held_at=None)
-        rest.append(view.placed({node: workers for node, workers in left.items() if workers > 0}))
-    second = pack(counts, rest, without(cluster, first.allocation, bundles))
-    found = {job: _sum(first.allocation.get(job, {}), second.allocation.get(job, {})) for job in allocation}
-    # What others have beyond their minimum gives way to a minimum, as everywhere.
-    return found if all(sum(place.values()) >= views[job].min_workers for job, place in found.items()) else None
+    counts = {job: sum(place.values()) for job, place in allocation.items()}
+    minimums = {job: views[job].min_workers for job in allocation}
+    # What others have beyond their minimum gives way to a minimum, as everywhere: these come first if one is at stake.
+    for stages in ((counts,), (minimums, counts)):
+        found: dict[str, dict[str, int]] = {job: dict(first.allocation.get(job, {})) for job in allocation}
+        for sizes in stages:
+            missing = {job: max(workers - sum(found[job].values()), 0) for job, workers in sizes.items()}
+            rest = [_missing_part(views[job], place, found[job], nodes) for job, place in allocation.items()]
+            more = pack(missing, rest, without(cluster, found, bundles)).allocation
+            found = {job: _sum(place, more.get(job, {})) for job, place in found.items()}
+        if all(sum(place.values()) >= minimums[job] for job, place in found.items()):
+            return found
+    return None
+
+
+def _missing_part(
+    view: JobView, place: Mapping[str, int], has: Mapping[str, int], nodes: Mapping[str, Node]
+) -> JobView:
+    """The job without the workers that it has already, at its place and on its GPU type."""
+    low = max(view.min_workers - sum(has.values()), 1)
+    left = {node: workers - has.get(node, 0) for node, workers in place.items()}
+    part = dataclasses.replace(_of_type(view, place, nodes), min_workers=low, held_at=None)
+    return part.placed({node: workers for node, workers in left.items() if workers > 0})
 
 
 def _off_spot_nodes(view: JobView) -> JobView:

@@ -228,7 +228,7 @@ class _Filling:
                 self.floors[view.job] = view.min_workers
 
     def climb(self, limits: Mapping[str, Resources] | None) -> None:
-        """Everybody's minimums, then workers one by one, up to the limits (and never above a quota)."""
+        """All jobs' minimums, then workers one by one, up to the limits (and never above a quota)."""
         starts = {name: collections.deque(self._of(name, started=False)) for name in self._tenants}
         grows: dict[str, collections.deque[JobView]] = {}
         self._running = {name: sum(1 for view in queue if view.workers) for name, queue in starts.items()}

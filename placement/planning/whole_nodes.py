@@ -1,4 +1,4 @@
-"""A preference for whole nodes: sizes that fill them, and nobody else on them. Nothing is left idle for it."""
+"""A preference for whole nodes: sizes that fill them, and no other job on them. Nothing is left idle for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def node_worth(view: JobView, cluster: Cluster) -> int:
 
 
 def on_nodes_of_their_own(problem: Problem, plan: Plan, *, apart: bool) -> Plan:
-    """The same sizes with nobody else on the nodes of jobs that prefer whole nodes, if all workers find a place so."""
+    """The same sizes with no other job on the nodes of jobs that prefer whole nodes, if all workers find a place so."""
     shy = [view for view in problem.views if view.whole_nodes and view.job in plan.allocation]
     if not any(_shares(view.job, plan.allocation) for view in shy):
         return plan

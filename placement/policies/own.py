@@ -86,7 +86,7 @@ def _module_of_file(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]  # half a module is no use to whoever asks next
+        del sys.modules[name]  # half a module is of no use to the next import
         raise
     return module
 

@@ -22,9 +22,9 @@ from placement.ray_cluster.snapshot import job_of
 def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
     """Ask for one worker's resources on one node; returns at once, ``ready`` tells when they are there.
 
-    The group is detached: it outlives the process of a controller that Ray restarts. Whoever reserves it releases it;
-    of a controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is
-    full, and for ever if the node is gone: release it when it is no longer wanted.
+    The group is detached: it outlives the process of a controller that Ray restarts. Its maker releases it; of a
+    controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is full,
+    and for ever if the node is gone: release it when it is no longer wanted.
 
     Args:
         bundle: resources of the worker; amounts of 0 are left out.

@@ -21,7 +21,7 @@ def actor_class(kind: type) -> Any:
 
 
 def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> Any:
-    """Make an actor that outlives whoever makes it, on the head node: without that nothing runs.
+    """Make an actor that outlives the process that makes it, on the head node: without that nothing runs.
 
     Args:
         kind: its class.

@@ -1,7 +1,7 @@
 """SHELL: nodes are asked for here, of Ray's autoscaler, by its coordinator where Ray Data or Ray Train run one.
 
 ``request_resources`` is one list for the whole cluster, and the coordinator, an actor that merges the lists of all its
-users, sends its own again every 20 s: whoever calls Ray directly beside it is undone, and undoes the others. So the
+users, sends its own again every 20 s: a direct call of Ray beside it is undone, and undoes the others. So the
 coordinator is looked for with every call. Its class is private; actor name and methods are used as Ray Train does.
 """
 
@@ -68,7 +68,7 @@ class NodeRequests:
         self._told, self._at_s, self._by_coordinator = wanted, time.monotonic(), coordinator is not None
 
     def withdraw(self) -> None:
-        """Ask for nothing any more: what Ray was told outlives whoever told it."""
+        """Ask for nothing any more: what Ray was told outlives the process that told it."""
         self.ask(())
 
 

@@ -1,4 +1,4 @@
-"""SHELL: where controllers of jobs keep notes in Ray's control store, and the end of those that nobody will read.
+"""SHELL: where controllers of jobs keep notes in Ray's control store, and the end of those that none will read.
 
 A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
 cannot, and Redis behind the control store would keep them over restarts of the cluster.

@@ -1,6 +1,6 @@
 """SHELL: looks, on a spot node, for the cloud's notice of its end, and then lets Ray drain the node.
 
-A draining node is what everybody understands: the allocator moves jobs off it, Ray puts nothing new on it. An actor
+All parts know what a draining node is: the allocator moves jobs off it, Ray puts nothing new on it. An actor
 keeps a node from being idle, hence only nodes that elastic jobs use are watched.
 """
 

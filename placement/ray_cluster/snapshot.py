@@ -30,7 +30,7 @@ class RawNode:
     Attributes:
         node_id: hex id.
         total: all its resources.
-        available: what nobody holds, a few hundred milliseconds old.
+        available: what is free, a few hundred milliseconds old.
         reserved: what fulfilled placement groups of elastic jobs hold, per job.
         draining: whether it is about to go.
         labels: its labels.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from placement.allocator.events import Trigger
+from placement.allocator.snapshot import Trigger
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES

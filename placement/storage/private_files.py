@@ -59,7 +59,7 @@ def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) 
 def open_append(path: str, *, private: bool) -> int:
     """The descriptor of a local file, to be written at its end."""
     mode = FILE_MODE if private else 0o666
-    links = os.O_NOFOLLOW if private else 0  # whoever may write in the directory could make us write elsewhere
+    links = os.O_NOFOLLOW if private else 0  # another user of the directory could make us write elsewhere
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, mode)
     if private:
         tighten(descriptor)

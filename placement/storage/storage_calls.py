@@ -2,7 +2,7 @@
 
 A file system is asked through calls that block; NFS without its server and S3 behind a dead link block for good. Such a
 call costs a thread of this pool and nothing else: threads are few, they are daemons (so that none holds up the end of
-its process), and whoever asked goes on at its deadline.
+its process), and the caller goes on at its deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
         what: what it does, for messages: "writing events".
         answer: what it returns.
         heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
-        given_up: nobody waits for it any more; a call that goes on in pieces ends itself.
+        given_up: its caller does not wait for it any more; a call that goes on in pieces ends itself.
     """
 
     what: str
@@ -45,12 +45,12 @@ class Call:
     given_up: bool = False
 
     def heard(self) -> bool:
-        """A piece is done; whether somebody still waits for the others."""
+        """A piece is done; whether its caller still waits for the others."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
     def give_up(self) -> None:
-        """Nobody waits for it any more: one that has not begun never will."""
+        """Its caller does not wait for it any more: one that has not begun never will."""
         self.given_up = True
         self.answer.cancel()
 

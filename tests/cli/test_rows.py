@@ -27,7 +27,7 @@ from elastic_ray.cli.rows import (
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job_spec import JobSpec
-from placement.allocator.events import CoreSnapshot, DecisionRecord, JobState
+from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Cluster, Node
 from placement.cluster.jobs import JobView

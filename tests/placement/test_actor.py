@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from placement.allocator.actor import Allocator, PolicyConflictError, get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import CoreSnapshot
+from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.config import Autoscaling
 from placement.cluster.cluster import Cluster

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ray.autoscaler.v2.schema import LaunchRequest
 
@@ -44,8 +44,39 @@ def jobs(draw: st.DrawFn) -> list[JobView]:
     return found
 
 
+def job(name: str, use: str, priority: int, least: int, most: int, **fields: Any) -> JobView:
+    """A job that arrived in the order of the number in its name."""
+    sizes = {"min_workers": least, "max_workers": most}
+    return view(name, spot=use, priority=priority, submitted_s=float(name[1:]), **sizes, **fields)
+
+
+LATE_AVOIDER = [job("j0", "mixed", 1, 2, 5), job("j1", "mixed", 0, 2, 2), job("j2", "avoid", 1, 3, 3)]
+"""The second round starts the third job on nodes where the first has its minimum, which gives up the second's too."""
+
+LATE_EARLIER = [
+    job("j0", "prefer", 2, 3, 3),
+    job("j1", "avoid", 2, 3, 3),
+    job("j2", "mixed", 1, 3, 3),
+    job("j3", "mixed", 0, 3, 8),
+    job("j4", "prefer", 2, 3, 4),
+    job("j5", "mixed", 0, 1, 4),
+]
+"""The second round starts a job that comes before a mixed one, which only the first round has started."""
+
+GROWN = [
+    job("j0", "mixed", 1, 3, 3),
+    job("j1", "mixed", 0, 1, 6),
+    job("j3", "mixed", 0, 2, 3),
+    job("j4", "avoid", 1, 2, 4),
+]
+"""All minimums fit where the last job gives up its growth, not that of a mixed job beyond its minimum."""
+
+
 @every
 @settings(max_examples=12)
+@example(views=LATE_AVOIDER, on_demand=1, spot=1)
+@example(views=LATE_EARLIER, on_demand=2, spot=1)
+@example(views=GROWN, on_demand=2, spot=2)
 @given(views=jobs(), on_demand=st.integers(0, 3), spot=st.integers(0, 3))
 def test_every_policy_keeps_jobs_where_they_want_to_be(
     name: str, views: list[JobView], on_demand: int, spot: int
@@ -60,6 +91,16 @@ def test_every_policy_keeps_jobs_where_they_want_to_be(
         if each.spot == "mixed" and place:
             assert on_demand_workers(place, there.by_id()) >= each.min_workers, plan.reasons[each.job]
         assert plan.reasons[each.job]
+
+
+def test_a_job_of_an_earlier_round_keeps_its_minimum_on_demand_against_jobs_behind_it() -> None:
+    plan = make_plan(make_policy("fifo"), LATE_AVOIDER, nodes(1, 1), 0.0)
+    assert plan.allocation == {"j0": {"d0": 2, "s0": 3}, "j1": {"d0": 2}}
+
+
+def test_growth_gives_way_to_minimums_on_demand() -> None:
+    plan = make_plan(make_policy("fifo"), GROWN, nodes(2, 2), 0.0)
+    assert plan.allocation.keys() == {"j0", "j1", "j3", "j4"}
 
 
 @every

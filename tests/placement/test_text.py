@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from placement.allocator.events import DecisionRecord
 from placement.allocator.explaining import Explanation
+from placement.allocator.snapshot import DecisionRecord
 from placement.text import PrintableFormatter, printable, printable_json, printable_lines, short_ids, short_name
 
 

@@ -14,7 +14,7 @@ import ray
 from ray.train import ScalingConfig
 
 from placement.allocator.actor import get_or_create_allocator
-from placement.allocator.events import CoreSnapshot, DecisionRecord
+from placement.allocator.snapshot import CoreSnapshot, DecisionRecord
 from placement.cluster.jobs import JobView
 from tests.tuning.sweeps import train
 from tuning import Promise

@@ -70,7 +70,7 @@ class Experiment:
             NNI's directory of the experiment.
         directory: NNI's ``experiment_working_directory``; ``nnictl`` looks in the default one.
         host: "127.0.0.1" lets only this machine reach the web page and REST API, which have no password and start
-            commands; "0.0.0.0" lets everybody.
+            commands; "0.0.0.0" lets every machine.
 
     Raises:
         TypeError: and ValueError: an argument is wrong. ImportError: NNI is not installed.

@@ -144,7 +144,7 @@ def _configured(config: ExperimentConfig) -> Any:
         from nni.experiment import Experiment
     except ImportError as error:
         raise ImportError(f"NNI cannot be imported ({error}): pip install 'elastic-ray[nni]'") from error
-    nni.silence_stdout()  # it would name addresses that nobody listens at
+    nni.silence_stdout()  # it would name addresses that no process listens at
     experiment = Experiment("local")
     theirs = experiment.config
     theirs.experiment_working_directory = config.directory

@@ -14,9 +14,9 @@ from placement.policies.shared.worst_fit import WorstFitPlacer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class FifoPolicy:
-    """Each job in the order of arrival takes what it can use; nobody overtakes.
+    """Each job in the order of arrival takes what it can use; none overtakes another.
 
-    Jobs that ask for a fixed number get exactly that: they wait for it, and everybody behind them waits too.
+    Jobs that ask for a fixed number get exactly that: they wait for it, and all jobs behind them wait too.
     Others keep their minimum while later ones arrive, and the earlier grows first.
     """
 

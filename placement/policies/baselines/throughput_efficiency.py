@@ -22,11 +22,11 @@ class ThroughputEfficiencyPolicy:
         s(k) = (T(k + 1) - T(k)) / (T(k) / k) > threshold
 
     with T the speed of ``placement.cluster.jobs.speeds``: useful samples per second at the best batch, so that
-    statistical efficiency counts too. Where room is short, the largest s goes first. GPUs that nobody uses well stay
+    statistical efficiency counts too. Where room is short, the largest s goes first. GPUs that no job uses well stay
     idle.
 
     A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
-    steps take ``slow_factor`` times longer (``TraceJobView.slow_nodes``), as long as everybody still runs.
+    steps take ``slow_factor`` times longer (``TraceJobView.slow_nodes``), as long as every job still runs.
 
     Attributes:
         threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).

@@ -1,4 +1,4 @@
-"""Who runs at all, and in which pool of GPUs: everybody gets the minimum or nothing, before anybody grows."""
+"""Which jobs run at all, and in which pool of GPUs: each gets its minimum or nothing, before any of them grows."""
 
 from __future__ import annotations
 

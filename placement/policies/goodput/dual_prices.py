@@ -37,7 +37,7 @@ class Options:
         sizes: what it takes, (J, C), 0 or more.
         pool_of: of which GPU type, (J, C), 0 to K - 1.
         capacities: what there is of each type, (K,).
-        base: one option per job, (J,), that fit together; nobody gets an option that is worth less than -inf.
+        base: one option per job, (J,), that fit together; no job gets an option that is not possible.
     """
 
     values: Floats
@@ -235,7 +235,7 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
         if rate > -np.inf:
             heapq.heappush(heap, (-float(rate), j, int(step)))
         elif (needs > left + _TINY).all():
-            break  # nobody else can, either
+            break  # no other job can, either
     return bool(freed)
 
 

@@ -78,7 +78,7 @@ def improve(
     may_wait = _may_wait(instance, utility, present)
     floors, waiting = admit_into(instance, [j for j in order if not may_wait[j]], present)
     floors |= {j: (0, 0) for j in order if may_wait[j]}
-    if not floors or not len(instance.sizes):  # nobody is admitted, or there is no room at all
+    if not floors or not len(instance.sizes):  # no job is admitted, or there is no room at all
         nothing = [UNPLACED] * len(present)
         return (nothing if any(here.place for here in present) else None), waiting
     # What a user holds a job at is no matter of worth: below it, where it fits, staying is no choice.

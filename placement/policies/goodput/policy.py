@@ -30,7 +30,7 @@ class GoodputPolicy:
     * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
       (``remaining.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing
       weigh as much as the middle one. A job that would end later than ``late`` times its fair time
-      (``remaining.overdue``) weighs more by that ratio, at most ten times, so that nobody starves.
+      (``remaining.overdue``) weighs more by that ratio, at most ten times, so that no job starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
@@ -100,10 +100,15 @@ class GoodputPolicy:
                 break
             placements, valid = better, [True] * len(better)
         speed = instance.speed_at(placements).tolist()
-        return {
-            view.job: self._target(instance, utility, j, (before[j], placements[j]), speed[j], waiting.get(j))
-            for j, view in enumerate(instance.views)
-        }
+        targets = {}
+        for j, view in enumerate(instance.views):
+            here = placements[j]
+            if here.place:
+                reason = _reason(instance, utility, j, (before[j], here), speed[j])
+            else:
+                reason = waiting.get(j) or "waits: nothing is left"
+            targets[view.job] = _target(instance, here, f"goodput: {reason}")
+        return targets
 
     def utility(self, instance: OptionTable, now_s: float) -> SpeedValue:
         """What each job's speed is worth now."""
@@ -129,48 +134,35 @@ class GoodputPolicy:
             crowded=crowd > self.crowd,
         )
 
-    def _target(
-        self,
-        instance: OptionTable,
-        utility: SpeedValue,
-        j: int,
-        placements: tuple[Placement, Placement],
-        speed: float,
-        waits: str | None,
-    ) -> Target:
-        """What one job is to have, where, and why."""
-        before, after = placements
-        if not after.place:
-            return Target(workers=0, reason=f"goodput: {waits or 'waits: nothing is left'}")
-        pool = instance.pools[after.pool]
-        nodes = {pool.node_ids[i]: workers for i, workers in sorted(after.place.items())}
-        reason = self._reason(instance, utility, j, (before, after), speed)
-        return Target(workers=after.workers, reason=f"goodput: {reason}", nodes=nodes)
 
-    def _reason(
-        self,
-        instance: OptionTable,
-        utility: SpeedValue,
-        j: int,
-        placements: tuple[Placement, Placement],
-        speed: float,
-    ) -> str:
-        """The decision for one job as a sentence."""
-        view, (before, after) = instance.views[j], placements
-        if view.held_at is not None:
-            return held_reason(view, after.workers)
-        if after == before:
-            text = f"stays at {count(after.workers)}, speed {speed:.2f}"
-        elif not before.place:
-            text = f"starts with {count(after.workers)}, speed {speed:.2f}"
-        else:
-            text = f"{view.workers} -> {count(after.workers)}: speed {speed:.2f}"
-        larger = instance.possible[j] & (instance.pool_of == after.pool) & (instance.sizes > after.workers)
-        if larger.any():
-            c = int(np.flatnonzero(larger)[0])
-            more = "one" if instance.sizes[c] == after.workers + 1 else str(int(instance.sizes[c]) - after.workers)
-            text += f", {more} more would add {instance.speed[j, c] - speed:.2f}"
-        else:
-            text += ", the most it can use now"
-        scale = "assumed, no model yet" if view.goodput is None else "fitted and measured"
-        return f"{text} ({scale}); its weight is {utility.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"
+def _target(instance: OptionTable, placement: Placement, reason: str) -> Target:
+    """What a job is to have, and where."""
+    if not placement.place:
+        return Target(workers=0, reason=reason)
+    pool = instance.pools[placement.pool]
+    nodes = {pool.node_ids[i]: workers for i, workers in sorted(placement.place.items())}
+    return Target(workers=placement.workers, reason=reason, nodes=nodes)
+
+
+def _reason(
+    instance: OptionTable, utility: SpeedValue, j: int, placements: tuple[Placement, Placement], speed: float
+) -> str:
+    """The decision for one job as a sentence."""
+    view, (before, after) = instance.views[j], placements
+    if view.held_at is not None:
+        return held_reason(view, after.workers)
+    if after == before:
+        text = f"stays at {count(after.workers)}, speed {speed:.2f}"
+    elif not before.place:
+        text = f"starts with {count(after.workers)}, speed {speed:.2f}"
+    else:
+        text = f"{view.workers} -> {count(after.workers)}: speed {speed:.2f}"
+    larger = instance.possible[j] & (instance.pool_of == after.pool) & (instance.sizes > after.workers)
+    if larger.any():
+        c = int(np.flatnonzero(larger)[0])
+        more = "one" if instance.sizes[c] == after.workers + 1 else str(int(instance.sizes[c]) - after.workers)
+        text += f", {more} more would add {instance.speed[j, c] - speed:.2f}"
+    else:
+        text += ", the most it can use now"
+    scale = "assumed, no model yet" if view.goodput is None else "fitted and measured"
+    return f"{text} ({scale}); its weight is {utility.weight[j]:.2f}, a resize costs {view.resize_cost_s:.3g} s"

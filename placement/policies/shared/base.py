@@ -72,7 +72,7 @@ class Policy(Protocol):
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Admission:
-    """Who runs at all, before anybody grows.
+    """Which jobs run at all, before any of them grows.
 
     Attributes:
         empty: the cluster's room without any of the jobs.

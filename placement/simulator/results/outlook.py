@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, TimePassed, Trigger
+from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, TimePassed
+from placement.allocator.snapshot import Trigger
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
@@ -157,7 +158,7 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Iterations to its end; infinity where nobody knows: no epochs declared, or none over to tell how long one is."""
+    """Iterations to its end; infinity where that is unknown: no epochs declared, or none over to tell their length."""
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf

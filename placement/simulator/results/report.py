@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from placement.allocator.events import DecisionRecord, Trigger
+from placement.allocator.snapshot import DecisionRecord, Trigger
 from placement.simulator.world.state import Placed
 
 

@@ -193,7 +193,7 @@ class SimulatedJob:
     def see_slow(self, nodes: Mapping[str, float]) -> None:
         """From now on steps take so many times longer on these of its nodes; the slowest sets the pace.
 
-        The job remembers a slow node for a while after it has left it: nobody measures there any more.
+        The job remembers a slow node for a while after it has left it: it measures nothing there any more.
         """
         held = {} if self.location is None else self.location.nodes
         self._slow = {node: seen for node, seen in self._slow.items() if node not in held}
@@ -312,7 +312,7 @@ class SimulatedJob:
         """What it knows of itself on this GPU type."""
         known = self._measured.get(gpu)
         if not known or self._noise is None or self.requested:
-            return None  # nothing known, or nobody to ask: a rigid job's batch is given
+            return None  # nothing known, or nothing to decide: a rigid job's batch is given
         noise = self._noise if self._statistical else _ALL_NOISE
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)

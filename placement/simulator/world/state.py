@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Allocate, Event, Instruction, JobEnded, JobHeartbeat, NodesChanged, TimePassed
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
+from placement.allocator.instructions import Allocate, Instruction
 from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.shared.base import Policy

@@ -1,0 +1,87 @@
+"""What the allocator shows of itself: its jobs, and the log of its decisions with what led to each. Plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.text import printable
+
+
+class Trigger(str, enum.Enum):
+    """What leads to a decision; of several the first is named."""
+
+    ARRIVAL = "arrival"
+    """A job has come."""
+    END = "end"
+    """A job is over."""
+    NODES = "nodes"
+    """The nodes have changed."""
+    LIMITS = "limits"
+    """What a job may have has changed."""
+    WEIGHT = "weight"
+    """What a job's speed counts has changed."""
+    MODEL = "model"
+    """What is known of a job's speed has changed."""
+    REFRESH = "refresh"
+    """Nothing has happened for long."""
+    SILENCE = "silence"
+    """A job sends no heartbeats any more, and was dropped."""
+    REFUSED = "refused"
+    """The policy's answer was invalid, and nothing changed."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionRecord:
+    """One line of the decision log: what changed for one job, and why.
+
+    Attributes:
+        time_s: the ``now_s`` of the event.
+        trigger: what led to the decision.
+        job: the job; of a refusal, empty.
+        from_workers: planned workers before.
+        to_workers: planned workers after.
+        nodes: planned workers per node id after.
+        reason: a sentence.
+    """
+
+    time_s: float
+    trigger: Trigger
+    job: str
+    from_workers: int
+    to_workers: int
+    nodes: Mapping[str, int]
+    reason: str
+
+    def __str__(self) -> str:
+        if not self.job:
+            return printable(f"decision {self.trigger}: {self.reason}")
+        change = f"{self.from_workers}->{self.to_workers} workers"
+        return printable(f"job {self.job}: {change} ({self.trigger}; {self.reason})")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What the allocator knows of one job."""
+
+    view: JobView
+    target: Mapping[str, int]
+    reason: str
+    heard_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSnapshot:
+    """The allocator at one moment, for the CLI, dashboards and tests."""
+
+    policy: str
+    settled: bool
+    cluster: Cluster
+    jobs: Mapping[str, JobState]
+    log: tuple[DecisionRecord, ...]
