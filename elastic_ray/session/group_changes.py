@@ -37,6 +37,9 @@ class ChangedParts(GroupParts, Protocol):
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""
 
+    def before_change(self) -> None:
+        """The present group is about to change; raises CommunicationFailedError where it broke meanwhile."""
+
 
 class ChangedSteps(Protocol):
     """The steps of this rank, as far as changes concern them."""
@@ -167,7 +170,12 @@ class GroupChanges:
             moment=moment,
         )
         self._transitions = GroupTransitions(
-            membership, controller, self._enter, moment, regroup_timeout_s=regroup_timeout_s
+            membership,
+            controller,
+            self._enter,
+            moment,
+            before_change=parts.registry.before_change,
+            regroup_timeout_s=regroup_timeout_s,
         )
 
     def join(self, *, timeout_s: float) -> None:

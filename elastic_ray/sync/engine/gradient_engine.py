@@ -117,6 +117,9 @@ class GradientEngine:
         """Lay out buckets for other parameters."""
         self._reducer.rebuild()
 
+    def before_change(self) -> None:
+        """Nothing that counts differs from rank to rank."""
+
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
         self._carried.enter_group()
