@@ -24,10 +24,7 @@ def profile_of(
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    layers: dict[int, list[torch.nn.Module]] = {}
-    for layer in module.modules():
-        for param in layer.parameters(recurse=False):
-            layers.setdefault(id(param), []).append(layer)
+    layers = layers_by_parameter(module)
     params = [
         ParamInfo(
             names=tuple(names[id(param)]),
@@ -43,6 +40,15 @@ def profile_of(
         for param in group
     ]
     return ModelProfile(params=tuple(params), optimizer=_describe(optimizer))
+
+
+def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """The layers that hold a parameter, by its ``id``."""
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            layers.setdefault(id(param), []).append(layer)
+    return layers
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
