@@ -39,7 +39,9 @@ def profile_of(
         for index, group in enumerate(groups)
         for param in group
     ]
-    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer))
+    trained = {id(param) for group in groups for param in group}
+    frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
+    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer), frozen=tuple(frozen))
 
 
 def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
