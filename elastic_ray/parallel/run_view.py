@@ -59,6 +59,9 @@ class GroupGradients(Protocol):
     def local(self) -> bool:
         """Whether they differ from rank to rank."""
 
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change."""
+
     def enter_group(self) -> None:
         """A group was entered."""
 

@@ -37,6 +37,9 @@ class ChangedParts(GroupParts, Protocol):
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""
 
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change."""
+
 
 class ChangedSteps(Protocol):
     """The steps of this rank, as far as changes concern them."""
@@ -199,9 +202,18 @@ class GroupChanges:
         if self._parts.agreed.generation:
             generation = self._parts.agreed.take_generation()
             if not self._waits_for_gradients():
-                self._transitions.switch(generation, can_switch)
+                self._switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self._set_shape(batch)
+
+    def _switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
+        """Go where all ranks have agreed to go, with all that differs from rank to rank made equal."""
+        try:
+            self._parts.registry.before_change()
+        except CommunicationFailedError as error:
+            self.regroup(str(error))
+            return
+        self._transitions.switch(generation, can_switch)
 
     def _waits_for_gradients(self) -> bool:
         """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""

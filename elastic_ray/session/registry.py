@@ -36,6 +36,9 @@ class GroupDependent(Protocol):
     def local(self) -> bool:
         """Whether they differ from rank to rank, so that a planned change had better wait."""
 
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal."""
+
     def enter_group(self) -> None:
         """A group was entered, and all ranks hold the same state."""
 
@@ -167,6 +170,15 @@ class Registry:
     def gradients_are_local(self) -> bool:
         """Whether some differ from rank to rank."""
         return any(each.local for each in self._gradients)
+
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for each in self._gradients:
+            each.before_change()
 
     def enter_group(self) -> None:
         """A group was entered."""

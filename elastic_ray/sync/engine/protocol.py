@@ -48,6 +48,9 @@ class GradientSync(Protocol):
     def rebuild(self) -> None:
         """Other parameters are trainable than before."""
 
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal."""
+
     def enter_group(self) -> None:
         """A group was entered, in which all ranks hold the same state."""
 
