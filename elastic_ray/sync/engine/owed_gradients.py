@@ -35,7 +35,7 @@ class _Debtor:
     def owes(self) -> bool:
         """Whether that is anything."""
         owed = self.residual.owed
-        return owed is not None and owed.flat is not None
+        return owed is not None and owed.flat is not None and bool(owed.flat.any())
 
     def owed(self) -> torch.Tensor:
         """A copy of it, without a loss scale."""
