@@ -60,7 +60,7 @@ class GroupGradients(Protocol):
         """Whether they differ from rank to rank."""
 
     def before_change(self) -> None:
-        """All ranks are here, and the group is about to change."""
+        """The group is about to change."""
 
     def enter_group(self) -> None:
         """A group was entered."""

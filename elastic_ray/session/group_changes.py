@@ -38,7 +38,7 @@ class ChangedParts(GroupParts, Protocol):
         """The run is at such a point."""
 
     def before_change(self) -> None:
-        """All ranks are here, and the group is about to change."""
+        """The present group is about to change; raises CommunicationFailedError where it broke meanwhile."""
 
 
 class ChangedSteps(Protocol):
@@ -170,7 +170,12 @@ class GroupChanges:
             moment=moment,
         )
         self._transitions = GroupTransitions(
-            membership, controller, self._enter, moment, regroup_timeout_s=regroup_timeout_s
+            membership,
+            controller,
+            self._enter,
+            moment,
+            before_change=parts.registry.before_change,
+            regroup_timeout_s=regroup_timeout_s,
         )
 
     def join(self, *, timeout_s: float) -> None:
@@ -202,18 +207,9 @@ class GroupChanges:
         if self._parts.agreed.generation:
             generation = self._parts.agreed.take_generation()
             if not self._waits_for_gradients():
-                self._switch(generation, can_switch)
+                self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self._set_shape(batch)
-
-    def _switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
-        """Go where all ranks have agreed to go, with all that differs from rank to rank made equal."""
-        try:
-            self._parts.registry.before_change()
-        except CommunicationFailedError as error:
-            self.regroup(str(error))
-            return
-        self._transitions.switch(generation, can_switch)
 
     def _waits_for_gradients(self) -> bool:
         """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""

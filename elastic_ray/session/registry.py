@@ -37,7 +37,11 @@ class GroupDependent(Protocol):
         """Whether they differ from rank to rank, so that a planned change had better wait."""
 
     def before_change(self) -> None:
-        """All ranks are here, and the group is about to change: make what differs from rank to rank equal."""
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Raises:
+            CommunicationFailedError: the present group broke meanwhile.
+        """
 
     def enter_group(self) -> None:
         """A group was entered, and all ranks hold the same state."""
@@ -172,10 +176,10 @@ class Registry:
         return any(each.local for each in self._gradients)
 
     def before_change(self) -> None:
-        """All ranks are here, and the group is about to change.
+        """The present group is about to change, as all its ranks have agreed.
 
         Raises:
-            CommunicationFailedError: the group broke.
+            CommunicationFailedError: it broke meanwhile.
         """
         for each in self._gradients:
             each.before_change()

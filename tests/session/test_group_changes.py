@@ -55,9 +55,15 @@ class Registered:
 
     def __init__(self) -> None:
         self.called: list[HookPoint] = []
+        self.equalised, self.breaks = 0, False
 
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
+
+    def before_change(self) -> None:
+        self.equalised += 1
+        if self.breaks:
+            raise CommunicationFailedError("broke before the change")
 
     def enter_group(self) -> None: ...
 
@@ -102,10 +108,10 @@ class Membership:
     worker, stop_requested, voided, gave_up = "a", False, False, ""
 
     def __init__(self) -> None:
-        self.generation = 1
+        self.generation, self.standing = 1, True
 
-    def prepared_spec(self, number: int) -> GenerationSpec:
-        return generation(number)
+    def prepared_spec(self, number: int) -> GenerationSpec | None:
+        return generation(number) if self.standing else None
 
     def take(self, number: int) -> tuple[GenerationSpec, Any]:
         self.generation = number
@@ -201,6 +207,22 @@ def test_an_agreed_generation_is_entered_where_it_suits_the_place(can_switch: Ca
     run.changes.between_steps(can_switch)
     assert run.controller.switches == ([(4, 1.5)] if can_switch(1) else [])
     assert run.states.shape == SHAPE, "a group comes with its own batch"
+    assert run.registry.equalised == int(can_switch(1)), "only before a change, and once"
+
+
+def test_a_group_that_breaks_just_before_an_agreed_change_is_left_as_after_any_failure() -> None:
+    run = Run()
+    run.agreed.generation, run.registry.breaks = 4, True
+    run.changes.between_steps(anywhere)
+    assert run.controller.failures == [(1, "broke before the change")]
+    assert run.controller.switches == [(2, 1.5)]
+
+
+def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
+    run = Run()
+    run.agreed.generation, run.membership.standing = 4, False
+    run.changes.between_steps(anywhere)
+    assert run.registry.equalised == 0, "other ranks may not come"
 
 
 def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

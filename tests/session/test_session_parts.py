@@ -75,7 +75,14 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
             raise CommunicationFailedError("broke")
         return 5
 
-    made = GroupTransitions(worker, controller, enter, lambda moment: None, regroup_timeout_s=1.0)  # type: ignore[arg-type]
+    made = GroupTransitions(
+        worker,
+        controller,  # type: ignore[arg-type]
+        enter,
+        lambda moment: None,
+        before_change=lambda: None,
+        regroup_timeout_s=1.0,
+    )
     return made, controller, entered
 
 

@@ -14,7 +14,8 @@ class GradientSync(Protocol):
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
     :meth:`no_sync`, ``.grad`` holds the mean over the step's samples.
 
-    Between two groups: ``local`` may put a planned change off; :meth:`capture` travels to ranks that are behind, into
+    Between two groups: ``local`` may put a planned change off; before it all ranks call :meth:`before_change` in the
+    group that they leave, which a loss of ranks leaves out; :meth:`capture` travels to ranks that are behind, into
     their :meth:`restore`; then :meth:`enter_group` is called on all. What differs from rank to rank (residuals of a
     compression, delayed gradients) has to be made equal, or given up, by then.
 
@@ -49,7 +50,11 @@ class GradientSync(Protocol):
         """Other parameters are trainable than before."""
 
     def before_change(self) -> None:
-        """All ranks are here, and the group is about to change: make what differs from rank to rank equal."""
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile.
+        """
 
     def enter_group(self) -> None:
         """A group was entered, in which all ranks hold the same state."""
