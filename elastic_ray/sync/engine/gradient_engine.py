@@ -14,6 +14,7 @@ from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.noise import NoiseTracker
+from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.row_bucket import RowBucket
@@ -67,6 +68,7 @@ class GradientEngine:
         self._given = self._plan.strategy.to_json()
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
+        self._owed = OwedGradients(context)
         self._reducer = GradientReducer(
             trainable, self._lay_out, self._carried, context, noise, grad_scale, number, check_finite=check_finite
         )
@@ -115,34 +117,40 @@ class GradientEngine:
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
         self._carried.note_applied()
+        self._reducer.reduction.applied()
 
     def rebuild(self) -> None:
         """Lay out buckets for other parameters."""
         self._reducer.rebuild()
 
     def before_change(self) -> None:
-        """Nothing that counts differs from rank to rank."""
+        """What compressions owe on all ranks is added up."""
+        self._reducer.reduction.end_step()
+        self._owed.before_change()
 
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
+        self._reducer.reduction.end_step()
         self._carried.enter_group()
         if self._lower(self._plan.strategy, self._topology()).digest != self._plan.digest:
             self._reducer.rebuild()
+        self._owed.enter_group()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""
+        self._reducer.reduction.end_step()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
-        self._reducer.void()
+        self._reducer.reduction.void()
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
         """Carried gradients, and the strategy where it is another than at the beginning."""
         strategy = self._plan.strategy.to_json()
         switched = {} if strategy == self._given else {"given": self._given, "strategy": strategy}
-        return {**self._carried.capture(), **switched}
+        return {**self._carried.capture(), **switched, **self._owed.capture()}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
@@ -150,6 +158,7 @@ class GradientEngine:
         if tree.get("given", self._given) == self._given and strategy != self._plan.strategy.to_json():
             self._wanted = Strategy.from_json(strategy)
             self._reducer.rebuild()
+        self._owed.restore(tree)
         self._carried.restore(tree)
 
     def _profile(self) -> ModelProfile:
@@ -164,8 +173,10 @@ class GradientEngine:
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""
         strategy, self._wanted = self._wanted or self._plan.strategy, None
-        self._plan = self._lower(strategy, self._topology())
+        profile = self._profile()
+        self._plan = lower(strategy, profile, self._topology())
         layout = BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
+        self._owed.follow(layout, [bucket.params for bucket in self._plan.buckets], profile.params)
         self._follow_tables([bucket.table for bucket in layout.buckets if isinstance(bucket, RowBucket)])
         return layout
 

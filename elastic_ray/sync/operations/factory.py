@@ -9,12 +9,19 @@ import torch
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.buckets import build_bucket
+from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
+from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.int8 import Int8Compression
+from elastic_ray.sync.operations.low_rank import LowRankCompression
+from elastic_ray.sync.operations.owner import OwnerOperation
+from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.row_bucket import RowBucket
 from elastic_ray.sync.operations.rows import RowsOperation
 from elastic_ray.sync.operations.table_gradient import TableGradient
+from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.spec import Reduce, Rows
+from elastic_ray.sync.spec import Owner, Reduce, Rows
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
@@ -36,8 +43,22 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
     Raises:
         StrategyError: there is no such operation.
     """
-    if isinstance(plan.sync, Rows):
+    sync = plan.sync
+    if isinstance(sync, Reduce):
+        return _reduction(sync, plan.params)
+    if isinstance(sync, Owner):
+        return OwnerOperation(plan.owner, WireForm(sync.wire.dtype))
+    if isinstance(sync, Rows):
         return RowsOperation()
-    if carries_tail(plan, torch.float32):
-        return AllReduceOperation()
-    raise StrategyError(f"there is no operation for {plan.sync}")
+    raise StrategyError(f"there is no operation for {sync}")
+
+
+def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
+    """That of an all-reduce in one of its forms."""
+    wire = sync.wire
+    if wire.compresses:
+        compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
+        return CompressedOperation(compression, places, feeds_back=wire.error_feedback)
+    if sync.parts > 1:
+        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
+    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))
