@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
@@ -16,6 +20,7 @@ from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_o
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.row_bucket import RowBucket
 from elastic_ray.sync.operations.table_gradient import TableGradient
@@ -64,13 +69,23 @@ class GradientEngine:
         self._optimizer = optimizer
         self._builder = builder
         self._wanted: Strategy | None = None
+        self._statistics_for: list[str] = []
         self._plan = self._lower(builder.build(self._profile(), Topology()), Topology())
         self._given = self._plan.strategy.to_json()
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
+        self._drift = Drift(context, module, trainable, optimizer, number)
         self._reducer = GradientReducer(
-            trainable, self._lay_out, self._carried, context, noise, grad_scale, number, check_finite=check_finite
+            trainable,
+            self._lay_out,
+            self._carried,
+            context,
+            SummingGroup(context.group, lambda: self._drift.on),
+            noise,
+            grad_scale,
+            number,
+            check_finite=check_finite,
         )
 
     @property
@@ -80,8 +95,11 @@ class GradientEngine:
 
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
-        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite."""
-        return self._reducer.nonfinite_ranks
+        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite.
+
+        Where they are not reduced nobody has looked yet: this rank's own may be.
+        """
+        return [self._context.group.rank] if self._drift.on else self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:
@@ -102,9 +120,32 @@ class GradientEngine:
         self._lower(strategy, self._topology())
         self._wanted = strategy
 
+    def require_statistics(self, user: str) -> None:
+        """Refuse strategies that give no gradient statistics, from here on.
+
+        Args:
+            user: what needs them, for the error.
+
+        Raises:
+            StrategyError: the present one gives none.
+        """
+        self._statistics_for.append(user)
+        self._check_statistics(self._plan.strategy)
+
+    def _check_statistics(self, strategy: Strategy) -> None:
+        """Raise StrategyError where statistics are needed that models which are averaged do not give."""
+        if self._statistics_for and strategy.average is not None:
+            raise StrategyError(
+                f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
+                f"{strategy.name or strategy.average.algorithm!r} averages models, so that there is no gradient of the "
+                'whole batch to measure it by: use a strategy that reduces gradients, as "all_reduce", or '
+                'scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
+            )
+
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
         self._reducer.follow(changed=self._wanted is not None)
+        self._drift.begin_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
@@ -118,19 +159,60 @@ class GradientEngine:
         """Nothing is left to carry, should the step be lost from here on."""
         self._carried.note_applied()
         self._reducer.reduction.applied()
+        self._drift.note_update()
 
     def rebuild(self) -> None:
         """Lay out buckets for other parameters."""
         self._reducer.rebuild()
 
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the gradient noise scale is measured."""
+        return self._plan.strategy.average is None
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+        return self._drift.on
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+        return self._drift.settled
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged, and of what; equal on all ranks."""
+        return digest(self._plan.digest)
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank."""
+        return self._drift.marker
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained: average models, where it is time."""
+        self._drift.after_step(ends=self._wanted is not None)
+
+    def collapse(self) -> None:
+        """Where models differ from rank to rank: make them one."""
+        if self._drift.on:
+            self._drift.collapse()
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """The same in a new group, among those ranks that count."""
+        self._drift.reconcile(communicator, counts=counts)
+
     def before_change(self) -> None:
-        """What compressions owe on all ranks is added up."""
+        """What compressions owe on all ranks is added up; models that differ from rank to rank are made one."""
         self._reducer.reduction.end_step()
         self._owed.before_change()
+        self.collapse()
 
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
         self._reducer.reduction.end_step()
+        self._drift.entered()
         self._carried.enter_group()
         if self._lower(self._plan.strategy, self._topology()).digest != self._plan.digest:
             self._reducer.rebuild()
@@ -147,10 +229,12 @@ class GradientEngine:
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Carried gradients, and the strategy where it is another than at the beginning."""
+        """Carried gradients, the strategy where it is another than at the beginning, and an averaging one's state."""
         strategy = self._plan.strategy.to_json()
         switched = {} if strategy == self._given else {"given": self._given, "strategy": strategy}
-        return {**self._carried.capture(), **switched, **self._owed.capture()}
+        drift = self._drift.capture()
+        average = {"average": drift} if drift else {}
+        return {**self._carried.capture(), **switched, **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
@@ -159,6 +243,7 @@ class GradientEngine:
             self._wanted = Strategy.from_json(strategy)
             self._reducer.rebuild()
         self._owed.restore(tree)
+        self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
 
     def _profile(self) -> ModelProfile:
@@ -168,6 +253,7 @@ class GradientEngine:
         return Topology(nodes=tuple(self._context.group.nodes))
 
     def _lower(self, strategy: Strategy, topology: Topology) -> SyncPlan:
+        self._check_statistics(strategy)
         return lower(strategy, self._profile(), topology)
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
@@ -176,6 +262,7 @@ class GradientEngine:
         profile = self._profile()
         self._plan = lower(strategy, profile, self._topology())
         layout = BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
+        self._drift.follow(strategy.average)
         self._owed.follow(layout, [bucket.params for bucket in self._plan.buckets], profile.params)
         self._follow_tables([bucket.table for bucket in layout.buckets if isinstance(bucket, RowBucket)])
         return layout
