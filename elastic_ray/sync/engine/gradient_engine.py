@@ -22,11 +22,11 @@ from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.row_bucket import RowBucket
-from elastic_ray.sync.operations.table_gradient import TableGradient
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class GradientEngine:

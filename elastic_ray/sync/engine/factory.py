@@ -16,12 +16,12 @@ from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owner import OwnerOperation
 from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
-from elastic_ray.sync.operations.row_bucket import RowBucket
-from elastic_ray.sync.operations.rows import RowsOperation
-from elastic_ray.sync.operations.table_gradient import TableGradient
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.spec import Owner, Reduce, Rows
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.rows import RowsOperation
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
