@@ -20,6 +20,7 @@ from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_o
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.plan import SyncPlan, lower
@@ -76,6 +77,7 @@ class GradientEngine:
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
         self._drift = Drift(context, module, trainable, optimizer, number)
+        self._row_steps = RowSteps(optimizer)
         self._reducer = GradientReducer(
             trainable,
             self._lay_out,
@@ -272,6 +274,7 @@ class GradientEngine:
         for table in self._tables:
             table.close()
         self._tables = tables
+        self._row_steps.follow(tables)
         layers = layers_by_parameter(self._module) if tables else {}
         for table in tables:
             table.follow(layers[id(table.param)])

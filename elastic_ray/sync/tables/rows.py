@@ -1,12 +1,14 @@
 """Only the rows of a table travel that a step has touched: Parallax (EuroSys 2019) in collectives (torch).
 
-First all ranks learn how many rows each of them has. Where these are few, all rows are gathered, padded to the
-most that one rank has, and every rank adds them up in the order of ranks: equal bits everywhere. Where they are many,
-the whole table is all-reduced instead.
+Every rank tells how many rows it has, and sends them with that where they fit into the room that all expect from
+the step before. Rows that do not fit are gathered in a second round, padded to the most that one rank has; and where
+they are so many that this does not pay, the whole table is all-reduced instead. Every rank adds rows up in the order
+of ranks: equal bits everywhere.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,57 +21,89 @@ from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 # What a rank says of its gradient's layout; the largest counts.
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 _ID_BYTES = 8
+_HEAD_BYTES = 16  # the number of rows, and their layout
 
 
 class RowsOperation:
-    """See the module's text, and ``BucketOperation``, which this is. It keeps nothing from step to step."""
+    """See the module's text, and ``BucketOperation``, which this is.
+
+    What it keeps is how much room the next step's rows are given, which follows from what all ranks have told in this
+    group's steps: in another group it begins anew.
+    """
 
     def __init__(self) -> None:
-        self._told: torch.Tensor | None = None
+        self._group: weakref.ref[GradientCollectives] | None = None
+        self._room = 0
         self._gathered: torch.Tensor | None = None
         self._counts: list[int] = []
         self._sparse: bool | None = None
 
     def launch(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
-        """How many rows each rank has, and in which layout."""
-        layout = _NONE if bucket.is_sparse is None else _SPARSE if bucket.is_sparse else _DENSE
-        device = bucket.table.param.device
-        mine = torch.tensor([bucket.held.count, layout], dtype=torch.int64, device=device)
-        self._told = torch.empty(2 * group.world_size, dtype=torch.int64, device=device)
-        return (group.all_gather(self._told, mine),)
+        """How many rows each rank has, in which layout, and the rows where there is room for them."""
+        if self._group is None or self._group() is not group:
+            self._group, self._room = weakref.ref(group), 0
+        return self._gather(bucket, group, self._room)
 
     def go_on(self, bucket: RowBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The rows, or the whole table; then their sum."""
+        """Rows for which there was no room, or the whole table; then their sum."""
         if finished == 1:
-            assert self._told is not None
-            told = self._told.tolist()
-            self._counts, layout = told[::2], max(told[1::2])
-            self._sparse = None if layout == _NONE else layout == _SPARSE
-            most = max(self._counts)
-            if not most:
-                bucket.take(no_rows(bucket.table.param), sparse=self._sparse)
-                return ()
-            if not pays(most, bucket.held.table, group.world_size):
-                return (group.all_reduce(bucket.fill_flat()),)
-            size = _nbytes(most, bucket.held.values)
-            packed = _pack(bucket.held, size)
-            self._gathered = torch.empty(group.world_size * size, dtype=torch.uint8, device=packed.device)
-            return (group.all_gather(self._gathered, packed),)
-        if self._gathered is None:
+            return self._look(bucket, group)
+        if self._gathered is None:  # the whole table was reduced
             bucket.take(bucket.held, sparse=self._sparse)
         else:
-            pieces = self._gathered.view(group.world_size, -1)
-            parts = [_unpack(piece, count, bucket.held) for piece, count in zip(pieces, self._counts, strict=True)]
-            bucket.take(added_up(parts), sparse=self._sparse)
-        self._told = self._gathered = None
+            self._add_up(bucket, group)
         return ()
 
+    def _look(self, bucket: RowBucket, group: GradientCollectives) -> Sequence[Any]:
+        """After the first round: what all ranks have told decides, alike on all of them, how to go on."""
+        assert self._gathered is not None
+        heads = self._gathered.view(group.world_size, -1)[:, :_HEAD_BYTES].contiguous().view(torch.int64).tolist()
+        self._counts = [count for count, _ in heads]
+        layout = max(layout for _, layout in heads)
+        self._sparse = None if layout == _NONE else layout == _SPARSE
+        most, room = max(self._counts), self._room
+        worth_it = pays(most, bucket.held.table, group.world_size)
+        self._room = most + most // 16 + 8 if most and worth_it else 0
+        if not most:
+            bucket.take(no_rows(bucket.table.param), sparse=self._sparse)
+        elif not worth_it:
+            self._gathered = None
+            return (group.all_reduce(bucket.fill_flat()),)
+        elif most > room:
+            return self._gather(bucket, group, most)
+        else:
+            self._add_up(bucket, group)
+        return ()
+
+    def _gather(self, bucket: RowBucket, group: GradientCollectives, room: int) -> Sequence[Any]:
+        """Start a round of heads, with rows where there is room for them."""
+        rows = bucket.held
+        layout = _NONE if bucket.is_sparse is None else _SPARSE if bucket.is_sparse else _DENSE
+        device = rows.values.device
+        packed = torch.empty(_nbytes(room, rows.values), dtype=torch.uint8, device=device)
+        packed[:_HEAD_BYTES].view(torch.int64).copy_(torch.tensor([rows.count, layout]))
+        if rows.count <= room:
+            ids, values = _cut(packed, rows.count, rows)
+            ids.copy_(rows.at())
+            values.copy_(rows.values)
+        self._gathered = torch.empty(group.world_size * packed.numel(), dtype=torch.uint8, device=device)
+        return (group.all_gather(self._gathered, packed),)
+
+    def _add_up(self, bucket: RowBucket, group: GradientCollectives) -> None:
+        assert self._gathered is not None
+        parts = []
+        for piece, count in zip(self._gathered.view(group.world_size, -1), self._counts, strict=True):
+            ids, values = _cut(piece, count, bucket.held)
+            parts.append(TouchedRows(table=bucket.held.table, ids=ids, values=values))
+        bucket.take(added_up(parts), sparse=self._sparse)
+        self._gathered = None
+
     def commit(self) -> None:
-        """Nothing is kept."""
+        """What it keeps counts at once: it is no part of the training's state."""
 
     def void(self) -> None:
         """Leave all memory to works that were given up."""
-        self._told = self._gathered = None
+        self._gathered = None
 
 
 def pays(most: int, table: int, world_size: int) -> bool:
@@ -82,26 +116,14 @@ def pays(most: int, table: int, world_size: int) -> bool:
 
 
 def _nbytes(count: int, values: torch.Tensor) -> int:
-    """Bytes that so many rows take, with their numbers, in whole elements of all types."""
-    nbytes = count * (_ID_BYTES + values.shape[1] * values.element_size())
+    """Bytes of a head and so many rows with their numbers, in whole elements of all types."""
+    nbytes = _HEAD_BYTES + count * (_ID_BYTES + values.shape[1] * values.element_size())
     return -(-nbytes // 16) * 16
 
 
-def _pack(rows: TouchedRows, size: int) -> torch.Tensor:
-    """Numbers and rows one after the other, in ``size`` bytes."""
-    packed = torch.empty(size, dtype=torch.uint8, device=rows.values.device)
-    ids, values = _cut(packed, rows.count, rows)
-    ids.copy_(rows.at())
-    values.copy_(rows.values)
-    return packed
-
-
-def _unpack(packed: torch.Tensor, count: int, like: TouchedRows) -> TouchedRows:
-    ids, values = _cut(packed, count, like)
-    return TouchedRows(table=like.table, ids=ids, values=values)
-
-
 def _cut(packed: torch.Tensor, count: int, like: TouchedRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the numbers and the rows lie."""
     width = like.values.shape[1]
-    first, last = count * _ID_BYTES, count * (_ID_BYTES + width * like.values.element_size())
-    return packed[:first].view(torch.int64), packed[first:last].view(like.values.dtype).view(count, width)
+    first = _HEAD_BYTES + count * _ID_BYTES
+    last = first + count * width * like.values.element_size()
+    return packed[_HEAD_BYTES:first].view(torch.int64), packed[first:last].view(like.values.dtype).view(count, width)
