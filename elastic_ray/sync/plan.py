@@ -92,7 +92,8 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
             )
         found.append(next(iter(ways)))
     for number, rule in enumerate(strategy.rules):
-        if number not in matched:
+        waits = any(fnmatch.fnmatchcase(name, rule.pattern) for name in profile.frozen)
+        if number not in matched and not waits:
             hidden = any(fnmatch.fnmatchcase(name, rule.pattern) for param in profile.params for name in param.names)
             why = "earlier rules match all that it does" if hidden else "no trainable parameter has such a name"
             names = ", ".join(param.name for param in profile.params[:6])

@@ -42,7 +42,9 @@ def profile_of(
         for index, group in enumerate(groups)
         for param in group
     ]
-    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer))
+    trained = {id(param) for group in groups for param in group}
+    frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
+    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer), frozen=tuple(frozen))
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
