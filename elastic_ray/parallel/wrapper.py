@@ -19,7 +19,6 @@ from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.refusals import (
     refuse_options,
     refuse_several,
-    refuse_sparse,
     refuse_steps_in_backward,
 )
 from elastic_ray.parallel.run_view import ModelRun, UpdateLedger
@@ -71,7 +70,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before; gradients are sparse, or stepped within ``backward()``.
+            that was wrapped before; gradients are stepped within ``backward()``.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -90,7 +89,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
-        refuse_sparse(module)
         refuse_steps_in_backward(module)
         self.module = module
         session = session_of_new_model()

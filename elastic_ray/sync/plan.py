@@ -126,9 +126,10 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
 
 
 def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> Iterator[BucketPlan]:
-    """Buckets of one group, dtype, device and way each."""
+    """Buckets of one group, dtype, device and way each; tables last, which backward reaches last."""
     first = True
-    for kind in dict.fromkeys(_kind(p, sync) for p, sync in zip(params, syncs, strict=True)):
+    kinds = dict.fromkeys(_kind(p, sync) for p, sync in zip(params, syncs, strict=True))
+    for kind in sorted(kinds, key=lambda kind: isinstance(kind[3], Rows)):
         mine = [i for i in reversed(range(len(params))) if _kind(params[i], syncs[i]) == kind]
         sync = syncs[mine[0]]
         for cut in _cut(mine, params, sync, first=first):

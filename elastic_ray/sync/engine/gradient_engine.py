@@ -12,10 +12,12 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.engine.model_profile import profile_of
+from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.row_bucket import RowBucket
+from elastic_ray.sync.operations.table_gradient import TableGradient
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Strategy
@@ -64,6 +66,7 @@ class GradientEngine:
         self._plan = self._lower(builder.build(self._profile(), Topology()), Topology())
         self._given = self._plan.strategy.to_json()
         self._carried = CarriedGradients(context, optimizer)
+        self._tables: Sequence[TableGradient] = ()
         self._reducer = GradientReducer(
             trainable, self._lay_out, self._carried, context, noise, grad_scale, number, check_finite=check_finite
         )
@@ -159,4 +162,15 @@ class GradientEngine:
         """Buckets for the present parameters, strategy and group."""
         strategy, self._wanted = self._wanted or self._plan.strategy, None
         self._plan = self._lower(strategy, self._topology())
-        return BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
+        layout = BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
+        self._follow_tables([bucket.table for bucket in layout.buckets if isinstance(bucket, RowBucket)])
+        return layout
+
+    def _follow_tables(self, tables: Sequence[TableGradient]) -> None:
+        """Have tables know the layers that use them, in place of those of the layout before."""
+        for table in self._tables:
+            table.close()
+        self._tables = tables
+        layers = layers_by_parameter(self._module) if tables else {}
+        for table in tables:
+            table.follow(layers[id(table.param)])

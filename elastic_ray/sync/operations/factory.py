@@ -10,8 +10,11 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.buckets import build_bucket
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.row_bucket import RowBucket
+from elastic_ray.sync.operations.rows import RowsOperation
+from elastic_ray.sync.operations.table_gradient import TableGradient
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.spec import Reduce
+from elastic_ray.sync.spec import Reduce, Rows
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
@@ -22,6 +25,8 @@ def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
 
 def make_bucket(plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int) -> GradientBucket:
     """The bucket of a plan, with ``tail`` extra elements."""
+    if isinstance(plan.sync, Rows):
+        return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     return build_bucket(index, plan.group, params, tail)
 
 
@@ -31,6 +36,8 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
     Raises:
         StrategyError: there is no such operation.
     """
+    if isinstance(plan.sync, Rows):
+        return RowsOperation()
     if carries_tail(plan, torch.float32):
         return AllReduceOperation()
     raise StrategyError(f"there is no operation for {plan.sync}")
