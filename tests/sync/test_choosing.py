@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.sync import StrategyError
-from elastic_ray.sync.choosing.candidates import candidates, describe
+from elastic_ray.sync.choosing.candidates import candidates, describe, what_is_done
 from elastic_ray.sync.choosing.choice import (
     Choice,
     ChoiceSettings,
@@ -25,6 +25,7 @@ from elastic_ray.sync.choosing.choice import (
     watch_rows,
 )
 from elastic_ray.sync.choosing.links import LinkSample, LinkTable, probes
+from elastic_ray.sync.naming import NAMED
 from elastic_ray.sync.plan import lower
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.spec import Reduce, Rows, Strategy
@@ -122,6 +123,22 @@ def test_a_small_dense_model_has_few_candidates() -> None:
 
 def _plain(strategy: Strategy) -> bool:
     return strategy.default == Reduce()
+
+
+def test_names_are_those_of_builders_where_they_make_the_same() -> None:
+    dense = ParamInfo(names=("w",), shape=(2000, 2000))
+    table = ParamInfo(names=("t",), shape=(2000, 10), table=True)
+    topology = Topology(nodes=("a", "b"))
+    for params in [(dense, table), (dense, dataclasses.replace(table, sparse=True)), (dense,)]:
+        profile = ModelProfile(params=params)
+        by_name = {each.strategy.name: each for each in candidates(profile, topology, exact=False)}
+        named = by_name.keys() & NAMED.keys()
+        assert {"partitioned_ar", "ps_balanced", "bf16", "powersgd"} <= named or params[-1].sparse
+        for name in named:
+            built = lower(NAMED[name]().build(profile, topology), profile, topology)
+            assert what_is_done(built) == what_is_done(by_name[name].plan), name
+        if len(params) == 2:
+            assert "parallax" in named
 
 
 @pytest.mark.parametrize("sync", [Reduce(), Reduce(parts=3), Rows(), Rows(update="dense")])

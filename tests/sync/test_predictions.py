@@ -125,6 +125,8 @@ def test_touched_rows_win_until_too_many_are_touched() -> None:
     regrets = []
     for touched, *faster in CROSSOVER:
         for world, ratio in zip((2, 4), faster, strict=True):
+            if touched * world > 200_000:
+                continue  # the operation itself reduces the whole table then
             compute = 41 if world == 2 else 84
             plain = predicted(emb(sparse=False, rows=touched), world, compute, ALL)
             by_rows = predicted(emb(sparse=True, rows=touched), world, compute * touched / 126_000, rows("sparse"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from elastic_ray.sync.builders import exactly
 from elastic_ray.sync.checks import StrategyError
@@ -16,6 +16,23 @@ from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule, Strategy, Sync, Wir
 _MIB = 1 << 20
 PLAIN = Reduce()
 """What torch DDP does: the measure of all others."""
+
+# Ways for parameters that are no tables; where a builder makes one, by its name.
+_DENSE: Mapping[str, Sync] = {
+    "all_reduce": PLAIN,
+    "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
+    "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
+    "partitioned_ar": Reduce(parts=PARTS),
+    "ps_balanced": Owner(placement="balanced"),
+}
+_COMPRESSED: Mapping[str, Sync] = {
+    "bf16": Reduce(wire=Wire(dtype="bf16")),
+    "powersgd": Reduce(wire=Wire(rank=4)),
+}
+# Ways for tables, "" for that of the rest. A gradient that autograd makes dense stays so for the user's code.
+_OF_SPARSE: Mapping[str, Sync | None] = {"rows": Rows(), "rows made dense": Rows(update="dense")}
+_OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
+_NO_TABLES: Mapping[str, Sync | None] = {"": None}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,49 +70,51 @@ def candidates(
         except StrategyError:
             continue
         if works(plan):
-            found.setdefault(_what_is_done(plan), Candidate(strategy=strategy, plan=plan))
+            found.setdefault(what_is_done(plan), Candidate(strategy=strategy, plan=plan))
     return tuple(found.values())
+
+
+def what_is_done(plan: SyncPlan) -> object:
+    """Equal for plans that do the same: the size at which another bucket is begun matters by the buckets alone."""
+
+    def work(sync: Sync) -> Sync:
+        return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
+
+    return tuple((bucket.params, work(bucket.sync), bucket.owner) for bucket in plan.buckets)
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
     """Every combination, refused or not."""
     sparse = [param for param in profile.params if param.sparse]
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
-    for rest, of_sparse, of_tables in itertools.product(_dense(exact=exact), _sparse(sparse), _tables(tables)):
-        rules = [*_rules(sparse, of_sparse), *_rules(tables, of_tables)]
-        where = (" of sparse tables", " of dense tables") if sparse and tables else ("", "")
-        kinds = [(way, of) for way, of in zip((of_sparse, of_tables), where, strict=True) if way is not None]
-        name = " + ".join([*(describe(way) + of for way, of in kinds), describe(rest)])
-        yield Strategy(rules=tuple(rules), default=rest, name=name)
-
-
-def _dense(*, exact: bool) -> Sequence[Sync]:
-    """Ways for parameters that are no tables."""
-    ways: list[Sync] = [
-        PLAIN,
-        Reduce(bucket_bytes=4 * _MIB),
-        Reduce(bucket_bytes=_MIB),
-        Reduce(parts=PARTS),
-        Owner(placement="balanced"),
-    ]
-    if not exact:
-        ways += [Reduce(wire=Wire(dtype="bf16")), Reduce(wire=Wire(rank=4))]
-    return ways
-
-
-def _sparse(params: Sequence[ParamInfo]) -> Sequence[Sync | None]:
-    """Ways for tables whose gradients are sparse."""
-    return [Rows(update="sparse"), Rows(update="dense")] if params else [None]
-
-
-def _tables(params: Sequence[ParamInfo]) -> Sequence[Sync | None]:
-    """Ways for tables whose gradients are dense, and stay so for the user's code; None: as the rest."""
-    return [None, Rows(update="dense")] if params else [None]
+    dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
+    for of_tables, of_sparse, rest in itertools.product(
+        (_OF_DENSE if tables else _NO_TABLES).items(),
+        (_OF_SPARSE if sparse else _NO_TABLES).items(),
+        dense.items(),
+    ):
+        yield Strategy(
+            rules=(*_rules(sparse, of_sparse[1]), *_rules(tables, of_tables[1])),
+            default=rest[1],
+            name=_name(of_sparse[0], of_tables[0], rest[0], both=bool(sparse and tables)),
+        )
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
     """By each of a parameter's names: one that is tied has several."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
+
+
+def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
+    """For people; ``parallax`` where that builder makes the same."""
+    if (
+        {of_sparse, of_tables} <= ({"rows"} if both else {"", "rows"})
+        and of_sparse + of_tables
+        and rest == "all_reduce"
+    ):
+        return "parallax"
+    kinds = [of_sparse and f"{of_sparse} (sparse tables)", of_tables and f"{of_tables} (dense tables)"]
+    return " + ".join([*filter(None, kinds if both else [of_sparse, of_tables]), rest])
 
 
 def describe(sync: Sync) -> str:
@@ -109,12 +128,3 @@ def describe(sync: Sync) -> str:
         return f"owners ({sync.placement}){wire}"
     parts = f" in {sync.parts} parts" if sync.parts > 1 else ""
     return f"all-reduce{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"
-
-
-def _what_is_done(plan: SyncPlan) -> object:
-    """Equal for plans that do the same: the size at which another bucket is begun matters by the buckets alone."""
-
-    def work(sync: Sync) -> Sync:
-        return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
-
-    return tuple((bucket.params, work(bucket.sync), bucket.owner) for bucket in plan.buckets)

@@ -24,7 +24,7 @@ from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Wire
 
 _ID_BYTES = 8  # of a row's number on the wire
-_COUNT_BYTES = 8
+_COUNT_BYTES = 16
 UNKNOWN_ROWS = 0.1
 """Share of a table's rows that a rank is taken to touch in a step, before any was seen."""
 
@@ -139,13 +139,17 @@ def touched_rows(param: ParamInfo) -> int:
 
 
 def _rows_cost(table: ParamInfo, links: LinkTable, world_size: int, rates: CpuRates) -> StepCost:
-    """Counts, then rows and their numbers, padded to the longest, gathered everywhere and merged."""
+    """Counts, then rows and their numbers, padded to the longest, gathered everywhere and merged; or all of it."""
     if world_size == 1:
         return StepCost()
-    row = table.nbytes // table.shape[0]
-    mine = touched_rows(table) * (row + _ID_BYTES)
+    row, touched = table.nbytes // table.shape[0], touched_rows(table)
+    mine = touched * (row + _ID_BYTES)
     gathered = mine * world_size
-    seconds = links.seconds(ALL_GATHER, _COUNT_BYTES * world_size) + links.seconds(ALL_GATHER, gathered)
+    seconds = links.seconds(ALL_GATHER, _COUNT_BYTES * world_size)
+    if touched * world_size > table.shape[0]:  # then the whole table is reduced
+        seconds += links.seconds(ALL_REDUCE, table.nbytes)
+        return StepCost(communication_s=seconds, cpu_s=table.nbytes * rates.copy, nbytes=table.nbytes)
+    seconds += links.seconds(ALL_GATHER, gathered)
     return StepCost(communication_s=seconds, cpu_s=gathered * rates.merge, nbytes=mine)
 
 
