@@ -59,6 +59,10 @@ class GroupGradients(Protocol):
     def local(self) -> bool:
         """Whether they differ from rank to rank."""
 
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
     def enter_group(self) -> None:
         """A group was entered."""
 

@@ -66,7 +66,7 @@ class Parts:
     communicator: Any = "the group"
 
     def __init__(self) -> None:
-        self.models, self.synchronised = self, list[Any]()
+        self.models, self.synchronised, self.strategy_key = self, list[Any](), ""
 
     def gain(self, scale: float) -> float:
         return scale / 2
@@ -81,7 +81,7 @@ class Clock:
     def __init__(self) -> None:
         self.edges, self.micros = list[BatchChoice | None](), 0
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
         self.edges.append(shape)
 
     def micro(self) -> None:

@@ -150,18 +150,18 @@ STRATEGIES = [Strategy(default=Reduce(bucket_bytes=(i + 1) << 20), name=f"s{i}")
 PROBES = probes(1000, exact=True)
 
 
-def options_of(predictions: Sequence[float]) -> list[Option]:
+def options_of(predictions: Sequence[float], present: int = 1) -> list[Option]:
     return [
-        Option(strategy=strategy, predicted_s=seconds, plain=i == 0)
+        Option(strategy=strategy, predicted_s=seconds, plain=i == 0, present=i == present)
         for i, (strategy, seconds) in enumerate(zip(STRATEGIES, predictions, strict=False))
     ]
 
 
 def run(
-    how: ChoiceSettings, predictions: Sequence[float], real: Sequence[float], *, first: float = 1.0, came: int = 1
+    how: ChoiceSettings, predictions: Sequence[float], real: Sequence[float], *, first: float = 1.0
 ) -> tuple[Choice, list[Strategy]]:
     """Until the end; each strategy's steps take what `real` says, the first after a change `first` times that."""
-    choice, used = begin(STRATEGIES[came]), []
+    choice, used = begin(STRATEGIES[1]), []
     for _ in range(len(PROBES) + how.trial_steps * (len(predictions) + 1) + 1):
         if choice.settled:
             return choice, used

@@ -55,12 +55,14 @@ class Option:
         predicted_s: of a step.
         measured_s: median of its trial's steps; None before.
         plain: it is what torch DDP does.
+        present: it does what the strategy does that training came with.
     """
 
     strategy: Strategy
     predicted_s: float
     measured_s: float | None = None
     plain: bool = False
+    present: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,12 @@ class Measured:
     Attributes:
         step_s: of the slowest rank; None where it was not measured.
         probe_s: of the slowest rank, of the probe that was due; None where none was made.
+        rows: that were touched of each table, on the rank with most; of tables whose rows travel.
     """
 
     step_s: float | None = None
     probe_s: float | None = None
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,7 @@ class Choice:
         present: the strategy that training came with, once it was measured.
         options: what is tried, in this order.
         trying: the one that is being tried.
-        considered: how many candidates there were.
+        considered: names and predicted steps of all candidates [s].
         rows: touched rows of each table when it was chosen.
         reason: of the choice, a sentence; empty before.
     """
@@ -102,7 +106,7 @@ class Choice:
     present: Option | None = None
     options: tuple[Option, ...] = ()
     trying: int = 0
-    considered: int = 0
+    considered: tuple[tuple[str, float], ...] = ()
     rows: tuple[tuple[str, int], ...] = ()
     reason: str = ""
 
@@ -122,7 +126,7 @@ class Choice:
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
             "trying": self.trying,
-            "considered": self.considered,
+            "considered": [list(each) for each in self.considered],
             "rows": [list(each) for each in self.rows],
             "reason": self.reason,
         }
@@ -139,14 +143,14 @@ class Choice:
             present=None if tree["present"] is None else _option(tree["present"]),
             options=tuple(_option(each) for each in tree["options"]),
             trying=tree["trying"],
-            considered=tree["considered"],
+            considered=tuple((name, seconds) for name, seconds in tree["considered"]),
             rows=tuple((name, rows) for name, rows in tree["rows"]),
             reason=tree["reason"],
         )
 
 
-Consider = Callable[[LinkTable, Strategy, float], Sequence[Option]]
-"""From link times, the present strategy and its step [s] to options with predictions, the present one among them."""
+Consider = Callable[[LinkTable, Mapping[str, int], Strategy, float], Sequence[Option]]
+"""From link times, touched rows, the present strategy and its step [s] to options, the present one among them."""
 
 
 def begin(strategy: Strategy) -> Choice:
@@ -157,6 +161,13 @@ def begin(strategy: Strategy) -> Choice:
 def resume(choice: Choice) -> Choice:
     """The group was left and formed anew: what was measured of it stays, a trial in progress begins anew."""
     return dataclasses.replace(choice, times=())
+
+
+def leave(choice: Choice) -> Strategy:
+    """What to go on with in a group of which nothing is known: not with one that is only tried."""
+    if choice.phase is Phase.TRYING and choice.present is not None:
+        return choice.present.strategy
+    return choice.strategy
 
 
 def due(choice: Choice, probes: Sequence[Probe]) -> Probe | None:
@@ -228,9 +239,13 @@ def _calibrated(choice: Choice, measured: Measured, probes: Sequence[Probe]) -> 
 
 
 def _timed(choice: Choice, measured: Measured) -> Choice:
+    """Another step of the present phase, or trial."""
     if measured.step_s is None:
         return choice
-    return dataclasses.replace(choice, times=(*choice.times, measured.step_s))
+    rows = dict(choice.rows)
+    if choice.phase is Phase.PROFILING:
+        rows |= {name: max(count, rows.get(name, 0) if choice.times else 0) for name, count in measured.rows.items()}
+    return dataclasses.replace(choice, times=(*choice.times, measured.step_s), rows=tuple(sorted(rows.items())))
 
 
 def _median(times: Sequence[float]) -> float:
@@ -241,11 +256,11 @@ def _median(times: Sequence[float]) -> float:
 def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
     """The present strategy was measured: predict all others, and try the best."""
     now_s = _median(choice.times)
-    options = consider(choice.links, choice.strategy, now_s)
-    predicted = next((each.predicted_s for each in options if each.strategy == choice.strategy), now_s)
-    present = Option(strategy=choice.strategy, predicted_s=predicted, measured_s=now_s)
+    options = consider(choice.links, dict(choice.rows), choice.strategy, now_s)
+    present = dataclasses.replace(next(each for each in options if each.present), measured_s=now_s)
     tried = _shortlist(options, present, settings.trials)
-    choice = dataclasses.replace(choice, present=present, options=tried, considered=len(options), times=(), trying=0)
+    considered = tuple((each.strategy.name, each.predicted_s) for each in options)
+    choice = dataclasses.replace(choice, present=present, options=tried, considered=considered, times=(), trying=0)
     if not tried:
         return _kept(choice, present, "no other is predicted to come near it")
     return dataclasses.replace(choice, phase=Phase.TRYING, strategy=tried[0].strategy)
@@ -253,7 +268,7 @@ def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> C
 
 def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple[Option, ...]:
     """The best by prediction, and plain all-reduce; not the present one, which was measured, nor what is hopeless."""
-    others = sorted((each for each in options if each.strategy != present.strategy), key=lambda each: each.predicted_s)
+    others = sorted((each for each in options if not each.present), key=lambda each: each.predicted_s)
     best = min([each.predicted_s for each in options] or [0.0])
     limit = _HOPELESS * max(best, present.measured_s or 0.0)
     able = [each for each in others if each.predicted_s <= limit]
@@ -278,8 +293,7 @@ def _tried(choice: Choice, settings: ChoiceSettings) -> Choice:
 
 def _kept(choice: Choice, option: Option, why: str) -> Choice:
     """The end: with the reason."""
-    tried = len(choice.options) + 1
-    reason = f"{_shown(option)}: {why}; {tried} of {max(tried, choice.considered)} were tried"
+    reason = f"{_shown(option)}: {why}; {len(choice.options) + 1} of {len(choice.considered)} were tried"
     return dataclasses.replace(choice, phase=Phase.KEPT, strategy=option.strategy, reason=reason, times=())
 
 
@@ -292,8 +306,10 @@ def _shown(option: Option) -> str:
 
 
 def _option_state(option: Option) -> list[Any]:
-    return [option.strategy.to_json(), option.predicted_s, option.measured_s, option.plain]
+    return [option.strategy.to_json(), option.predicted_s, option.measured_s, option.plain, option.present]
 
 
 def _option(row: Sequence[Any]) -> Option:
-    return Option(strategy=Strategy.from_json(row[0]), predicted_s=row[1], measured_s=row[2], plain=row[3])
+    return Option(
+        strategy=Strategy.from_json(row[0]), predicted_s=row[1], measured_s=row[2], plain=row[3], present=row[4]
+    )

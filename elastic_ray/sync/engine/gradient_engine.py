@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
@@ -16,11 +17,12 @@ from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_o
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.factory import make_operation
 from elastic_ray.sync.operations.row_bucket import RowBucket
 from elastic_ray.sync.operations.table_gradient import TableGradient
-from elastic_ray.sync.plan import SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, Topology
-from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
 
 class GradientEngine:
@@ -61,10 +63,7 @@ class GradientEngine:
         self._module = module
         self._trainable = trainable
         self._optimizer = optimizer
-        self._builder = builder
-        self._wanted: Strategy | None = None
-        self._plan = self._lower(builder.build(self._profile(), Topology()), Topology())
-        self._given = self._plan.strategy.to_json()
+        self._in_force = StrategyInForce(context, self, builder)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._reducer = GradientReducer(
@@ -74,7 +73,27 @@ class GradientEngine:
     @property
     def plan(self) -> SyncPlan:
         """What is carried out at present."""
-        return self._plan
+        return self._in_force.plan
+
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        return self._in_force.key
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What a strategy's planner needs to know of the model."""
+        return profile_of(self._module, self._trainable.groups, self._optimizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Of its gradients."""
+        return self._trainable.params[0].device
+
+    def check(self, plan: SyncPlan) -> None:
+        """Raise StrategyError where a plan cannot be carried out."""
+        for bucket in plan.buckets:
+            make_operation(bucket)
 
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
@@ -91,18 +110,25 @@ class GradientEngine:
         """Whether ``no_sync`` has left them unreduced."""
         return self._carried.local
 
-    def switch(self, strategy: Strategy) -> None:
-        """Go on with another strategy from the next step on. Every rank must ask for it in the same step.
+    def set_strategy(self, strategy: object) -> None:
+        """Go on with another strategy from the next step on. Every rank must ask for the same in the same step.
+
+        Args:
+            strategy: as of ``AdaptiveDataParallel(strategy=...)``.
 
         Raises:
-            StrategyError: it cannot be carried out for this model and optimizer.
+            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
-        self._lower(strategy, self._topology())
-        self._wanted = strategy
+        self._in_force.ask(strategy)
+
+    def explain_strategy(self) -> StrategyTable:
+        """What is done with the gradients, and why."""
+        return self._in_force.explain()
 
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
-        self._reducer.follow(changed=self._wanted is not None)
+        self._in_force.before_forward()
+        self._reducer.follow(changed=self._in_force.pending)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
@@ -111,6 +137,7 @@ class GradientEngine:
     def before_update(self) -> None:
         """What backward adds from here on is another loss's."""
         self._reducer.close()
+        self._in_force.stepped()
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
@@ -123,47 +150,37 @@ class GradientEngine:
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
         self._carried.enter_group()
-        if self._lower(self._plan.strategy, self._topology()).digest != self._plan.digest:
+        if self._in_force.enter_group():
             self._reducer.rebuild()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""
+        self._in_force.remember()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
         self._reducer.void()
+        self._in_force.roll_back()
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
         """Carried gradients, and the strategy where it is another than at the beginning."""
-        strategy = self._plan.strategy.to_json()
-        switched = {} if strategy == self._given else {"given": self._given, "strategy": strategy}
-        return {**self._carried.capture(), **switched}
+        return {**self._carried.capture(), **self._in_force.capture()}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
-        strategy = tree.get("strategy", self._given)
-        if tree.get("given", self._given) == self._given and strategy != self._plan.strategy.to_json():
-            self._wanted = Strategy.from_json(strategy)
+        if self._in_force.restore(tree):
             self._reducer.rebuild()
         self._carried.restore(tree)
 
-    def _profile(self) -> ModelProfile:
-        return profile_of(self._module, self._trainable.groups, self._optimizer)
-
-    def _topology(self) -> Topology:
-        return Topology(nodes=tuple(self._context.group.nodes))
-
-    def _lower(self, strategy: Strategy, topology: Topology) -> SyncPlan:
-        return lower(strategy, self._profile(), topology)
-
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""
-        strategy, self._wanted = self._wanted or self._plan.strategy, None
-        self._plan = self._lower(strategy, self._topology())
-        layout = BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
-        self._follow_tables([bucket.table for bucket in layout.buckets if isinstance(bucket, RowBucket)])
+        plan = self._in_force.take()
+        layout = BucketLayout(trainable.groups, plan, self._context.consensus.control_size, self._in_force)
+        rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
+        self._in_force.follow_rows(rows)
+        self._follow_tables([bucket.table for bucket in rows.values()])
         return layout
 
     def _follow_tables(self, tables: Sequence[TableGradient]) -> None:

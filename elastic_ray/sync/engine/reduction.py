@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ class Reduction:
         self._consensus = consensus
         self._layout = layout
         self._works: list[Any] = []
+        self._began_s = [0.0] * len(layout.buckets)
+        self._took_s = list(self._began_s)
 
     @property
     def _gradients(self) -> GradientCollectives:
@@ -32,6 +35,7 @@ class Reduction:
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
         layout = self._layout
+        self._began_s[index] = time.perf_counter()
         self._works += layout.operations[index].launch(layout.buckets[index], self._gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works.append(self._gradients.all_reduce(layout.tail))
@@ -44,19 +48,23 @@ class Reduction:
 
     def finish(self) -> None:
         """Go on in rounds until every bucket holds the sum; as many rounds on every rank."""
+        self._took_s = [0.0] * len(self._began_s)
         finished = 1
         going = list(zip(self._layout.buckets, self._layout.operations, strict=True))
         while going := [
             (bucket, operation)
             for bucket, operation in going
-            if self._started(operation.go_on(bucket, self._gradients, finished))
+            if self._started(bucket.index, operation.go_on(bucket, self._gradients, finished))
         ]:
             self.wait()
             finished += 1
+        self._layout.sequel.reduced(self._took_s)
 
-    def _started(self, works: Sequence[Any]) -> bool:
-        """Whether an operation goes on."""
+    def _started(self, index: int, works: Sequence[Any]) -> bool:
+        """Whether a bucket's operation goes on."""
         self._works += works
+        if not works:
+            self._took_s[index] = time.perf_counter() - self._began_s[index]
         return len(works) > 0
 
     def commit(self) -> None:
