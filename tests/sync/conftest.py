@@ -1,4 +1,4 @@
-"""Ranks for the tests of synchronisation."""
+"""Ranks for the tests of strategies: a few processes that all tests of a run share."""
 
 from tests.loop.conftest import ranks
 

@@ -9,12 +9,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from elastic_ray.sync import AllReduce, Owner, PowerSGD, Reduce, Rows, Rule, Strategy, Wire
-from elastic_ray.sync.choosing.cost import bucket_cost, predict
+from elastic_ray.sync.choosing.cost import CpuRates, bucket_cost, predict
 from elastic_ray.sync.choosing.links import LinkSample, LinkTable
 from elastic_ray.sync.plan import BucketPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 
 MIB = 1 << 20
+RATES = CpuRates(backward=0.0)  # it is part of the compute times below
 # Two cores, gloo, 1 Gbit/s between namespaces; 16 MiB (bf16: 8 on the wire) took so many ms with 2 and with 4 ranks.
 CALIBRATED = {
     "all_reduce": (16 * MIB, 140, 215),
@@ -97,7 +98,7 @@ CROSSOVER = [(1990, 52, 25), (9_800, 10.7, 8.7), (36_000, 2.7, 1.7), (78_000, 1.
 def predicted(params: tuple[ParamInfo, ...], world: int, compute_ms: float, strategy: Strategy) -> float:
     profile = ModelProfile(params=params, compute_s=compute_ms / 1e3)
     plan = lower(strategy, profile, topology(world))
-    return predict(plan, profile, links(world), topology(world)).seconds * 1e3
+    return predict(plan, profile, links(world), topology(world), RATES).seconds * 1e3
 
 
 @pytest.mark.parametrize("exact", [True, False])

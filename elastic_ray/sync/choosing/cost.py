@@ -37,6 +37,7 @@ class CpuRates:
         merge: rows of all ranks sorted and added up, for a byte gathered.
         copy: into a bucket and back.
         update: a dense gradient of a table zeroed and applied, where its rows would do.
+        backward: a dense gradient of a table made; where rows travel, autograd makes rows.
         cast: to 16 bits and back.
         low_rank: PowerSGD's products and its residual.
     """
@@ -44,6 +45,7 @@ class CpuRates:
     merge: float = 3.0e-9
     copy: float = 2.0e-10
     update: float = 2.0e-10
+    backward: float = 4.0e-10
     cast: float = 8.0e-10
     low_rank: float = 1.0e-9
 
@@ -108,17 +110,18 @@ def predict(
 def bucket_cost(
     bucket: BucketPlan, params: Sequence[ParamInfo], links: LinkTable, world_size: int, rates: CpuRates = RATES
 ) -> StepCost:
-    """What one bucket adds to a step; nothing but a table's dense update in a group of one.
+    """What one bucket adds to a step; nothing but a table's dense backward and update in a group of one.
 
     Raises:
         KeyError: an operation that it needs was not measured.
     """
     mine = [params[i] for i in bucket.params]
-    dense = sum(param.nbytes for param in mine if param.table) * rates.update
+    tables = sum(param.nbytes for param in mine if param.table)
     sync = bucket.sync
     if isinstance(sync, Rows):
         cost, gives_sparse = _rows_cost(mine[0], links, world_size, rates), _gives_sparse(mine[0], sync)
-        return cost if gives_sparse else dataclasses.replace(cost, cpu_s=cost.cpu_s + dense)
+        return cost if gives_sparse else dataclasses.replace(cost, cpu_s=cost.cpu_s + tables * rates.update)
+    dense = tables * (rates.update + rates.backward)
     if world_size == 1:
         return StepCost(cpu_s=dense)
     if isinstance(sync, Owner):

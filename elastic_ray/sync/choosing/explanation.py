@@ -155,7 +155,7 @@ def _row(
     measured_s: float | None,
 ) -> StrategyRow:
     """One class of parameters."""
-    names = [profile.params[i].name for bucket in buckets for i in bucket.params]
+    names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     predicted = None
     if links.samples and not what.startswith("models"):

@@ -16,6 +16,7 @@ from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.factory import make_operation
 from elastic_ray.sync.operations.row_bucket import RowBucket
@@ -66,6 +67,7 @@ class GradientEngine:
         self._in_force = StrategyInForce(context, self, builder)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
+        self._row_steps = RowSteps(optimizer)
         self._reducer = GradientReducer(
             trainable, self._lay_out, self._carried, context, noise, grad_scale, number, check_finite=check_finite
         )
@@ -188,6 +190,7 @@ class GradientEngine:
         for table in self._tables:
             table.close()
         self._tables = tables
+        self._row_steps.follow(tables)
         layers = layers_by_parameter(self._module) if tables else {}
         for table in tables:
             table.follow(layers[id(table.param)])

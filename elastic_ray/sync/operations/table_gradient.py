@@ -41,6 +41,7 @@ class TableGradient:
         # The dense gradient of which all rows but these are zero, as long as its version is this.
         self._known: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
         self._incoming: torch.Tensor | None = None
+        self._aside: torch.Tensor | None = None
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
@@ -73,10 +74,18 @@ class TableGradient:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
 
-    @property
-    def stands_for_rows(self) -> bool:
-        """Whether ``.grad`` is dense for user code alone: which of its rows are not zero is known."""
-        return self._shows == "dense" and self._touched(self.param.grad) is not None
+    def show_rows(self) -> None:
+        """Have a dense ``.grad`` be its rows, where they are known, until :meth:`show_table`."""
+        grad = self.param.grad
+        ids = self._touched(grad)
+        if grad is not None and ids is not None:
+            rows = TouchedRows(table=grad.shape[0], ids=ids, values=grad.detach().index_select(0, ids))
+            self._aside, self.param.grad = grad, rows.to_sparse()
+
+    def show_table(self) -> None:
+        """Have ``.grad`` be the dense one that :meth:`show_rows` has put aside."""
+        if self._aside is not None:
+            self.param.grad, self._aside = self._aside, None
 
     def rows(self) -> TouchedRows:
         """Of ``.grad``, which there must be. Its tensors may be those of ``.grad``."""
