@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ray.sync import SMA, DiLoCo, LocalSGD, PairAveraging, Strategy
+from elastic_ray.sync import Strategy
 from elastic_ray.sync.spec import Average
 from tests.loop.ranks import Ranks
-from tests.sync.drifting import Loop, adam, plain, reference, sgd
+from tests.sync.drifting import Loop, adam, reference, sgd
 
 AVERAGES = {
     "local_sgd": Average(algorithm="local_sgd", period=3),
