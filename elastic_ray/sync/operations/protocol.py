@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.batch.statistics import FlatGradient
+
 
 class GradientCollectives(Protocol):
     """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
@@ -107,8 +109,8 @@ class GradientBucket(Protocol):
             RuntimeError: a gradient cannot be taken in; the message says why.
         """
 
-    def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector."""
+    def flat_gradient(self) -> FlatGradient:
+        """What it holds as one vector, or as what stands for it."""
 
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""

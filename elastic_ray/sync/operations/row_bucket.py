@@ -86,9 +86,9 @@ class RowBucket:
         """What :meth:`carry` has kept, for :meth:`add`."""
         return self._carried
 
-    def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector of the whole table's size."""
-        return self.held.to_dense().reshape(-1)
+    def flat_gradient(self) -> TouchedRows:
+        """What it holds, to be kept."""
+        return self._kept()
 
     def add(self, share: TouchedRows) -> None:
         """Add a share to what it holds."""
