@@ -62,9 +62,7 @@ def test_optimizers_that_step_no_sparse_gradients_are_refused(layer: Any) -> Non
     model = nn.Sequential(layer(5, 3, sparse=True), nn.Linear(3, 1))
     er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model = nn.Sequential(layer(5, 3, sparse=True), nn.Linear(3, 1))
-    with pytest.raises(
-        ValueError, match=r"AdamW cannot step the sparse gradient of 0\.weight.*update='dense'"
-    ):
+    with pytest.raises(ValueError, match=r"AdamW cannot step the sparse gradient of 0\.weight.*update='dense'"):
         er.AdaptiveDataParallel(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
