@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.sync import Parallax
-from elastic_ray.sync.operations import rows as operation
-from elastic_ray.sync.operations.row_bucket import RowBucket
+from elastic_ray.sync.tables import rows as operation
+from elastic_ray.sync.tables.row_bucket import RowBucket
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
 from tests.sync import tables
@@ -245,7 +245,7 @@ class Recorder(operation.RowsOperation):
 
 def rounds_of(counts: list[int], table: int) -> list[list[int]]:
     """How many rounds steps take that touch so many rows."""
-    from elastic_ray.sync.operations import factory
+    from elastic_ray.sync.engine import factory
 
     factory.RowsOperation, Recorder.rounds = Recorder, []  # type: ignore[misc]
     layer = nn.Embedding(table, 2, sparse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ray.sync.operations.table_gradient import TableGradient
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 TABLE, WIDTH = 30, 3
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from elastic_ray.batch.statistics import SuccessiveGradients, squared_norm
-from elastic_ray.sync.operations.rows import pays
-from elastic_ray.sync.operations.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense, rows_of_sparse
+from elastic_ray.sync.tables.rows import pays
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense, rows_of_sparse
 
 TABLE, WIDTH = 12, 3
 

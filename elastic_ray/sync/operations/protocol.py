@@ -109,8 +109,11 @@ class GradientBucket(Protocol):
             RuntimeError: a gradient cannot be taken in; the message says why.
         """
 
-    def flat_gradient(self) -> FlatGradient:
-        """What it holds as one vector, or as what stands for it."""
+    def flat_gradient(self) -> torch.Tensor:
+        """What it holds as one vector."""
+
+    def vector(self) -> FlatGradient:
+        """The same, or what stands for it at less cost."""
 
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""

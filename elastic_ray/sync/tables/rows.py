@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from elastic_ray.sync.operations.protocol import GradientCollectives
-from elastic_ray.sync.operations.row_bucket import RowBucket
-from elastic_ray.sync.operations.touched_rows import TouchedRows, added_up, no_rows
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 
 # What a rank says of its gradient's layout; the largest counts.
 _NONE, _SPARSE, _DENSE = 0, 1, 2

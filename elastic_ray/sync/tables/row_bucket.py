@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic_ray.sync.operations.gradient_checks import check_gradients
-from elastic_ray.sync.operations.table_gradient import TableGradient
-from elastic_ray.sync.operations.touched_rows import TouchedRows, added_up, no_rows
+from elastic_ray.sync.tables.table_gradient import TableGradient
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 
 
 class RowBucket:
@@ -86,7 +86,11 @@ class RowBucket:
         """What :meth:`carry` has kept, for :meth:`add`."""
         return self._carried
 
-    def flat_gradient(self) -> TouchedRows:
+    def flat_gradient(self) -> torch.Tensor:
+        """What it holds as one vector of the whole table's size."""
+        return self.held.to_dense().reshape(-1)
+
+    def vector(self) -> TouchedRows:
         """What it holds, to be kept."""
         return self._kept()
 
