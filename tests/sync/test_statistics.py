@@ -15,7 +15,7 @@ import elastic_ray as er
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import Change, run_job
 
-SAMPLES, EPOCHS = 24, 14
+SAMPLES, EPOCHS = 24, 40
 
 
 def loop(strategy: Any, optimizer: str = "sgd", scaling_rule: str = "none") -> Any:
