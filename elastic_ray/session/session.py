@@ -99,7 +99,7 @@ class Session:
         self._saved = saved
         self._join_timeout_s = join_timeout_s
         self._faults = faults
-        self._replicas = Replicas()
+        self._replicas = Replicas(lambda: self.registry.drifts)
         self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo())
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
@@ -330,6 +330,13 @@ class Session:
         self._parts.agreed.count_reports(reports)
         return reports
 
+    def may_save(self) -> bool:
+        """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
+        settled = self.registry.settled
+        if not settled:
+            self._parts.agreed.ask_for_consensus()
+        return settled
+
     @property
     def atomic_bsz(self) -> int:
         """Most samples that this rank takes at once in the step in progress; 0 outside steps."""
@@ -357,6 +364,7 @@ class Session:
             total_steps=progress.steps,
             batch_size=self._parts.clock.batch_size,
             progress=progress.summary(),
+            strategy=self._parts.clock.strategy,
         )
 
     def finish(self) -> None:

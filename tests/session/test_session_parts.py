@@ -129,14 +129,16 @@ def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_
 class Parts:
     """What a group's entry goes through, in order."""
 
-    buffer_layout, shape = 7, BatchChoice(atomic_bsz=4)
+    buffer_layout, marker, shape = 7, 0, BatchChoice(atomic_bsz=4)
 
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def exchange(self, communicator: Any) -> Exchanged:
+    def exchange(self, communicator: Any, replicas: Any) -> Exchanged:
         self.done.append("exchange")
         return Exchanged(received=True, passes=3)
+
+    def reconcile(self, communicator: Any, *, counts: bool) -> None: ...
 
     def enter_group(self) -> None:
         self.done.append("enter")

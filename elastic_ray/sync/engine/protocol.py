@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from elastic_ray.communication.communicator import Communicator
+
 
 class GradientSync(Protocol):
     """How the gradients of one model become the same on all ranks.
 
     In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
-    :meth:`no_sync`, ``.grad`` holds the mean over the step's samples.
+    :meth:`no_sync`, ``.grad`` holds the mean over the step's samples; while models ``drift``, over this rank's alone.
+    When all ranks have committed a step that trained, :meth:`after_step` is called on each.
 
     Between two groups: ``local`` may put a planned change off; before it all ranks call :meth:`before_change` in the
     group that they leave, which a loss of ranks leaves out; :meth:`capture` travels to ranks that are behind, into
@@ -34,6 +37,10 @@ class GradientSync(Protocol):
     def local(self) -> bool:
         """Whether what waits differs from rank to rank."""
 
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
     def before_forward(self) -> None:
         """The model is about to be called."""
 
@@ -48,6 +55,38 @@ class GradientSync(Protocol):
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before."""
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the gradient noise scale is measured."""
+
+    def require_statistics(self, user: str) -> None:
+        """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged, and of what; equal on all ranks."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained; raises CommunicationFailedError."""
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """Make those models one that count, in a new group; raises CommunicationFailedError."""
 
     def before_change(self) -> None:
         """All ranks are here, and the group is about to change: make what differs from rank to rank equal.

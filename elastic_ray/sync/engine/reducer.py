@@ -23,6 +23,7 @@ from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reduction import Reduction
+from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.protocol import GradientBucket
 
@@ -44,6 +45,7 @@ class GradientReducer:
         lay_out: makes buckets for them.
         carried: what user code adds up over several steps.
         context: the run.
+        group: whose gradients are added up.
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
@@ -56,6 +58,7 @@ class GradientReducer:
         lay_out: Callable[[Trainable], BucketLayout],
         carried: CarriedGradients,
         context: SyncContext,
+        group: SummingGroup,
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
         number: int,
@@ -70,9 +73,8 @@ class GradientReducer:
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
-        self._ledger, self._group, self._consensus = context.ledger, context.group, context.consensus
-        self._carried = carried
-        self._noise = noise
+        self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
+        self._carried, self._noise = carried, noise
         self._grad_scale = grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
@@ -188,12 +190,12 @@ class GradientReducer:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
-        self._carried.add(step)
+        self._carried.add(step, local=self._group.drifts)
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
             return
-        self._weight = step.weight(self._group.rank)
+        self._weight = self._group.share(step)
         self._local_norms = list(self._no_norms)
         self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
@@ -235,7 +237,8 @@ class GradientReducer:
         gives_statistics = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
         gradients = self._group.world_size * step.micro_steps
-        self._measured_step = self._noise.measures(self._ledger.steps, gradients) and gives_statistics
+        wanted = self._noise.measures(self._ledger.steps, gradients)
+        self._measured_step = wanted and gives_statistics and not self._group.drifts
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""

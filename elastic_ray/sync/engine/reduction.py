@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class Reduction:
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None while nobody has looked
+        self._began_s = [0.0] * len(layout.buckets)
+        self._took_s = list(self._began_s)
 
     @property
     def _gradients(self) -> GradientCollectives:
@@ -62,6 +65,7 @@ class Reduction:
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
         layout = self._layout
+        self._began_s[index] = time.perf_counter()
         if index == 0:
             self._asked, self._finite = False, None
             for compressed in self._compressed:
@@ -78,18 +82,20 @@ class Reduction:
 
     def finish(self) -> None:
         """Go on in rounds until every bucket holds the sum; as many rounds on every rank."""
+        self._took_s = [0.0] * len(self._began_s)
         finished = 1
         going = list(zip(self._layout.buckets, self._layout.operations, strict=True))
         while going := [
             (bucket, operation)
             for bucket, operation in going
-            if self._started(operation.go_on(bucket, self._gradients, finished))
+            if self._started(bucket.index, operation.go_on(bucket, self._gradients, finished))
         ]:
             self.wait()
             finished += 1
         if self._compressed and not self.is_finite():
             for compressed in self._compressed:
                 compressed.drop()
+        self._layout.sequel.reduced(self._took_s)
 
     def is_finite(self) -> bool:
         """Whether the last pass has given finite gradients; the same on all ranks."""
@@ -104,9 +110,11 @@ class Reduction:
                 if isinstance(operation, CompressedOperation):
                     operation.settle(bucket, self._grad_scale())
 
-    def _started(self, works: Sequence[Any]) -> bool:
-        """Whether an operation goes on."""
+    def _started(self, index: int, works: Sequence[Any]) -> bool:
+        """Whether a bucket's operation goes on."""
         self._works += works
+        if not works:
+            self._took_s[index] = time.perf_counter() - self._began_s[index]
         return len(works) > 0
 
     def asked(self) -> None:

@@ -18,7 +18,10 @@ from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOper
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
-from elastic_ray.sync.spec import Owner, Reduce
+from elastic_ray.sync.spec import Owner, Reduce, Rows
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.rows import RowsOperation
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
@@ -29,6 +32,8 @@ def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
 
 def make_bucket(plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int) -> GradientBucket:
     """The bucket of a plan, with ``tail`` extra elements."""
+    if isinstance(plan.sync, Rows):
+        return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     return build_bucket(index, plan.group, params, tail)
 
 
@@ -43,6 +48,8 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
         return _reduction(sync, plan.params)
     if isinstance(sync, Owner):
         return OwnerOperation(plan.owner, WireForm(sync.wire.dtype))
+    if isinstance(sync, Rows):
+        return RowsOperation()
     raise StrategyError(f"there is no operation for {sync}")
 
 
