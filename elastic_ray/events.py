@@ -24,6 +24,7 @@ class EventKind(str, enum.Enum):
     RESUMED = "resumed"
     CANCELLED = "cancelled"
     BATCH = "batch"
+    STRATEGY = "strategy"
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
     RECOVERED = "recovered"

@@ -189,6 +189,7 @@ class BatchPlanner:
             step_time=report.step_time,
             grad_time=report.grad_time,
             steps=report.steps,
+            strategy=report.strategy,
         )
         tuner.set_noise(report.noise)
         self._fresh = True

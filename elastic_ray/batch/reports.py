@@ -54,7 +54,8 @@ class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
     ``step_time`` and ``grad_time`` are medians over ``steps`` undisturbed steps of one shape; 0 where none was seen.
-    ``progress`` is that of the whole run, whatever groups and processes it had.
+    ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
+    synchronising gradients apart; while one is being chosen no steps are reported.
     """
 
     generation: int
@@ -70,3 +71,4 @@ class StepReport:
     total_steps: int
     batch_size: int
     progress: Progress | None = None
+    strategy: str = ""

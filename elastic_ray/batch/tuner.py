@@ -35,6 +35,9 @@ MIN_STEPS = 10
 MAX_GROWTH = 2
 """Factor by which the global batch grows at most in one decision."""
 
+CHOSEN = "auto/"
+"""What begins the keys of strategies that were chosen by measurement."""
+
 _REPORTS = 15  # latest reports of a configuration whose median counts
 _CONFIGURATIONS = 64  # configurations remembered; the one not seen for longest goes first
 _MAX_COUNT = 100  # steps beyond which a configuration weighs no more in a fit
@@ -94,8 +97,9 @@ def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
 
 @dataclasses.dataclass(slots=True)
 class _Record:
-    """Latest reports of one configuration."""
+    """Latest reports of one configuration, under one strategy."""
 
+    strategy: str = ""
     steps: int = 0
     step_times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_REPORTS))
     grad_times: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=_REPORTS))
@@ -157,6 +161,7 @@ class BatchTuner:
         step_time: float,
         grad_time: float = 0.0,
         steps: int = 1,
+        strategy: str = "",
     ) -> None:
         """Take in a report: mean times over ``steps`` steps of one configuration.
 
@@ -168,11 +173,14 @@ class BatchTuner:
             step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
             grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
             steps: steps behind the means.
+            strategy: how gradients were synchronised. Times under another one are forgotten: all of them, and those
+                of the same workers where both are ``auto/...``, for such a choice is of one group.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
             return
+        self._forget_others(strategy, (nodes, replicas))
         key = (nodes, replicas, atomic_bsz, accum_steps)
-        record = self._records.setdefault(key, _Record())
+        record = self._records.setdefault(key, _Record(strategy))
         self._records.move_to_end(key)
         record.steps += steps
         record.step_times.append(step_time)
@@ -183,6 +191,21 @@ class BatchTuner:
         batch_size = replicas * atomic_bsz * (accum_steps + 1)
         self._steps = steps + (self._steps if batch_size == self._batch_size else 0)
         self._batch_size = batch_size
+
+    def _forget_others(self, strategy: str, workers: tuple[int, int]) -> None:
+        """Forget times of strategies that are not in use any more; the fit stays until there is another."""
+
+        def stale(key: _Configuration, record: _Record) -> bool:
+            if record.strategy == strategy:
+                return False
+            both_chosen = strategy.startswith(CHOSEN) and record.strategy.startswith(CHOSEN)
+            return not both_chosen or key[:2] == workers
+
+        gone = [key for key, record in self._records.items() if stale(key, record)]
+        for key in gone:
+            del self._records[key]
+        if gone:
+            self._steps = 0
 
     def set_prior(self, prior: Prior) -> bool:
         """What others have measured of the same model; it serves until there is a fit of its own. Whether that is news.

@@ -11,7 +11,7 @@ import torch
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile, read_file, write_file
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.state.tree import UnsafeStateError, pack, unpack
+from elastic_ray.state.tree import UnsafeStateError, hollow
 
 
 def write_state(
@@ -55,10 +55,10 @@ def read_state(storage: RunStorage, state: StateFile) -> dict[str, Any]:
 
 def _check_plain(key: str, tree: Any) -> None:
     """Refuse a state that holds more than tensors and plain values, by its name."""
-    skeleton, tensors = pack(tree)
     stream = io.BytesIO()
+    plain = hollow(tree)
     try:
-        torch.save(unpack(skeleton, [torch.empty(0)] * len(tensors)), stream)
+        torch.save(plain, stream)
         stream.seek(0)
         torch.load(stream, weights_only=True)
     except Exception as error:

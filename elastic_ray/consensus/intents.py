@@ -76,12 +76,24 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int]) -> str:
         what = str(Announced.from_code(code)) if code else "has announced nothing"
         doing.setdefault(f"{what} after {steps} steps" if several else what, []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
+    if _layouts_differ(codes):
+        told += (
+            ". Layouts differ with the strategy, which every rank must set alike, in the same step, "
+            "with its options, and with the parameters that are trainable"
+        )
     return (
         f"the ranks do different things in step {min(loader_steps)} (steps of all loaders counted), so that their "
         f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
         "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
         "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"
     )
+
+
+def _layouts_differ(codes: Sequence[int]) -> bool:
+    """Whether two ranks reduce gradients of one model, and not in the same layout."""
+    known = [Announced.from_code(code) for code in codes if code]
+    layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}
+    return len(layouts) > len({index for index, _ in layouts})
 
 
 def _named(ranks: Iterable[int]) -> str:

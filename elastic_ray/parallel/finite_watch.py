@@ -52,7 +52,7 @@ class FiniteWatch:
         if several and suspects is None:
             self._streak = False
             return True
-        grads = [p.grad for p in params if p.grad is not None and not p.grad.is_sparse]
+        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
         if self._grads_are_finite(grads):
             self._streak = False
             return True

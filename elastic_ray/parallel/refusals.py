@@ -54,17 +54,6 @@ def refuse_several(optimizer: Any) -> None:
         )
 
 
-def refuse_sparse(module: torch.nn.Module) -> None:
-    """Raise ValueError for layers whose gradients are sparse."""
-    for name, layer in module.named_modules():
-        if getattr(layer, "sparse", False) and isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            raise ValueError(
-                f"{type(layer).__name__}(sparse=True) cannot be trained in a group, but {name or 'the module'} is one: "
-                "sparse gradients are not averaged over the workers. Set sparse=False (and an optimizer for dense "
-                "gradients in place of SparseAdam)"
-            )
-
-
 def refuse_steps_in_backward(module: torch.nn.Module) -> None:
     """Raise ValueError for hooks on gradients that hold an optimizer, to step it before gradients are averaged."""
     for name, param in module.named_parameters():

@@ -87,6 +87,10 @@ class GroupGradients(Protocol):
     def before_change(self) -> None:
         """The group is about to change."""
 
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
     def enter_group(self) -> None:
         """A group was entered."""
 

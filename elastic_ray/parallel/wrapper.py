@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,17 +15,18 @@ from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.nonfinite import check_choice
+from elastic_ray.parallel.patches import after_step, count_optimizer_steps, keep_scale_while_accumulating, patch_step
 from elastic_ray.parallel.refusals import (
     refuse_options,
     refuse_several,
-    refuse_sparse,
     refuse_steps_in_backward,
 )
-from elastic_ray.parallel.run_view import ModelRun, UpdateLedger
+from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState, ModuleState
 from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
@@ -72,7 +72,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before; gradients are sparse, or stepped within ``backward()``.
+            that was wrapped before; gradients are stepped within ``backward()``.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -91,7 +91,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
-        refuse_sparse(module)
         refuse_steps_in_backward(module)
         self.module = module
         session = session_of_new_model()
@@ -109,7 +108,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
-        _patch_step(optimizer, self._step)
+        patch_step(optimizer, self._step)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -150,6 +149,29 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.no_sync()
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self._sync.plan.strategy
+
+    def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
+        """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
+
+        Every rank must ask for the same in the same step; ranks that differ learn it in the next one.
+
+        Args:
+            strategy: as of the constructor.
+
+        Raises:
+            StrategyError: there is no such strategy, or it cannot be carried out for this model and optimizer.
+            TypeError: it is none.
+        """
+        self._sync.set_strategy(strategy)
+
+    def explain_strategy(self) -> StrategyTable:
+        """What is done with which parameters, predicted and measured times, and why; ``str`` of it is for people."""
+        return self._sync.explain_strategy()
+
+    @property
     def noise_scale(self) -> NoiseScale | None:
         """The smoothed gradient noise scale, equal on all ranks; None before the first estimate."""
         return self._tracker.value
@@ -188,8 +210,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register_rollback(lambda: None, lambda _: saved.mend())
         if self._scaler is not None:
             if saved is not None:
-                _after_step(self._scaler, optimizer, saved.mend)
-            _keep_scale_while_accumulating(self._scaler, self._run.ledger)
+                after_step(self._scaler, optimizer, saved.mend)
+            keep_scale_while_accumulating(self._scaler, self._run.ledger)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
         registry.add_buffers(BufferSync(self.module))
@@ -201,7 +223,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
         for number, scheduler in enumerate(known):
-            _count_optimizer_steps(scheduler, self._run.ledger)
+            count_optimizer_steps(scheduler, self._run.ledger)
             states.register(f"lr_scheduler/{self._index}/{number}", DictState(scheduler))
             states.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
         if known:
@@ -328,61 +350,3 @@ def _check_process_group(world_size: int) -> None:
             "end of every pass, or GroupNorm or LayerNorm, which do not depend on the batch; sums over all workers "
             "come from elastic_ray.Accumulator"
         )
-
-
-def _patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others."""
-    original = optimizer.step
-
-    @functools.wraps(original)
-    def wrapped(closure: Any = None, **kwargs: Any) -> Any:
-        return step(original, closure, **kwargs)
-
-    optimizer.step = wrapped  # type: ignore[method-assign]
-
-
-def _count_optimizer_steps(scheduler: Any, ledger: UpdateLedger) -> None:
-    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
-    if not hasattr(scheduler, "step"):
-        return
-    original = type(scheduler).step
-
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if ledger.accumulating else original(self, *args, **kwargs)
-
-    _override(scheduler, step=step)
-
-
-def _keep_scale_while_accumulating(scaler: Any, ledger: UpdateLedger) -> None:
-    """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
-    original = type(scaler).update
-
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = self.state_dict() if ledger.accumulating else None
-        original(self, *args, **kwargs)
-        if before is not None:
-            self.load_state_dict(before)
-
-    _override(scaler, update=update)
-
-
-def _after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
-    """Call ``then`` when the scaler has stepped this optimizer, or left the step out by itself."""
-    original = type(scaler).step
-
-    @functools.wraps(original)
-    def step(self: Any, stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, stepped, *args, **kwargs)
-        if stepped is optimizer:
-            then()
-        return result
-
-    _override(scaler, step=step)
-
-
-def _override(target: Any, **methods: Any) -> None:
-    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict."""
-    kind = type(target)
-    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})

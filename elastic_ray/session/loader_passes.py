@@ -142,6 +142,10 @@ class PassParts(Protocol):
         """The wrapped models."""
 
     @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
+    @property
     def buffer_layout(self) -> int:
         """What the ranks must have in common to synchronise buffers."""
 
@@ -161,8 +165,8 @@ class PassParts(Protocol):
 class PassClock(Protocol):
     """Times of steps."""
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
-        """A step was committed; ``shape`` None when it trained nothing."""
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
+        """A step was committed; ``shape`` None when it trained nothing, ``strategy`` while one is being chosen."""
 
     def micro(self) -> None:
         """A micro-step that does not synchronise was done."""
@@ -293,7 +297,8 @@ class LoaderPasses:
             return ledger.loader_steps > before
         trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
         if not nested and self._averaged(trained=trained):
-            parts.clock.edge(step.shape if trained else None, step.micro_steps, step.count)
+            shape = step.shape if trained else None
+            parts.clock.edge(shape, step.micro_steps, step.count, parts.registry.strategy_key)
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)
         return True

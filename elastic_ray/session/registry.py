@@ -86,6 +86,10 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the present group broke meanwhile.
         """
 
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
     def enter_group(self) -> None:
         """A group was entered, and all ranks hold the same state."""
 
@@ -212,6 +216,12 @@ class Registry:
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""
         self._gradients.append(gradients)
+
+    @property
+    def strategy_key(self) -> str | None:
+        """Those of all models; None while one of them is being chosen."""
+        keys = [each.strategy_key for each in self._gradients]
+        return None if None in keys else "+".join(key for key in keys if key)
 
     @property
     def gradients_are_local(self) -> bool:

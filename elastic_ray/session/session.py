@@ -364,6 +364,7 @@ class Session:
             total_steps=progress.steps,
             batch_size=self._parts.clock.batch_size,
             progress=progress.summary(),
+            strategy=self._parts.clock.strategy,
         )
 
     def finish(self) -> None:

@@ -110,7 +110,7 @@ class StandaloneController:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
-        logger.warning("%s", text)
+        logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 
     def claim_fault(self, index: int) -> bool:
         """Scripted faults need a trainer."""

@@ -35,6 +35,15 @@ class TensorIndex:
     index: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class SparseIndex:
+    """Stands for a sparse tensor, which is two tensors of a state: where its elements are, and what they are."""
+
+    indices: TensorIndex
+    values: TensorIndex
+    shape: tuple[int, ...]
+
+
 def too_deep(where: str) -> NotPlainError:
     """What to raise for a value that is nested too deeply."""
     return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
@@ -105,6 +114,9 @@ def _write(out: bytearray, value: Any, where: str, depth: int) -> None:
         for key, item in value.items():
             _write(out, key, f"{where}, key {key!r}", depth + 1)
             _write(out, item, f"{where}[{key!r}]", depth + 1)
+    elif kind is SparseIndex:
+        out += b"S"
+        _write(out, (value.indices, value.values, value.shape), where, depth + 1)
     elif isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in _NUMBERS:
         _text(out, b"g" if isinstance(value, np.generic) else b"y", value.dtype.str.encode())
         _write(out, value.shape, where, depth + 1)
@@ -151,6 +163,15 @@ def _complex(content: bytes) -> complex:
     return complex(_DOUBLE.unpack(content[:8])[0], _DOUBLE.unpack(content[8:])[0])
 
 
+def _sparse_index(told: Any) -> SparseIndex:
+    """Raises ValueError for anything that :func:`_write` does not make of one."""
+    if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
+        raise ValueError("no plain value: no sparse tensor is like this")
+    if not all(type(size) is int and size >= 0 for size in told[2]):
+        raise ValueError("no plain value: no sparse tensor has this shape")
+    return SparseIndex(*told)
+
+
 _READ_CONTENT: dict[bytes, Callable[[bytes], Any]] = {
     b"i": lambda content: int.from_bytes(content, "little", signed=True),
     b"f": lambda content: _DOUBLE.unpack(content)[0],
@@ -195,6 +216,8 @@ class _Reader:
             return _READ_SEQUENCE[tag]([self.value(depth + 1) for _ in range(self._count())])
         if tag in _READ_MAPPING:
             return self._fill(_READ_MAPPING[tag](), depth)
+        if tag == b"S":
+            return _sparse_index(self.value(depth + 1))
         if tag in (b"g", b"y"):
             return self._numbers(depth, scalar=tag == b"g")
         raise ValueError(f"no plain value: no type begins with {tag!r}")

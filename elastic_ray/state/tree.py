@@ -10,7 +10,17 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.state.codec import DEEPEST, NotPlainError, TensorIndex, decode, dtype_name, dtype_of, encode, too_deep
+from elastic_ray.state.codec import (
+    DEEPEST,
+    NotPlainError,
+    SparseIndex,
+    TensorIndex,
+    decode,
+    dtype_name,
+    dtype_of,
+    encode,
+    too_deep,
+)
 
 # Tensors under this size travel in one message together.
 _SMALL_BYTES = 1 << 18
@@ -97,12 +107,18 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     """
     tensors: list[torch.Tensor] = []
 
+    def add(tensor: torch.Tensor) -> TensorIndex:
+        tensors.append(tensor)
+        return TensorIndex(len(tensors) - 1)
+
     def visit(node: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > DEEPEST:
             raise too_deep("".join(f"[{key!r}]" for key in path))
+        if isinstance(node, torch.Tensor) and node.layout == torch.sparse_coo:
+            whole = node.detach().coalesce()
+            return SparseIndex(add(whole.indices()), add(whole.values()), tuple(whole.shape))
         if isinstance(node, torch.Tensor):
-            tensors.append(node.detach())
-            return TensorIndex(len(tensors) - 1)
+            return add(node.detach())
         if isinstance(node, Mapping):
             return _alike(type(node), {key: visit(value, (*path, key)) for key, value in node.items()})
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
@@ -113,13 +129,38 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of :func:`pack`."""
-    if isinstance(skeleton, TensorIndex):
-        return tensors[skeleton.index]
+    """The inverse of :func:`pack`.
+
+    Raises:
+        RuntimeError: tensors make no sparse tensor that the skeleton tells of.
+    """
+
+    def leaf(index: TensorIndex | SparseIndex) -> torch.Tensor:
+        if isinstance(index, TensorIndex):
+            return tensors[index.index]
+        parts = tensors[index.indices.index], tensors[index.values.index]
+        # What a peer has sent may point anywhere: let torch look at it.
+        return torch.sparse_coo_tensor(*parts, index.shape, check_invariants=True, is_coalesced=True)
+
+    return _with_leaves(skeleton, leaf)
+
+
+def hollow(tree: Any) -> Any:
+    """A tree as it is, with tensors of no elements.
+
+    Raises:
+        NotPlainError: as :func:`pack`.
+    """
+    return _with_leaves(pack(tree)[0], lambda index: torch.empty(0))
+
+
+def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], torch.Tensor]) -> Any:
+    if isinstance(skeleton, (TensorIndex, SparseIndex)):
+        return leaf(skeleton)
     if isinstance(skeleton, dict):
-        return _alike(type(skeleton), {key: unpack(value, tensors) for key, value in skeleton.items()})
+        return _alike(type(skeleton), {key: _with_leaves(value, leaf) for key, value in skeleton.items()})
     if type(skeleton) in (list, tuple):
-        return type(skeleton)(unpack(value, tensors) for value in skeleton)
+        return type(skeleton)(_with_leaves(value, leaf) for value in skeleton)
     return skeleton
 
 
@@ -196,7 +237,10 @@ def receive_state(
             piece = flat[offset : offset + specs[i].nbytes].clone().view(specs[i].dtype)
             tensors[i].copy_(piece.reshape(specs[i].shape))
             offset += specs[i].nbytes
-    return unpack(skeletons, tensors), in_place
+    try:
+        return unpack(skeletons, tensors), in_place
+    except RuntimeError as error:
+        raise _refused(communicator, source, str(error)) from error
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
@@ -251,6 +295,8 @@ def _destinations(
 def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
     if isinstance(skeleton, TensorIndex):
         return [skeleton]
+    if isinstance(skeleton, SparseIndex):
+        return [skeleton.indices, skeleton.values]
     if isinstance(skeleton, dict):
         return [each for value in skeleton.values() for each in _tensor_indices(value)]
     if isinstance(skeleton, (list, tuple)):

@@ -14,20 +14,33 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Collects step and micro-step times [s] of one batch shape; starts afresh at every change."""
+    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change."""
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
         self._last_micro_s: float | None = None
         self._shape: BatchChoice | None = None
+        self.strategy = ""
         self.batch_size = 0
         self._skip = _WARM_UP
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._micros: deque[float] = deque(maxlen=_KEPT)
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
-        """A step was committed; ``shape`` None when it trained nothing (evaluation)."""
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
+        """A step was committed.
+
+        Args:
+            shape: of the batch; None when it trained nothing (evaluation).
+            micro_steps: that it had.
+            samples: that it had.
+            strategy: tells ways of synchronising apart; None while one is being chosen, for such steps do not count.
+        """
         now_s = time.monotonic()
+        if strategy is None:
+            shape = None
+        elif shape is not None and strategy != self.strategy:
+            self._restart(shape)
+            self.strategy = strategy
         if shape != self._shape:
             self._restart(shape)
         elif shape is not None and self._last_edge_s is not None and micro_steps == shape.accum_steps + 1:

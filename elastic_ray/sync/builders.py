@@ -118,9 +118,10 @@ class Parallax:
         """See ``StrategyBuilder``."""
         return Strategy(
             rules=tuple(
-                Rule(pattern=exactly(param.name), sync=Rows(update=self.update))
+                Rule(pattern=exactly(name), sync=Rows(update=self.update))
                 for param in profile.params
                 if (param.sparse or param.table) and len(param.shape) == 2
+                for name in param.names
             ),
             default=Reduce(wire=self.wire),
             name="parallax",
@@ -245,5 +246,7 @@ def exactly(name: str) -> str:
 
 def _dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
     """One way for all parameters, but for those whose gradients are sparse."""
-    rules = tuple(Rule(pattern=exactly(param.name), sync=Rows()) for param in profile.params if param.sparse)
+    rules = tuple(
+        Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names
+    )
     return Strategy(rules=rules, default=sync, name=name)

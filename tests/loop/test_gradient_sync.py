@@ -16,7 +16,7 @@ from elastic_ray.session.current import set_session
 class Counting:
     """Leaves gradients as they are, and notes what it is asked for."""
 
-    nonfinite_ranks, is_open, local = None, False, False
+    nonfinite_ranks, is_open, local, strategy_key = None, False, False, ""
     calls: list[str]  # of the latest
 
     def __init__(self, *args: Any, **options: Any) -> None:

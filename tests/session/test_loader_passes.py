@@ -67,7 +67,7 @@ class Parts:
     communicator: Any = "the group"
 
     def __init__(self) -> None:
-        self.models, self.synchronised = self, list[Any]()
+        self.models, self.synchronised, self.strategy_key = self, list[Any](), ""
         self.drifts, self.breaks, self.averaged = False, False, list[str]()
 
     def drift_layout(self, *, trained: bool) -> int:
@@ -94,7 +94,7 @@ class Clock:
     def __init__(self) -> None:
         self.edges, self.micros = list[BatchChoice | None](), 0
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int) -> None:
+    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
         self.edges.append(shape)
 
     def micro(self) -> None:

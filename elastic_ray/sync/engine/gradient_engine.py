@@ -13,17 +13,24 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.engine.model_profile import profile_of
+from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.noise import NoiseTracker
+from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
+from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.plan import SyncPlan, lower
-from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class GradientEngine:
@@ -64,13 +71,13 @@ class GradientEngine:
         self._module = module
         self._trainable = trainable
         self._optimizer = optimizer
-        self._builder = builder
-        self._wanted: Strategy | None = None
         self._statistics_for: list[str] = []
-        self._plan = self._lower(builder.build(self._profile(), Topology()), Topology())
-        self._given = self._plan.strategy.to_json()
+        self._in_force = StrategyInForce(context, self, builder)
         self._carried = CarriedGradients(context, optimizer)
+        self._tables: Sequence[TableGradient] = ()
+        self._owed = OwedGradients(context)
         self._drift = Drift(context, module, trainable, optimizer, number)
+        self._row_steps = RowSteps(optimizer)
         self._reducer = GradientReducer(
             trainable,
             self._lay_out,
@@ -86,7 +93,28 @@ class GradientEngine:
     @property
     def plan(self) -> SyncPlan:
         """What is carried out at present."""
-        return self._plan
+        return self._in_force.plan
+
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        return self._in_force.key
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What a strategy's planner needs to know of the model."""
+        return profile_of(self._module, self._trainable.groups, self._optimizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Of its gradients."""
+        return self._trainable.params[0].device
+
+    def check(self, plan: SyncPlan) -> None:
+        """Raise StrategyError where a plan cannot be carried out."""
+        self._check_statistics(plan.strategy)
+        for bucket in plan.buckets:
+            make_operation(bucket)
 
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
@@ -106,14 +134,20 @@ class GradientEngine:
         """Whether ``no_sync`` has left them unreduced."""
         return self._carried.local
 
-    def switch(self, strategy: Strategy) -> None:
-        """Go on with another strategy from the next step on. Every rank must ask for it in the same step.
+    def set_strategy(self, strategy: object) -> None:
+        """Go on with another strategy from the next step on. Every rank must ask for the same in the same step.
+
+        Args:
+            strategy: as of ``AdaptiveDataParallel(strategy=...)``.
 
         Raises:
-            StrategyError: it cannot be carried out for this model and optimizer.
+            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
-        self._lower(strategy, self._topology())
-        self._wanted = strategy
+        self._in_force.ask(strategy)
+
+    def explain_strategy(self) -> StrategyTable:
+        """What is done with the gradients, and why."""
+        return self._in_force.explain()
 
     def require_statistics(self, user: str) -> None:
         """Refuse strategies that give no gradient statistics, from here on.
@@ -125,7 +159,7 @@ class GradientEngine:
             StrategyError: the present one gives none.
         """
         self._statistics_for.append(user)
-        self._check_statistics(self._plan.strategy)
+        self._check_statistics(self.plan.strategy)
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError where statistics are needed that models which are averaged do not give."""
@@ -139,7 +173,8 @@ class GradientEngine:
 
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
-        self._reducer.follow(changed=self._wanted is not None)
+        self._in_force.before_forward()
+        self._reducer.follow(changed=self._in_force.pending and self._may_switch)
         self._drift.begin_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -149,10 +184,12 @@ class GradientEngine:
     def before_update(self) -> None:
         """What backward adds from here on is another loss's."""
         self._reducer.close()
+        self._in_force.stepped()
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
         self._carried.note_applied()
+        self._reducer.reduction.applied()
         self._drift.note_update()
 
     def rebuild(self) -> None:
@@ -162,7 +199,7 @@ class GradientEngine:
     @property
     def gives_statistics(self) -> bool:
         """Whether the gradient noise scale is measured."""
-        return self._plan.strategy.average is None
+        return self.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
@@ -177,7 +214,7 @@ class GradientEngine:
     @property
     def drift_layout(self) -> int:
         """A digest of how they are averaged, and of what; equal on all ranks."""
-        return digest(self._plan.digest)
+        return digest(self.plan.digest)
 
     @property
     def marker(self) -> int:
@@ -186,7 +223,7 @@ class GradientEngine:
 
     def after_step(self) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
-        self._drift.after_step(ends=self._wanted is not None)
+        self._drift.after_step(ends=self._in_force.pending)
 
     def collapse(self) -> None:
         """Where models differ from rank to rank: make them one."""
@@ -198,54 +235,68 @@ class GradientEngine:
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def before_change(self) -> None:
-        """Make models one that differ from rank to rank."""
+        """What compressions owe on all ranks is added up; models that differ from rank to rank are made one."""
+        self._reducer.reduction.end_step()
+        self._owed.before_change()
         self.collapse()
 
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
+        self._reducer.reduction.end_step()
         self._drift.entered()
         self._carried.enter_group()
-        if self._lower(self._plan.strategy, self._topology()).digest != self._plan.digest:
+        if self._in_force.enter_group():
             self._reducer.rebuild()
+        self._owed.enter_group()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""
+        self._reducer.reduction.end_step()
+        self._in_force.remember()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
-        self._reducer.void()
+        self._reducer.reduction.void()
+        self._in_force.roll_back()
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Carried gradients, the strategy where it is another than at the beginning, and an averaging one's state."""
-        strategy = self._plan.strategy.to_json()
-        switched = {} if strategy == self._given else {"given": self._given, "strategy": strategy}
+        """Carried gradients, the strategy where it is another than at the beginning, and what it keeps."""
         drift = self._drift.capture()
-        return {**self._carried.capture(), **switched, **({"average": drift} if drift else {})}
+        average = {"average": drift} if drift else {}
+        return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
-        strategy = tree.get("strategy", self._given)
-        if tree.get("given", self._given) == self._given and strategy != self._plan.strategy.to_json():
-            self._wanted = Strategy.from_json(strategy)
+        if self._in_force.restore(tree):
             self._reducer.rebuild()
+        self._owed.restore(tree)
         self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
 
-    def _profile(self) -> ModelProfile:
-        return profile_of(self._module, self._trainable.groups, self._optimizer)
-
-    def _topology(self) -> Topology:
-        return Topology(nodes=tuple(self._context.group.nodes))
-
-    def _lower(self, strategy: Strategy, topology: Topology) -> SyncPlan:
-        self._check_statistics(strategy)
-        return lower(strategy, self._profile(), topology)
+    @property
+    def _may_switch(self) -> bool:
+        """Whether models are one, so that another strategy can take over; else they are after the step in progress."""
+        return not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""
-        strategy, self._wanted = self._wanted or self._plan.strategy, None
-        self._plan = self._lower(strategy, self._topology())
-        self._drift.follow(strategy.average)
-        return BucketLayout(trainable.groups, self._plan, self._context.consensus.control_size)
+        plan = self._in_force.take(switch=self._may_switch)
+        layout = BucketLayout(trainable.groups, plan, self._context.consensus.control_size, self._in_force)
+        self._drift.follow(plan.strategy.average)
+        self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
+        rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
+        self._in_force.follow_rows(rows)
+        self._follow_tables([bucket.table for bucket in rows.values()])
+        return layout
+
+    def _follow_tables(self, tables: Sequence[TableGradient]) -> None:
+        """Have tables know the layers that use them, in place of those of the layout before."""
+        for table in self._tables:
+            table.close()
+        self._tables = tables
+        self._row_steps.follow(tables)
+        layers = layers_by_parameter(self._module) if tables else {}
+        for table in tables:
+            table.follow(layers[id(table.param)])

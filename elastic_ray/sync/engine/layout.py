@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from elastic_ray.state.layout import digest
+from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.buckets import Bucket
-from elastic_ray.sync.operations.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
+
+
+class Sequel(Protocol):
+    """What follows a pass's reductions, on all ranks alike."""
+
+    @property
+    def agenda(self) -> str:
+        """What must be equal on all ranks for that."""
+
+    def reduced(self, bucket_s: Sequence[float]) -> None:
+        """All buckets hold their sums, each so many seconds after its reduction was begun."""
 
 
 class BucketLayout:
@@ -25,10 +36,12 @@ class BucketLayout:
         groups: parameters of each parameter group, in the model's order.
         plan: of them, one after the other.
         control_size: number of control values.
+        sequel: what follows the reductions.
 
     Attributes:
         buckets: in the order of reduction.
         operations: one for each.
+        sequel: as given.
         tail: the tail.
         tail_rides: whether the last bucket holds it.
         groups: number of parameter groups.
@@ -37,11 +50,14 @@ class BucketLayout:
         digest: what must be equal on all ranks.
     """
 
-    def __init__(self, groups: Sequence[Sequence[torch.nn.Parameter]], plan: SyncPlan, control_size: int) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[torch.nn.Parameter]], plan: SyncPlan, control_size: int, sequel: Sequel
+    ) -> None:
         params = [p for group in groups for p in group]
         if not params:
             raise ValueError("model must have at least one parameter that requires a gradient")
         self.groups = len(groups)
+        self.sequel = sequel
         self.norms = slice(control_size, control_size + len(groups))
         self.shared = slice(self.norms.stop, self.norms.stop + 2 * len(groups))
         self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
@@ -58,7 +74,7 @@ class BucketLayout:
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
-        self.digest = digest((layout, size, plan.digest))
+        self.digest = digest((layout, size, plan.digest, sequel.agenda))
 
     @property
     def tail(self) -> torch.Tensor:

@@ -24,10 +24,7 @@ def profile_of(
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    layers: dict[int, list[torch.nn.Module]] = {}
-    for layer in module.modules():
-        for param in layer.parameters(recurse=False):
-            layers.setdefault(id(param), []).append(layer)
+    layers = layers_by_parameter(module)
     params = [
         ParamInfo(
             names=tuple(names[id(param)]),
@@ -45,6 +42,15 @@ def profile_of(
     trained = {id(param) for group in groups for param in group}
     frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
     return ModelProfile(params=tuple(params), optimizer=_describe(optimizer), frozen=tuple(frozen))
+
+
+def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
+    """The layers that hold a parameter, by its ``id``."""
+    layers: dict[int, list[torch.nn.Module]] = {}
+    for layer in module.modules():
+        for param in layer.parameters(recurse=False):
+            layers.setdefault(id(param), []).append(layer)
+    return layers
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:

@@ -37,6 +37,10 @@ class GradientSync(Protocol):
     def local(self) -> bool:
         """Whether what waits differs from rank to rank."""
 
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
     def before_forward(self) -> None:
         """The model is about to be called."""
 

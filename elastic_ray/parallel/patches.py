@@ -1,0 +1,69 @@
+"""Methods of the user's optimizer, scheduler and scaler, routed through ours (torch)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ray.parallel.run_view import UpdateLedger
+
+
+def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others."""
+    original = optimizer.step
+
+    @functools.wraps(original)
+    def wrapped(closure: Any = None, **kwargs: Any) -> Any:
+        return step(original, closure, **kwargs)
+
+    optimizer.step = wrapped  # type: ignore[method-assign]
+
+
+def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger) -> None:
+    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
+    if not hasattr(scheduler, "step"):
+        return
+    original = type(scheduler).step
+
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if ledger.accumulating else original(self, *args, **kwargs)
+
+    _override(scheduler, step=step)
+
+
+def keep_scale_while_accumulating(scaler: Any, ledger: UpdateLedger) -> None:
+    """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
+    original = type(scaler).update
+
+    @functools.wraps(original)
+    def update(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self.state_dict() if ledger.accumulating else None
+        original(self, *args, **kwargs)
+        if before is not None:
+            self.load_state_dict(before)
+
+    _override(scaler, update=update)
+
+
+def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
+    """Call ``then`` when the scaler has stepped this optimizer, or left the step out by itself."""
+    original = type(scaler).step
+
+    @functools.wraps(original)
+    def step(self: Any, stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, stepped, *args, **kwargs)
+        if stepped is optimizer:
+            then()
+        return result
+
+    _override(scaler, step=step)
+
+
+def _override(target: Any, **methods: Any) -> None:
+    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict."""
+    kind = type(target)
+    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})

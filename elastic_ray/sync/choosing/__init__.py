@@ -1,0 +1,1 @@
+"""The fastest strategy, found by measurement: link times, predictions, candidates, trials."""

@@ -1,0 +1,315 @@
+"""The way to a strategy: link times, the present one's steps, predictions, trials, and one that is kept (pure).
+
+A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
+comes to its end after a known number of steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_ray.sync.choosing.links import UNMEASURED, LinkSample, LinkTable, Probe
+from elastic_ray.sync.spec import Strategy
+
+DRIFT = 2.0
+"""Factor by which touched rows change before the choice is made anew."""
+_HOPELESS = 2.0  # times the best prediction, or the present strategy's time: not worth steps of training
+
+
+class Phase(str, enum.Enum):
+    """What the next steps are for."""
+
+    CALIBRATING = "calibrating"
+    PROFILING = "profiling"
+    TRYING = "trying"
+    KEPT = "kept"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceSettings:
+    """How a choice is made.
+
+    Attributes:
+        exact: only strategies whose step is that of plain data-parallel training.
+        trials: strategies that are tried, besides the present one and plain all-reduce.
+        trial_steps: steps of each, of which the first does not count.
+        gain: a strategy is left for another that is faster by more than this share.
+    """
+
+    exact: bool = True
+    trials: int = 3
+    trial_steps: int = 5
+    gain: float = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A strategy that is considered.
+
+    Attributes:
+        strategy: it.
+        predicted_s: of a step.
+        measured_s: median of its trial's steps; None before.
+        plain: it is what torch DDP does.
+        present: it does what the strategy does that training came with.
+    """
+
+    strategy: Strategy
+    predicted_s: float
+    measured_s: float | None = None
+    plain: bool = False
+    present: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One training step, as all ranks know it.
+
+    Attributes:
+        step_s: of the slowest rank; None where it was not measured.
+        probe_s: of the slowest rank, of the probe that was due; None where none was made.
+        rows: that were touched of each table, on the rank with most; of tables whose rows travel.
+    """
+
+    step_s: float | None = None
+    probe_s: float | None = None
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where the choice for one topology stands.
+
+    Attributes:
+        strategy: to be in force.
+        phase: what the next steps are for.
+        links: what was measured of collectives.
+        probed: probes that were made.
+        times: steps of the present phase, or trial [s].
+        present: the strategy that training came with, once it was measured.
+        options: what is tried, in this order.
+        trying: the one that is being tried.
+        considered: names and predicted steps of all candidates [s].
+        rows: touched rows of each table when it was chosen.
+        reason: of the choice, a sentence; empty before.
+    """
+
+    strategy: Strategy
+    phase: Phase = Phase.CALIBRATING
+    links: LinkTable = UNMEASURED
+    probed: int = 0
+    times: tuple[float, ...] = ()
+    present: Option | None = None
+    options: tuple[Option, ...] = ()
+    trying: int = 0
+    considered: tuple[tuple[str, float], ...] = ()
+    rows: tuple[tuple[str, int], ...] = ()
+    reason: str = ""
+
+    @property
+    def settled(self) -> bool:
+        """Whether a strategy is kept."""
+        return self.phase is Phase.KEPT
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain values; trials begin anew."""
+        return {
+            "strategy": self.strategy.to_json(),
+            "phase": self.phase.value,
+            "links": self.links.to_state(),
+            "probed": self.probed,
+            "times": list(self.times),
+            "present": None if self.present is None else _option_state(self.present),
+            "options": [_option_state(option) for option in self.options],
+            "trying": self.trying,
+            "considered": [list(each) for each in self.considered],
+            "rows": [list(each) for each in self.rows],
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_state(cls, tree: Mapping[str, Any]) -> Choice:
+        """The inverse of :meth:`to_state`."""
+        return cls(
+            strategy=Strategy.from_json(tree["strategy"]),
+            phase=Phase(tree["phase"]),
+            links=LinkTable.from_state(tree["links"]),
+            probed=tree["probed"],
+            times=tuple(tree["times"]),
+            present=None if tree["present"] is None else _option(tree["present"]),
+            options=tuple(_option(each) for each in tree["options"]),
+            trying=tree["trying"],
+            considered=tuple((name, seconds) for name, seconds in tree["considered"]),
+            rows=tuple((name, rows) for name, rows in tree["rows"]),
+            reason=tree["reason"],
+        )
+
+
+Consider = Callable[[LinkTable, Mapping[str, int], Strategy, float], Sequence[Option]]
+"""From link times, touched rows, the present strategy and its step [s] to options, the present one among them."""
+
+
+def begin(strategy: Strategy) -> Choice:
+    """Nothing is known of this topology yet; training comes with this strategy."""
+    return Choice(strategy=strategy)
+
+
+def resume(choice: Choice) -> Choice:
+    """The group was left and formed anew: what was measured of it stays, a trial in progress begins anew."""
+    return dataclasses.replace(choice, times=())
+
+
+def leave(choice: Choice) -> Strategy:
+    """What to go on with in a group of which nothing is known: not with one that is only tried."""
+    if choice.phase is Phase.TRYING and choice.present is not None:
+        return choice.present.strategy
+    return choice.strategy
+
+
+def due(choice: Choice, probes: Sequence[Probe]) -> Probe | None:
+    """The probe to make in this step; None where there is none."""
+    return probes[choice.probed] if choice.phase is Phase.CALIBRATING and choice.probed < len(probes) else None
+
+
+def advance(
+    choice: Choice, measured: Measured, settings: ChoiceSettings, probes: Sequence[Probe], consider: Consider
+) -> Choice:
+    """After a training step.
+
+    Args:
+        choice: before it.
+        measured: in it.
+        settings: how a choice is made.
+        probes: all that are to be made.
+        consider: predicts.
+    """
+    match choice.phase:
+        case Phase.CALIBRATING:
+            return _calibrated(choice, measured, probes)
+        case Phase.PROFILING:
+            choice = _timed(choice, measured)
+            if len(choice.times) < settings.trial_steps:
+                return choice
+            return _profiled(choice, settings, consider)
+        case Phase.TRYING:
+            choice = _timed(choice, measured)
+            return choice if len(choice.times) < settings.trial_steps else _tried(choice, settings)
+        case Phase.KEPT:
+            return choice
+
+
+def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
+    """Choose anew where a table's touched rows are others by a factor of two than when it was chosen; none is news.
+
+    Args:
+        choice: that is kept.
+        rows: of each table, equal on all ranks.
+    """
+    if choice.phase is not Phase.KEPT or not rows:
+        return choice
+    before = dict(choice.rows)
+    if not before:
+        return dataclasses.replace(choice, rows=tuple(sorted(rows.items())))
+    drifted = [name for name, now in rows.items() if _drifted(before.get(name, now), now)]
+    if not drifted:
+        return choice
+    return dataclasses.replace(
+        choice, phase=Phase.PROFILING, times=(), options=(), present=None, rows=tuple(sorted(rows.items()))
+    )
+
+
+def _drifted(before: int, now: int) -> bool:
+    low, high = sorted((max(1, before), max(1, now)))
+    return high > DRIFT * low
+
+
+def _calibrated(choice: Choice, measured: Measured, probes: Sequence[Probe]) -> Choice:
+    """Another probe was made."""
+    probe = due(choice, probes)
+    if probe is not None and measured.probe_s is not None:
+        sample = LinkSample(operation=probe.operation, nbytes=probe.nbytes, seconds=max(1e-9, measured.probe_s))
+        choice = dataclasses.replace(choice, links=choice.links.having(sample), probed=choice.probed + 1)
+    if due(choice, probes) is None:
+        choice = dataclasses.replace(choice, phase=Phase.PROFILING, times=())
+    return choice
+
+
+def _timed(choice: Choice, measured: Measured) -> Choice:
+    """Another step of the present phase, or trial."""
+    if measured.step_s is None:
+        return choice
+    rows = dict(choice.rows)
+    if choice.phase is Phase.PROFILING:
+        rows |= {name: max(count, rows.get(name, 0) if choice.times else 0) for name, count in measured.rows.items()}
+    return dataclasses.replace(choice, times=(*choice.times, measured.step_s), rows=tuple(sorted(rows.items())))
+
+
+def _median(times: Sequence[float]) -> float:
+    """Of a trial's steps without the first, which pays for the change."""
+    return statistics.median(times[1:] or times)
+
+
+def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
+    """The present strategy was measured: predict all others, and try the best."""
+    now_s = _median(choice.times)
+    options = consider(choice.links, dict(choice.rows), choice.strategy, now_s)
+    present = dataclasses.replace(next(each for each in options if each.present), measured_s=now_s)
+    tried = _shortlist(options, present, settings.trials)
+    considered = tuple((each.strategy.name, each.predicted_s) for each in options)
+    choice = dataclasses.replace(choice, present=present, options=tried, considered=considered, times=(), trying=0)
+    if not tried:
+        return _kept(choice, present, "no other is predicted to come near it")
+    return dataclasses.replace(choice, phase=Phase.TRYING, strategy=tried[0].strategy)
+
+
+def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple[Option, ...]:
+    """The best by prediction, and plain all-reduce; not the present one, which was measured, nor what is hopeless."""
+    others = sorted((each for each in options if not each.present), key=lambda each: each.predicted_s)
+    best = min([each.predicted_s for each in options] or [0.0])
+    limit = _HOPELESS * max(best, present.measured_s or 0.0)
+    able = [each for each in others if each.predicted_s <= limit]
+    return (*able[:trials], *(each for each in able[trials:] if each.plain))
+
+
+def _tried(choice: Choice, settings: ChoiceSettings) -> Choice:
+    """A trial has ended: go on with the next, or keep the best."""
+    measured = dataclasses.replace(choice.options[choice.trying], measured_s=_median(choice.times))
+    options = (*choice.options[: choice.trying], measured, *choice.options[choice.trying + 1 :])
+    choice = dataclasses.replace(choice, options=options, times=())
+    after = choice.trying + 1
+    if after < len(options):
+        return dataclasses.replace(choice, trying=after, strategy=options[after].strategy)
+    best = min(options, key=_seconds)
+    present = choice.present or best
+    if _seconds(best) < (1.0 - settings.gain) * _seconds(present):
+        less = 1.0 - _seconds(best) / _seconds(present)
+        return _kept(choice, best, f"{less:.0%} less than {_shown(present)}")
+    return _kept(choice, present, f"{_shown(best)} is not faster by {settings.gain:.0%}")
+
+
+def _kept(choice: Choice, option: Option, why: str) -> Choice:
+    """The end: with the reason."""
+    reason = f"{_shown(option)}: {why}; {len(choice.options) + 1} of {len(choice.considered)} were tried"
+    return dataclasses.replace(choice, phase=Phase.KEPT, strategy=option.strategy, reason=reason, times=())
+
+
+def _seconds(option: Option) -> float:
+    return option.measured_s if option.measured_s is not None else option.predicted_s
+
+
+def _shown(option: Option) -> str:
+    return f"{option.strategy.name or 'the given strategy'} ({_seconds(option) * 1e3:.3g} ms a step)"
+
+
+def _option_state(option: Option) -> list[Any]:
+    return [option.strategy.to_json(), option.predicted_s, option.measured_s, option.plain, option.present]
+
+
+def _option(row: Sequence[Any]) -> Option:
+    return Option(
+        strategy=Strategy.from_json(row[0]), predicted_s=row[1], measured_s=row[2], plain=row[3], present=row[4]
+    )

@@ -1,0 +1,195 @@
+"""What is done with a model's parameters, and why, as a table for people (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from elastic_ray.sync.choosing.candidates import describe
+from elastic_ray.sync.choosing.choice import Choice
+from elastic_ray.sync.choosing.cost import bucket_cost
+from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
+from elastic_ray.sync.plan import BucketPlan, SyncPlan
+from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.spec import Average, Rows
+
+_NAMED = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyRow:
+    """A class of parameters.
+
+    Attributes:
+        parameters: the first of their names, and how many there are.
+        what: is done with them.
+        nbytes: of their gradients.
+        predicted_s: what that adds to a step [s]; None where the links were not measured.
+        measured_s: from its first collective to its last in a step [s], the median; None before a step.
+    """
+
+    parameters: str
+    what: str
+    nbytes: int
+    predicted_s: float | None = None
+    measured_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateRow:
+    """A strategy that was considered.
+
+    Attributes:
+        name: of it.
+        predicted_s: of a step [s].
+        measured_s: of a step [s]; None where it was not tried.
+        chosen: it is kept.
+    """
+
+    name: str
+    predicted_s: float | None
+    measured_s: float | None = None
+    chosen: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyTable:
+    """How a model is synchronised; ``str`` of it is for people.
+
+    Attributes:
+        strategy: its name.
+        workers: of the present group.
+        rows: by class of parameters.
+        candidates: what was considered, the fastest by prediction first; none for a strategy by hand.
+        predicted_s: of a step [s]; None where nothing was measured.
+        measured_s: of a step [s], the median of the latest; None before there is one.
+        invariant: what holds after each step.
+        reason: of the choice; empty where there was none.
+    """
+
+    strategy: str
+    workers: int
+    rows: tuple[StrategyRow, ...]
+    candidates: tuple[CandidateRow, ...] = ()
+    predicted_s: float | None = None
+    measured_s: float | None = None
+    invariant: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        head = f"strategy {self.strategy}, {self.workers} worker{'s' if self.workers > 1 else ''}"
+        lines = [f"{head}: {self.reason}" if self.reason else head, f"after each step {self.invariant}"]
+        cells = [("parameters", "what is done", "MiB", "predicted ms", "measured ms")]
+        cells += [
+            (row.parameters, row.what, f"{row.nbytes / 2**20:.3g}", _ms(row.predicted_s), _ms(row.measured_s))
+            for row in self.rows
+        ]
+        nbytes = sum(row.nbytes for row in self.rows)
+        cells.append(("a step", "", f"{nbytes / 2**20:.3g}", _ms(self.predicted_s), _ms(self.measured_s)))
+        lines += _aligned(cells)
+        if self.candidates:
+            lines.append("")
+            considered = [("considered", "predicted ms", "measured ms", "")]
+            considered += [
+                (row.name, _ms(row.predicted_s), _ms(row.measured_s), "kept" if row.chosen else "")
+                for row in self.candidates
+            ]
+            lines += _aligned(considered)
+        return "\n".join(lines)
+
+
+def explain(
+    plan: SyncPlan,
+    profile: ModelProfile,
+    topology: Topology,
+    *,
+    choice: Choice | None = None,
+    step_s: float | None = None,
+    bucket_s: Mapping[int, float] | None = None,
+) -> StrategyTable:
+    """The table of a plan in force.
+
+    Args:
+        plan: it.
+        profile: the model, with touched rows where they are known.
+        topology: the group.
+        choice: that has led to it; None for a strategy by hand.
+        step_s: a step under it, measured [s].
+        bucket_s: collectives of a step by bucket, measured [s].
+    """
+    links = choice.links if choice is not None else UNMEASURED
+    candidates = _candidates(choice) if choice is not None else ()
+    chosen = next((each for each in candidates if each.chosen), None)
+    classes: dict[str, list[int]] = {}
+    for index, bucket in enumerate(plan.buckets):
+        classes.setdefault(_what(bucket, plan.strategy.average), []).append(index)
+    rows = []
+    for what, indices in classes.items():
+        mine = [plan.buckets[index] for index in indices]
+        times = [bucket_s[index] for index in indices if index in bucket_s] if bucket_s else []
+        rows.append(_row(what, mine, profile, links, topology.world_size, max(times, default=None)))
+    return StrategyTable(
+        strategy=plan.strategy.name or "by hand",
+        workers=topology.world_size,
+        rows=tuple(rows),
+        candidates=candidates,
+        predicted_s=chosen.predicted_s if chosen is not None else None,
+        measured_s=step_s,
+        invariant=plan.strategy.invariant,
+        reason=choice.reason if choice is not None else "",
+    )
+
+
+def _what(bucket: BucketPlan, average: Average | None) -> str:
+    if average is not None:
+        return f"models averaged ({average.algorithm}, every {average.period} steps)"
+    return describe(bucket.sync)
+
+
+def _row(
+    what: str,
+    buckets: Sequence[BucketPlan],
+    profile: ModelProfile,
+    links: LinkTable,
+    world_size: int,
+    measured_s: float | None,
+) -> StrategyRow:
+    """One class of parameters."""
+    names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
+    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    predicted = None
+    if links.samples and not what.startswith("models"):
+        try:
+            costs = [bucket_cost(bucket, profile.params, links, world_size) for bucket in buckets]
+            predicted = sum(cost.sync_s for cost in costs)
+        except KeyError:  # of an operation that was not measured
+            predicted = None
+    in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
+    return StrategyRow(
+        parameters=shown,
+        what=what + in_buckets,
+        nbytes=sum(profile.params[i].nbytes for bucket in buckets for i in bucket.params),
+        predicted_s=predicted,
+        measured_s=measured_s,
+    )
+
+
+def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
+    """What was considered, in the order of the predictions."""
+    tried = [choice.present, *choice.options]
+    measured = {each.strategy.name: each.measured_s for each in tried if each is not None}
+    kept = choice.strategy.name if choice.settled else None
+    return tuple(
+        CandidateRow(name=name, predicted_s=seconds, measured_s=measured.get(name), chosen=name == kept)
+        for name, seconds in sorted(choice.considered, key=lambda each: each[1])
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3g}"
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows of text in columns."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

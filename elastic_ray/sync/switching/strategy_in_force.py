@@ -1,0 +1,267 @@
+"""The strategy of one model: in force, asked for by hand, or found by ``Auto`` (torch).
+
+A strategy takes effect between two steps, when buckets are laid out anew. What decides over it changes with it: until
+then all ranks do what they have agreed on, whichever of them has asked for something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.builders import Auto, StrategyBuilder
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.choosing.choice import ChoiceSettings
+from elastic_ray.sync.choosing.considering import with_rows
+from elastic_ray.sync.choosing.explanation import StrategyTable, explain
+from elastic_ray.sync.naming import resolve_strategy
+from elastic_ray.sync.plan import SyncPlan, lower
+from elastic_ray.sync.profile import ModelProfile, Topology
+from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.switching.run_view import CountsRows, PlannedModel, TunedRun
+from elastic_ray.sync.switching.tuner import StrategyTuner, settings_of
+
+_KEPT_TIMES = 31
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """A strategy that takes effect with the next step, and who decides over it from then on."""
+
+    strategy: Strategy
+    tuner: StrategyTuner | None
+
+
+class StrategyInForce:
+    """See the module's text.
+
+    Args:
+        context: the run.
+        model: what it is planned for.
+        builder: of the first strategy.
+
+    Raises:
+        StrategyError: the strategy cannot be carried out for this model and optimizer.
+    """
+
+    def __init__(self, context: TunedRun, model: PlannedModel, builder: StrategyBuilder) -> None:
+        self._context = context
+        self._model = model
+        self._asked: _Asked | None = None
+        self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
+        self._rows: Mapping[str, CountsRows] = {}
+        self._step_s: deque[float] = deque(maxlen=_KEPT_TIMES)
+        self._bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)
+        self._stepped: tuple[int, float] | None = None
+        profile = model.profile
+        self._plan = lower(builder.build(profile, Topology()), profile, Topology())
+        self._given = self._plan.strategy.to_json()
+        self._tuner = self._tuner_for(builder, self._plan.strategy)
+        self._has_tuned = self._tuner is not None
+
+    def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
+        if not isinstance(builder, Auto):
+            return None
+        return StrategyTuner(self._context, settings_of(builder), self, strategy)
+
+    @property
+    def plan(self) -> SyncPlan:
+        """What is carried out at present."""
+        return self._plan
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What a planner needs to know of the model."""
+        return self._model.profile
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model's gradients."""
+        return self._model.device
+
+    @property
+    def topology(self) -> Topology:
+        """The present group."""
+        return Topology(nodes=tuple(self._context.group.nodes))
+
+    @property
+    def touched(self) -> Mapping[str, int]:
+        """Rows of this rank's latest gradient, by table; of tables whose rows travel."""
+        return {name: bucket.touched for name, bucket in self._rows.items()}
+
+    @property
+    def pending(self) -> bool:
+        """Whether another strategy, or another tuner, is to take effect."""
+        return self._asked is not None or self._wanted is not None
+
+    @property
+    def agenda(self) -> str:
+        """What follows a step's reductions, on all ranks alike; empty for nothing."""
+        return self._tuner.agenda if self._tuner is not None else ""
+
+    @property
+    def key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen.
+
+        ``auto/`` stands before what a choice has led to: another group may have another, and both count.
+        """
+        strategy = self._plan.strategy
+        digest = hashlib.blake2b(strategy.to_json().encode(), digest_size=3).hexdigest()
+        key = f"{strategy.name or 'by hand'}-{digest}"
+        if self._tuner is None:
+            return key
+        return f"auto/{key}" if self._tuner.choice.settled and self._tuner.strategy == strategy else None
+
+    def works(self, plan: SyncPlan) -> bool:
+        """Whether a plan can be carried out."""
+        try:
+            self._model.check(plan)
+        except StrategyError:
+            return False
+        return True
+
+    def ask(self, given: object) -> None:
+        """Go on with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
+
+        Args:
+            given: as of ``AdaptiveDataParallel(strategy=...)``.
+
+        Raises:
+            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        """
+        builder = resolve_strategy(given)
+        strategy = builder.build(self.profile, self.topology)
+        self._model.check(lower(strategy, self.profile, self.topology))
+        tuner = self._tuner_for(builder, strategy)
+        if tuner is not None:
+            tuner.enter_group()
+        self._asked = _Asked(strategy, tuner)
+
+    def before_forward(self) -> None:
+        """Between two steps, or in one: want what the tuner does."""
+        if self._tuner is not None:
+            self._tuner.tell()
+            wanted = self._tuner.strategy
+            self._wanted = wanted if wanted is not self._plan.strategy and wanted != self._plan.strategy else None
+
+    def take(self, *, switch: bool = True) -> SyncPlan:
+        """Buckets are laid out: what was asked for is in force from here on.
+
+        Args:
+            switch: whether another strategy can take over now; else it is asked for still.
+        """
+        strategy = self._plan.strategy
+        if switch:
+            asked, self._asked = self._asked, None
+            strategy, self._wanted = self._wanted or strategy, None
+            if asked is not None:
+                self._tuner, strategy = asked.tuner, asked.strategy
+                self._has_tuned = self._has_tuned or asked.tuner is not None
+        self._plan = lower(strategy, self.profile, self.topology)
+        self._step_s.clear()
+        self._bucket_s.clear()
+        self._stepped = None
+        return self._plan
+
+    def follow_rows(self, tables: Mapping[int, CountsRows]) -> None:
+        """These tables' rows travel, by the position of their buckets."""
+        params = self.profile.params if tables else ()
+        self._rows = {params[self._plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
+
+    def reduced(self, bucket_s: Sequence[float]) -> None:
+        """A pass's gradients are reduced, on all ranks.
+
+        Args:
+            bucket_s: from the beginning of each bucket's reduction to its end [s].
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        self._bucket_s.append(tuple(bucket_s))
+        if self._tuner is not None:
+            self._tuner.reduced()
+
+    def stepped(self) -> None:
+        """The optimizer was asked to step."""
+        now_s, steps = time.perf_counter(), self._context.ledger.steps
+        if self._stepped is not None and steps == self._stepped[0] + 1:
+            self._step_s.append(now_s - self._stepped[1])
+        self._stepped = steps, now_s
+
+    def enter_group(self) -> bool:
+        """A group was entered, in which all ranks hold the same state; whether buckets are to be laid out anew."""
+        self._stepped = None
+        if self._tuner is not None:
+            self._tuner.enter_group()
+            self.before_forward()
+        return self.pending or lower(self._plan.strategy, self.profile, self.topology).digest != self._plan.digest
+
+    def remember(self) -> None:
+        """A step begins."""
+        if self._tuner is not None:
+            self._tuner.remember()
+
+    def roll_back(self) -> None:
+        """It was lost."""
+        self._stepped = None
+        if self._tuner is not None:
+            self._tuner.roll_back()
+            self._wanted = None
+
+    def capture(self) -> dict[str, Any]:
+        """The strategy where it is another than at the beginning, and the tuner's state."""
+        asked = self._asked
+        strategy = (asked.strategy if asked is not None else self._wanted or self._plan.strategy).to_json()
+        tuner = asked.tuner if asked is not None else self._tuner
+        if strategy == self._given and tuner is None and not self._has_tuned:
+            return {}
+        return {
+            "given": self._given,
+            "strategy": strategy,
+            "tuner": tuner.capture() if tuner is not None else None,
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> bool:
+        """Take over a captured state; whether buckets are to be laid out anew.
+
+        The strategy of a run that began with another one stays behind with it.
+        """
+        if tree.get("given", self._given) != self._given:
+            return False
+        strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else Strategy.from_json(self._given)
+        if "tuner" in tree:
+            self._tuner = self._restored(tree["tuner"], strategy)
+            self._has_tuned = True
+        self._asked = None
+        self._wanted = strategy if strategy != self._plan.strategy else None
+        return self._wanted is not None
+
+    def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
+        if tree is None:
+            return None
+        tuner = StrategyTuner(self._context, ChoiceSettings(**tree["settings"]), self, strategy)
+        tuner.restore(tree)
+        return tuner
+
+    def explain(self) -> StrategyTable:
+        """What is done, and why."""
+        times: dict[int, float] = {}
+        if self._bucket_s:
+            times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
+        choice = self._tuner.choice if self._tuner is not None else None
+        rows = dict(choice.rows) if choice is not None else {}
+        return explain(
+            self._plan,
+            with_rows(self.profile, {**rows, **self.touched}),
+            self.topology,
+            choice=choice,
+            step_s=statistics.median(self._step_s) if self._step_s else None,
+            bucket_s=times,
+        )

@@ -1,0 +1,188 @@
+"""One table's gradient on its way from ``.grad`` and back to it, as touched rows (torch)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic_ray.sync.operations.gradient_checks import check_gradients
+from elastic_ray.sync.tables.table_gradient import TableGradient
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
+
+
+class RowBucket:
+    """See ``GradientBucket``, which this is, of one table.
+
+    Args:
+        index: position in the order of reduction.
+        group: parameter group of the table.
+        table: the table's ``.grad``.
+
+    Attributes:
+        index, group: as given.
+        params: the table alone.
+        table: as given.
+        complete: whether the pass has reached it.
+        held: what the bucket holds.
+        is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
+        touched: rows that this rank's gradient had when it was taken in last.
+    """
+
+    def __init__(self, index: int, group: int, table: TableGradient) -> None:
+        self.index = index
+        self.group = group
+        self.table = table
+        self.params = [table.param]
+        self.complete = True
+        self.held = no_rows(table.param)
+        self.is_sparse: bool | None = None
+        self.touched = 0
+        self._carried: TouchedRows | None = None
+        self._has_gradient = False
+        self._used: list[bool] = []
+        self._written: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._flat: torch.Tensor | None = None
+
+    def begin_step(self) -> None:
+        """Nothing of an earlier step counts any more."""
+        self._used = []
+        self._written = None
+        self.is_sparse = None
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        self.complete = True
+
+    def mark_incomplete(self) -> None:
+        """The backward pass has ended without having reached the table."""
+        self.complete = False
+
+    def carry(self) -> None:
+        """Another micro-step begins: keep what the ones before have left in the bucket."""
+        self._carried = self._kept()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradient."""
+        return self.table.param.dtype
+
+    @property
+    def used(self) -> Sequence[bool]:
+        """Whether the table had a gradient in any micro-step of an accumulation."""
+        return self._used
+
+    @property
+    def has_gradient(self) -> Sequence[bool]:
+        """Whether it had one on this rank when the bucket was filled."""
+        return [self._has_gradient]
+
+    def share(self, factor: float) -> TouchedRows:
+        """What it holds times ``factor``, for :meth:`add`."""
+        return self.held.scaled(factor)
+
+    def carried_share(self) -> TouchedRows | None:
+        """What :meth:`carry` has kept, for :meth:`add`."""
+        return self._carried
+
+    def flat_gradient(self) -> torch.Tensor:
+        """What it holds as one vector of the whole table's size."""
+        return self.held.to_dense().reshape(-1)
+
+    def add(self, share: TouchedRows) -> None:
+        """Add a share to what it holds."""
+        self.held = added_up([self.held, share])
+
+    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+        """Of what it holds, each element times the preconditioner's."""
+        return self.held.squared_norm(preconditioner)
+
+    def total(self) -> torch.Tensor:
+        """The sum of all elements, in float32."""
+        return self.held.values.sum().to(torch.float32)
+
+    def is_finite(self) -> bool:
+        """Whether all that it holds is finite."""
+        return bool(self.held.values.isfinite().all())
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        grad = self.table.param.grad
+        tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
+        if self._carried is not None:
+            tensors.append(self._carried.values)
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+    def put(self, weight: float) -> None:
+        """The gradient's rows, weighted; none where there is no gradient.
+
+        Raises:
+            RuntimeError: a hook has taken the gradient away.
+        """
+        param = self.table.param
+        self._has_gradient = param.grad is not None
+        if param.grad is None:
+            check_gradients(self.params, [None], complete=self.complete)
+            self.held, self.touched = no_rows(param), 0
+            return
+        sparse = self.table.gives_sparse
+        self.is_sparse = sparse if self.is_sparse is None else (self.is_sparse and bool(sparse))
+        rows = self.table.rows()
+        self.touched = rows.count
+        if rows.ids is None:
+            self.held = TouchedRows(
+                table=rows.table, ids=None, values=torch.mul(rows.values, weight, out=self._memory())
+            )
+        else:
+            self.held = rows.scaled(weight)
+
+    def note_used(self) -> None:
+        """Remember for the step's later micro-steps whether the table had a gradient."""
+        self._used = [self._has_gradient or any(self._used)]
+
+    def take(self, rows: TouchedRows, *, sparse: bool | None) -> None:
+        """Hold the sum over all ranks, to be written in the layout on which they have agreed."""
+        self.held, self.is_sparse = rows, sparse
+
+    def fill_flat(self) -> torch.Tensor:
+        """What it holds as a whole table, to be reduced in place."""
+        if self.held.ids is not None:
+            flat = self._memory().zero_()
+            flat.index_copy_(0, self.held.ids, self.held.values)
+            self.held = TouchedRows(table=self.held.table, ids=None, values=flat)
+        return self.held.values
+
+    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
+        """What it holds into ``.grad``; ``used`` tells whether the table had a gradient on any rank."""
+        param = self.table.param
+        if param.grad is None and not any(used()):
+            return
+        self.table.write(self.held, sparse=bool(self.is_sparse))
+        grad = param.grad
+        if grad is not None:
+            self._written = weakref.ref(grad), grad._version
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, nobody zeroed it."""
+        grad = self.table.param.grad
+        if self._written is None or grad is None:
+            return False
+        written, version = self._written
+        return grad is written() and grad._version <= version + 1
+
+    def replace_buffer(self) -> None:
+        """Leave the memory of a whole table to a reduction that was given up and may still write to it."""
+        self.held = self._kept()
+        self._flat = None
+
+    def _kept(self) -> TouchedRows:
+        """What it holds, in memory that nothing writes to."""
+        return self.held if self.held.ids is not None else self.held.scaled(1.0)
+
+    def _memory(self) -> torch.Tensor:
+        """Of a whole table, kept: fresh memory costs a third of a reduction's time."""
+        if self._flat is None:
+            self._flat = torch.empty_like(self.table.param.detach(), memory_format=torch.contiguous_format)
+        return self._flat

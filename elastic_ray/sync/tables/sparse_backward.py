@@ -1,0 +1,75 @@
+"""Embedding layers whose backward gives touched rows alone, though they are set to dense gradients (torch)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SparseBackward:
+    """Sets one layer to ``sparse=True`` while its forward runs, where nobody but the table's ``.grad`` can tell.
+
+    Args:
+        layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.
+        param: its table.
+    """
+
+    def __init__(self, layer: torch.nn.Module, param: torch.nn.Parameter) -> None:
+        self._handles: list[Any] = []
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and not layer.sparse:
+            switch = _Switch(param)
+            self._handles = [
+                layer.register_forward_pre_hook(switch.before),
+                layer.register_forward_hook(switch.after, always_call=True),
+            ]
+
+    def close(self) -> None:
+        """Leave the layer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Switch:
+    """Hooks on one layer. Copies of the layer, by ``deepcopy`` or pickle, have hooks that do nothing."""
+
+    def __init__(self, param: torch.nn.Parameter | None) -> None:
+        self._param = param
+        self._switched = False
+
+    def before(self, layer: Any, args: Any) -> None:
+        """Forward begins."""
+        if torch.compiler.is_compiling() or self._param is None or layer.weight is not self._param:
+            return
+        if layer.sparse or not self._param.requires_grad or not torch.is_grad_enabled():
+            return
+        # Torch has no sparse gradient of these.
+        if layer.scale_grad_by_freq or getattr(layer, "mode", "") == "max":
+            return
+        if _has_strange_hooks(self._param):
+            return
+        layer.sparse = self._switched = True
+
+    def after(self, layer: Any, args: Any, output: Any) -> None:
+        """Forward has ended, perhaps with an error."""
+        if self._switched:
+            layer.sparse = self._switched = False
+
+    def __reduce__(self) -> Any:
+        return _Switch, (None,)
+
+
+def _has_strange_hooks(param: torch.nn.Parameter) -> bool:
+    """Whether user code looks at gradients before they have the layout that it expects."""
+    hooks = [*(param._backward_hooks or {}).values(), *_after_accumulation(param)]
+    return any(not _is_ours(hook) for hook in hooks)
+
+
+def _after_accumulation(param: torch.nn.Parameter) -> list[Any]:
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def _is_ours(hook: Any) -> bool:
+    """Whether a hook is of this package; one that was registered after ours sees the layout that it expects."""
+    function = getattr(hook, "func", hook)
+    return str(getattr(function, "__module__", "")).startswith("elastic_ray.sync.")

@@ -1,0 +1,193 @@
+"""The ``.grad`` of a table: which of its rows are not zero, and the layout in which user code sees it (torch).
+
+An embedding's backward costs as much as the whole table where its gradient is dense, and as little as the touched
+rows where it is sparse. So layers that are not set to ``sparse=True`` give sparse gradients here as well, which become
+dense ones in memory that is kept from step to step: only rows are ever written. User code sees what it always does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.tables.sparse_backward import SparseBackward
+from elastic_ray.sync.tables.touched_rows import TouchedRows, rows_of_dense, rows_of_sparse
+
+# After a look at a whole gradient that was in vain, so many steps at most go by without another.
+_LONGEST_PAUSE = 64
+
+
+class TableGradient:
+    """See the module's text.
+
+    Args:
+        param: the table.
+        update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
+            layers are set to.
+
+    Attributes:
+        param: the table.
+    """
+
+    def __init__(self, param: torch.nn.Parameter, update: str) -> None:
+        self.param = param
+        self._shows = update
+        self._handles: list[Any] = []
+        self._layers: list[SparseBackward] = []
+        self._own: torch.Tensor | None = None  # memory of dense gradients
+        # The dense gradient of which all rows but these are zero, as long as its version is this.
+        self._known: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
+        self._incoming: torch.Tensor | None = None
+        self._aside: torch.Tensor | None = None
+        self._pause, self._left = 0, 0
+
+    def follow(self, layers: Sequence[torch.nn.Module]) -> None:
+        """Be told of all layers that use the table, as far as the module tree tells."""
+        if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
+            self._shows = "dense"
+        if self._shows == "auto":
+            return
+        trained = self.param.requires_grad
+        self.param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
+        self._handles = [
+            self.param.register_hook(self._before),  # type: ignore[no-untyped-call]
+            self.param.register_post_accumulate_grad_hook(self._after),  # type: ignore[no-untyped-call]
+        ]
+        self.param.requires_grad_(trained)
+        self._layers = [SparseBackward(layer, self.param) for layer in layers]
+
+    def close(self) -> None:
+        """Leave the table and its layers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            layer.close()
+        self._handles, self._layers = [], []
+
+    @property
+    def gives_sparse(self) -> bool | None:
+        """Whether what is in ``.grad`` has to be sparse; None if there is nothing."""
+        if self.param.grad is None:
+            return None
+        return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
+
+    def show_rows(self) -> None:
+        """Have a dense ``.grad`` be its rows, where they are known, until :meth:`show_table`."""
+        grad = self.param.grad
+        ids = self._touched(grad)
+        if grad is not None and ids is not None:
+            rows = TouchedRows(table=grad.shape[0], ids=ids, values=grad.detach().index_select(0, ids))
+            self._aside, self.param.grad = grad, rows.to_sparse()
+
+    def show_table(self) -> None:
+        """Have ``.grad`` be the dense one that :meth:`show_rows` has put aside."""
+        if self._aside is not None:
+            self.param.grad, self._aside = self._aside, None
+
+    def rows(self) -> TouchedRows:
+        """Of ``.grad``, which there must be. Its tensors may be those of ``.grad``."""
+        grad = self.param.grad
+        assert grad is not None
+        if grad.is_sparse:
+            return rows_of_sparse(grad)
+        grad = grad.detach()
+        ids = self._touched(self.param.grad)
+        if ids is not None:
+            return TouchedRows(table=grad.shape[0], ids=ids, values=grad.index_select(0, ids))
+        if self._left:
+            self._left -= 1
+            return TouchedRows(table=grad.shape[0], ids=None, values=grad)
+        found = rows_of_dense(grad)
+        if 2 * found.count > found.table:
+            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
+            self._left = self._pause
+        else:
+            self._pause = 0
+        return found
+
+    def write(self, rows: TouchedRows, *, sparse: bool) -> None:
+        """Have ``.grad`` hold these, which are a superset of the rows that :meth:`rows` has found in it."""
+        grad = self.param.grad
+        if sparse:
+            self.param.grad = rows.to_sparse()
+        elif grad is None or grad.is_sparse:
+            self._show(rows)
+        elif rows.ids is None:
+            grad.detach().copy_(rows.values)
+        else:
+            grad.detach().index_copy_(0, rows.ids, rows.values)
+            self._know(grad, rows.ids)
+
+    def _before(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A gradient has come, and will be added to ``.grad`` unless user code asks for it by ``autograd.grad``."""
+        self._incoming = None
+        if not grad.is_sparse:
+            return None
+        if torch.is_grad_enabled() or not _accumulates(self.param):
+            return grad if self._shows == "sparse" else grad.to_dense()
+        self._incoming = grad._indices()[0]
+        return None
+
+    @torch.no_grad()
+    def _after(self, param: torch.Tensor) -> None:
+        """It was added: let ``.grad`` have the layout that it should."""
+        incoming, self._incoming = self._incoming, None
+        grad = param.grad
+        if grad is None:
+            return
+        if grad.is_sparse != (self._shows == "sparse"):
+            if grad.is_sparse:
+                self._show(rows_of_sparse(grad))
+            else:
+                self.param.grad = rows_of_dense(grad).to_sparse()
+        elif self._known is not None and incoming is not None:
+            before, version, ids = self._known
+            if grad is before() and grad._version == version + 1:
+                self._know(grad, torch.unique(torch.cat([ids, incoming])))
+
+    def _show(self, rows: TouchedRows) -> None:
+        """Rows as a dense gradient, in the memory of the one before where nobody else has a hold of that."""
+        own = self._own
+        if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
+            self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)
+        elif self._known is not None and self._known[1] == own._version:
+            own.index_fill_(0, self._known[2], 0)
+        else:
+            own.zero_()
+        if rows.ids is None:
+            own.copy_(rows.values)
+        else:
+            own.index_copy_(0, rows.ids, rows.values)
+        grad = own.detach()
+        self.param.grad = grad
+        self._known = None
+        if rows.ids is not None:
+            self._know(grad, rows.ids)
+
+    def _know(self, grad: torch.Tensor, ids: torch.Tensor) -> None:
+        self._known = weakref.ref(grad), grad._version, ids
+
+    def _touched(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The rows of a dense gradient that may not be zero; None where nobody knows."""
+        if self._known is None or grad is None:
+            return None
+        known, version, ids = self._known
+        return ids if grad is known() and grad._version == version else None
+
+
+def _accumulates(param: torch.nn.Parameter) -> bool:
+    """Whether the backward pass in progress adds to ``.grad``."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is autograd.grad, or backward() for some inputs
+        return False
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """How many tensors lie in the memory of this one, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

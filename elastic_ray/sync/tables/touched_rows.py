@@ -1,0 +1,99 @@
+"""The gradient of a table of which few rows are not zero: these rows, and the arithmetic that it takes (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from elastic_ray.batch.statistics import squared_norm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TouchedRows:
+    """See the module's text. Nothing changes its tensors: what is computed from it lies in memory of its own.
+
+    Attributes:
+        table: rows of the whole table.
+        ids: [k] numbers of the rows, ascending and each once; None where they are all.
+        values: [k, d] the rows.
+    """
+
+    table: int
+    ids: torch.Tensor | None
+    values: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """Rows that it has."""
+        return self.values.shape[0]
+
+    def at(self) -> torch.Tensor:
+        """``ids``, also where they are all."""
+        return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
+
+    def scaled(self, factor: float) -> TouchedRows:
+        """All of it times ``factor``."""
+        return dataclasses.replace(self, values=self.values * factor)
+
+    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+        """||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
+        return squared_norm(self.values.reshape(-1), self.of(preconditioner))
+
+    def of(self, flat: torch.Tensor | None) -> torch.Tensor | None:
+        """Elements of a flat table that belong to these rows."""
+        if flat is None or self.ids is None:
+            return flat
+        return flat.view(self.table, -1).index_select(0, self.ids).reshape(-1)
+
+    def to_dense(self) -> torch.Tensor:
+        """As a whole table."""
+        if self.ids is None:
+            return self.values.clone()
+        return self.values.new_zeros(self.table, self.values.shape[1]).index_copy_(0, self.ids, self.values)
+
+    def to_sparse(self) -> torch.Tensor:
+        """As a coalesced sparse tensor, in memory of its own."""
+        shape = (self.table, self.values.shape[1])
+        return torch.sparse_coo_tensor(
+            self.at()[None].clone(), self.values.clone(), shape, is_coalesced=True, check_invariants=False
+        )
+
+
+def no_rows(param: torch.Tensor) -> TouchedRows:
+    """Of a table that was not used."""
+    none = torch.empty(0, dtype=torch.int64, device=param.device)
+    return TouchedRows(table=param.shape[0], ids=none, values=param.detach().new_empty(0, param.shape[1]))
+
+
+def rows_of_sparse(grad: torch.Tensor) -> TouchedRows:
+    """Of a sparse gradient; rows that it names several times are added up."""
+    grad = grad.detach().coalesce()
+    return TouchedRows(table=grad.shape[0], ids=grad._indices()[0], values=grad._values())
+
+
+def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
+    """Of a dense gradient, by a look at all of it: the rows that are not zero, NaN included."""
+    ids = ((grad.amax(1) != 0) | (grad.amin(1) != 0)).nonzero().squeeze(1)
+    if ids.numel() == grad.shape[0]:
+        return TouchedRows(table=grad.shape[0], ids=None, values=grad)
+    return TouchedRows(table=grad.shape[0], ids=ids, values=grad.index_select(0, ids))
+
+
+def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
+    """The sum. Equal parts in equal order give equal bits, on every device: within a part each row comes once."""
+    first = parts[0]
+    if any(part.ids is None for part in parts):
+        total = next(part for part in parts if part.ids is None)
+        values = total.values.clone()
+        for part in parts:
+            if part is not total:
+                values = values.add_(part.values) if part.ids is None else values.index_add_(0, part.ids, part.values)
+        return dataclasses.replace(first, ids=None, values=values)
+    all_ids = torch.cat([part.at() for part in parts])
+    ids, places = torch.unique(all_ids, return_inverse=True)
+    values = first.values.new_zeros(ids.numel(), first.values.shape[1])
+    for part, place in zip(parts, places.split([part.count for part in parts]), strict=True):
+        values.index_add_(0, place, part.values)
+    return dataclasses.replace(first, ids=ids, values=values)

@@ -1,0 +1,240 @@
+"""Choosing a strategy, without a group: interpolation, candidates, and the machine that measures, tries and keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ray.sync import StrategyError
+from elastic_ray.sync.choosing.candidates import candidates, describe, what_is_done
+from elastic_ray.sync.choosing.choice import (
+    Choice,
+    ChoiceSettings,
+    Measured,
+    Option,
+    Phase,
+    advance,
+    begin,
+    due,
+    resume,
+    watch_rows,
+)
+from elastic_ray.sync.choosing.links import LinkSample, LinkTable, probes
+from elastic_ray.sync.naming import NAMED
+from elastic_ray.sync.plan import lower
+from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.spec import Reduce, Rows, Strategy
+
+SECONDS = st.floats(1e-6, 10.0)
+TIMES = st.dictionaries(st.integers(1, 1 << 30), SECONDS, min_size=1, max_size=5)
+
+
+def table(times: dict[int, float]) -> LinkTable:
+    return LinkTable(samples=tuple(LinkSample(operation="reduce", nbytes=n, seconds=s) for n, s in times.items()))
+
+
+@given(TIMES, st.integers(0, 1 << 32), st.integers(0, 1 << 32))
+def test_a_larger_collective_is_never_predicted_to_take_less(times: dict[int, float], a: int, b: int) -> None:
+    small, large = sorted((a, b))
+    assert table(times).seconds("reduce", small) <= table(times).seconds("reduce", large) * (1 + 1e-12)
+
+
+@given(TIMES)
+def test_what_was_measured_is_predicted(times: dict[int, float]) -> None:
+    rising = dict(zip(sorted(times), sorted(times.values()), strict=True))
+    for nbytes, seconds in rising.items():
+        assert table(rising).seconds("reduce", nbytes) == pytest.approx(seconds)
+
+
+def test_interpolation_is_straight_in_logarithms_and_goes_on_with_the_bandwidth() -> None:
+    links = table({1000: 0.001, 100_000: 0.1})
+    assert links.seconds("reduce", 10_000) == pytest.approx(0.01)
+    assert links.seconds("reduce", 10) == pytest.approx(0.001), "latency"
+    assert links.seconds("reduce", 300_000) == pytest.approx(0.3)
+    with pytest.raises(KeyError):
+        links.seconds("broadcast", 10)
+    assert links.having(LinkSample(operation="reduce", nbytes=1000, seconds=0.5)).seconds("reduce", 1) == 0.5
+
+
+@given(TIMES)
+def test_a_link_table_travels(times: dict[int, float]) -> None:
+    assert LinkTable.from_state(json.loads(json.dumps(table(times).to_state()))) == table(times)
+
+
+def test_probes_begin_small_and_are_not_much_larger_than_the_model() -> None:
+    assert {probe.nbytes for probe in probes(1000, exact=True)} == {4 << 10}
+    sizes = [probe.nbytes for probe in probes(100 << 20, exact=True)]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 4
+    exact, any_wire = (len(probes(1000, exact=exact)) for exact in (True, False))
+    assert any_wire > exact
+
+
+SHAPES = st.one_of(
+    st.tuples(st.integers(1, 500)),
+    st.tuples(st.integers(1, 3000), st.integers(1, 64)),
+    st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(1, 3), st.integers(1, 3)),
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> ModelProfile:
+    params = []
+    for index in range(draw(st.integers(1, 6))):
+        shape = draw(SHAPES)
+        is_table = len(shape) == 2 and draw(st.booleans())
+        names = tuple(f"p{index}.{twin}" for twin in range(draw(st.integers(1, 2))))
+        sparse = is_table and draw(st.booleans())
+        params.append(ParamInfo(names=names, shape=shape, table=is_table, sparse=sparse, group=draw(st.integers(0, 1))))
+    takes, only = draw(st.booleans()), draw(st.booleans())
+    return ModelProfile(params=tuple(params), optimizer=OptimizerInfo(takes_sparse=takes, only_sparse=only))
+
+
+@given(profiles(), st.integers(2, 5), st.booleans())
+@settings(deadline=None)
+def test_candidates_are_never_refused_and_never_the_same(profile: ModelProfile, world: int, exact: bool) -> None:
+    topology = Topology(nodes=("a",) * world)
+    found = candidates(profile, topology, exact=exact)
+    assert len(found) <= 50
+    for each in found:
+        assert lower(each.strategy, profile, topology) == each.plan
+        assert each.strategy.exact or not exact
+    assert len({each.plan.digest for each in found}) == len(found)
+    assert len({each.strategy.name for each in found}) == len(found), "people must be able to tell them apart"
+    assert found == candidates(profile, topology, exact=exact)
+    try:
+        lower(Strategy(), profile, topology)
+    except StrategyError:
+        return
+    assert found[0].plan.buckets == lower(Strategy(), profile, topology).buckets, "plain all-reduce is the first"
+
+
+def test_a_small_dense_model_has_few_candidates() -> None:
+    profile = ModelProfile(params=(ParamInfo(names=("w",), shape=(10, 10)),))
+    found = candidates(profile, Topology(nodes=("a", "b")), exact=True)
+    assert [type(each.strategy.default).__name__ for each in found] == ["Reduce", "Reduce", "Owner"]
+    alone = candidates(profile, Topology(nodes=("a", "b")), exact=True, works=lambda plan: _plain(plan.strategy))
+    assert [each.strategy.default for each in alone] == [Reduce()]
+
+
+def _plain(strategy: Strategy) -> bool:
+    return strategy.default == Reduce()
+
+
+def test_names_are_those_of_builders_where_they_make_the_same() -> None:
+    dense = ParamInfo(names=("w",), shape=(2000, 2000))
+    table = ParamInfo(names=("t",), shape=(2000, 10), table=True)
+    topology = Topology(nodes=("a", "b"))
+    for params in [(dense, table), (dense, dataclasses.replace(table, sparse=True)), (dense,)]:
+        profile = ModelProfile(params=params)
+        by_name = {each.strategy.name: each for each in candidates(profile, topology, exact=False)}
+        named = by_name.keys() & NAMED.keys()
+        assert {"partitioned_ar", "ps_balanced", "bf16", "powersgd"} <= named or params[-1].sparse
+        for name in named:
+            built = lower(NAMED[name]().build(profile, topology), profile, topology)
+            assert what_is_done(built) == what_is_done(by_name[name].plan), name
+        if len(params) == 2:
+            assert "parallax" in named
+
+
+@pytest.mark.parametrize("sync", [Reduce(), Reduce(parts=3), Rows(), Rows(update="dense")])
+def test_a_way_has_a_text(sync: Reduce | Rows) -> None:
+    assert describe(sync)
+
+
+STRATEGIES = [Strategy(default=Reduce(bucket_bytes=(i + 1) << 20), name=f"s{i}") for i in range(6)]
+PROBES = probes(1000, exact=True)
+
+
+def options_of(predictions: Sequence[float], present: int = 1) -> list[Option]:
+    return [
+        Option(strategy=strategy, predicted_s=seconds, plain=i == 0, present=i == present)
+        for i, (strategy, seconds) in enumerate(zip(STRATEGIES, predictions, strict=False))
+    ]
+
+
+def run(
+    how: ChoiceSettings, predictions: Sequence[float], real: Sequence[float], *, first: float = 1.0
+) -> tuple[Choice, list[Strategy]]:
+    """Until the end; each strategy's steps take what `real` says, the first after a change `first` times that."""
+    choice, used = begin(STRATEGIES[1]), []
+    for _ in range(len(PROBES) + how.trial_steps * (len(predictions) + 1) + 1):
+        if choice.settled:
+            return choice, used
+        slow = first if not used or used[-1] != choice.strategy else 1.0
+        used.append(choice.strategy)
+        measured = Measured(
+            step_s=slow * real[STRATEGIES.index(choice.strategy)],
+            probe_s=1e-3 if due(choice, PROBES) is not None else None,
+        )
+        choice = advance(choice, measured, how, PROBES, lambda *_: options_of(predictions))
+    raise AssertionError(f"it has not come to an end: {choice}")
+
+
+SETTINGS = st.builds(
+    ChoiceSettings,
+    exact=st.booleans(),
+    trials=st.integers(1, 4),
+    trial_steps=st.integers(1, 5),
+    gain=st.floats(0.0, 0.5),
+)
+FEW = st.lists(SECONDS, min_size=6, max_size=6)
+
+
+@given(SETTINGS, FEW, FEW)
+@settings(deadline=None)
+def test_it_ends_with_the_best_of_what_it_has_tried(how: ChoiceSettings, guess: list[float], real: list[float]) -> None:
+    choice, used = run(how, guess, real)
+    assert choice == run(how, guess, real)[0], "equal numbers, equal choices"
+    times = dict(zip([each.name for each in STRATEGIES], real, strict=True))
+    tried = {strategy.name for strategy in used}
+    assert len(tried) <= how.trials + 2
+    assert times[choice.strategy.name] <= times["s1"], "never worse than what it came with"
+    assert times[choice.strategy.name] <= min(times[name] for name in tried) / (1 - how.gain) * (1 + 1e-9)
+    assert choice.reason and choice.links.knows("all_reduce")
+
+
+def test_a_little_faster_is_not_enough() -> None:
+    how, guess = ChoiceSettings(gain=0.05), [1.0] * 6
+    assert run(how, guess, [0.96, 1.0, 1.0, 1.0, 1.0, 1.0])[0].strategy.name == "s1"
+    assert run(how, guess, [0.94, 1.0, 1.0, 1.0, 1.0, 1.0])[0].strategy.name == "s0"
+
+
+def test_the_first_step_of_a_trial_does_not_count() -> None:
+    fast = [1.0, 1.0, 0.5, 1.0, 1.0, 1.0]
+    assert run(ChoiceSettings(trial_steps=2), [1.0] * 6, fast, first=9.0)[0].strategy.name == "s2"
+
+
+def test_what_is_hopeless_is_not_tried_and_plain_all_reduce_always_is() -> None:
+    guess = [1.9, 1.0, 1.1, 1.2, 1.3, 9.0]
+    used = {strategy.name for strategy in run(ChoiceSettings(trials=2), guess, [1.0] * 6)[1]}
+    assert used == {"s1", "s2", "s3", "s0"}
+    used = {strategy.name for strategy in run(ChoiceSettings(trials=5), [9.0, *guess[1:]], [1.0] * 6)[1]}
+    assert used == {"s1", "s2", "s3", "s4"}, "twice the time of the best"
+
+
+def test_it_chooses_anew_when_rows_drift() -> None:
+    kept = run(ChoiceSettings(), [1.0] * 6, [1.0] * 6)[0]
+    assert watch_rows(kept, {}) is kept
+    kept = watch_rows(kept, {"table": 100})
+    assert kept.settled and kept.rows == (("table", 100),)
+    assert watch_rows(kept, {"table": 190}) is kept and watch_rows(kept, {"table": 51}) is kept
+    for now in (201, 49):
+        again = watch_rows(kept, {"table": now})
+        assert again.phase is Phase.PROFILING and again.links == kept.links and again.strategy == kept.strategy
+    assert watch_rows(begin(STRATEGIES[0]), {"table": 1}).phase is Phase.CALIBRATING
+
+
+@given(FEW, FEW, st.integers(0, 40))
+@settings(deadline=None)
+def test_it_travels_at_any_moment(guess: list[float], real: list[float], steps: int) -> None:
+    choice = begin(STRATEGIES[1])
+    for _ in range(steps):
+        measured = Measured(step_s=real[STRATEGIES.index(choice.strategy)], probe_s=1e-3)
+        choice = advance(choice, measured, ChoiceSettings(), PROBES, lambda *_: options_of(guess))
+        assert Choice.from_state(json.loads(json.dumps(choice.to_state()))) == choice
+        assert resume(choice) == dataclasses.replace(choice, times=())

@@ -1,0 +1,165 @@
+"""Strategies that are chosen, or set, while several ranks train: over real gloo groups."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.loop.api import current_session
+from elastic_ray.sync import AllReduce, Auto, Rows, StrategyError
+from tests.loop.changing import Change, Kill, Outcome, run_job
+from tests.loop.ranks import RankFailedError, Ranks
+from tests.sync.switching import Trainee
+
+SMALL = AllReduce(bucket_bytes=4096)
+
+
+class Told:
+    """What the job's user is told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, dict[str, Any]]] = []
+        current_session().controller.tell = lambda *event: self.events.append(event)  # type: ignore[method-assign]
+
+
+def choosing(sparse: bool) -> Any:
+    trainee = Trainee("auto", sparse=sparse)
+    told = Told()
+    keys: list[str | None] = []
+    trainee.train(lambda trainee, step: keys.append(current_session().registry.strategy_key), epochs=4)
+    table = trainee.wrapped.explain_strategy()
+    return trainee.parameters, trainee.wrapped.strategy, trainee.used, told.events, table, str(table), keys
+
+
+def plainly(sparse: bool, strategy: Any) -> Any:
+    trainee = Trainee(strategy, sparse=sparse)
+    trainee.train(epochs=4)
+    return trainee.parameters
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bool) -> None:
+    ours, theirs = ranks.run(choosing, sparse, world=2)
+    parameters, strategy, used, events, table, text, keys = ours
+    assert torch.equal(parameters, theirs[0]) and strategy == theirs[1] and used == theirs[2]
+    # The table's rows travel: a twentieth of it is touched, and all of it would take many times as long.
+    rules = {rule.pattern: rule.sync for rule in strategy.rules}
+    assert not sparse or isinstance(rules["table.weight"], Rows)
+    assert len(set(used)) > 1 or sparse, "several were tried"
+    strategies = [event for event in events if event[0] == "strategy"]
+    assert len(strategies) == 1 and not theirs[3]
+    _, told, detail = strategies[0]
+    assert "2 workers" in told and strategy.name in told and detail["strategy"] == strategy.name
+    assert set(detail["measured_s"]) <= set(detail["predicted_s"]) and strategy.name in detail["measured_s"]
+    assert table.candidates and sum(row.chosen for row in table.candidates) == 1
+    assert table.reason in told and table.measured_s and table.predicted_s and table.rows
+    assert all(row.measured_s is not None and row.predicted_s is not None for row in table.rows)
+    assert strategy.name in text and "table.weight" in text
+    assert keys[0] is None and keys[-1] is not None and keys[-1].startswith("auto/")
+    assert keys.index(keys[-1]) > 20, "steps of measuring count for nobody"
+    plain = ranks.run(plainly, sparse, "parallax" if sparse else "all_reduce", world=2)[0]
+    assert (parameters - plain).abs().max() < 1e-5
+
+
+def setting(given: list[Any]) -> Any:
+    trainee = Trainee("all_reduce")
+
+    def between(trainee: Trainee, step: int) -> None:
+        if step % 7 == 3:
+            trainee.wrapped.set_strategy(given[step // 7 % len(given)])
+
+    trainee.train(between)
+    return trainee.parameters, trainee.used, trainee.wrapped.explain_strategy()
+
+
+def test_a_strategy_is_set_between_two_steps(ranks: Ranks) -> None:
+    given = [SMALL, "parallax", "all_reduce", "auto"]
+    (ours, used, table), (theirs, _, _) = ranks.run(setting, given, world=2)
+    assert torch.equal(ours, theirs)
+    assert used[2:5] == ["all_reduce", "all_reduce", "all_reduce"] and used[10] == "parallax"
+    assert {"all_reduce", "parallax"} <= set(used)
+    plain = ranks.run(plainly, False, None, world=2)[0]
+    assert (ours - plain).abs().max() < 1e-5
+    assert table.rows and table.measured_s is not None
+
+
+def alone() -> Any:
+    trainee = Trainee("auto")
+    refused = []
+    for wrong in ("fastest", "powersgd.json", 5):
+        with pytest.raises((StrategyError, TypeError)) as caught:
+            trainee.wrapped.set_strategy(wrong)
+        refused.append(str(caught.value))
+    trainee.train(epochs=1)
+    return trainee.used, trainee.wrapped.explain_strategy(), refused
+
+
+def test_one_worker_has_nothing_to_choose(ranks: Ranks) -> None:
+    used, table, refused = ranks.run(alone)
+    assert set(used) == {"auto"} and table.workers == 1 and not table.candidates and str(table)
+    assert "all_reduce" in refused[0] and "cannot be read" in refused[1] and "5" in refused[2]
+
+
+def differing(given: Any) -> Any:
+    rank = current_session().group.rank_info.rank
+    trainee = Trainee("all_reduce")
+
+    def between(trainee: Trainee, step: int) -> None:
+        if step == 5 and given[rank] is not None:
+            trainee.wrapped.set_strategy(given[rank])
+
+    began_s = time.monotonic()
+    try:
+        trainee.train(between)
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - began_s
+    return None
+
+
+@pytest.mark.parametrize("given", [(SMALL, "parallax"), (SMALL, None), ("auto", None), ("auto", Auto(trial_steps=2))])
+def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
+    for kind, text, took_s in ranks.run(differing, given, world=2):
+        assert kind == "RanksDisagreeError" and "in step 5" in text and "strategy" in text
+        assert took_s < 20
+
+
+def growing() -> Any:
+    trainee = Trainee("auto")
+    trainee.train(epochs=8)
+    return trainee.parameters, trainee.wrapped.strategy, trainee.wrapped.explain_strategy()
+
+
+def _alike(outcome: Outcome) -> None:
+    first, *others = outcome.results.values()
+    for other in others:
+        assert torch.equal(first[0], other[0]) and first[1] == other[1] and first[2].reason == other[2].reason
+
+
+def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
+    outcome = run_job(growing, [Change(50, (1, 2, 3)), Change(100, (1, 2))], first=(1, 2))
+    assert set(outcome.results) == {1, 2}
+    _alike(outcome)
+    told = [text for kind, text, _ in outcome.told if kind == "strategy"]
+    assert [text.split()[2] for text in told] == ["2", "3", "2"], told
+    assert told[0] == told[2], "what was found for two workers holds again"
+
+
+@pytest.mark.parametrize("moment", ["allreduce", "edge", "after_step"])
+@pytest.mark.parametrize("step", [4, 28, 34])
+def test_a_worker_that_dies_in_the_middle_of_measuring(moment: str, step: int) -> None:
+    outcome = run_job(growing, [Kill(step, 3, moment), Change(step + 20, (1, 2, 4))], first=(1, 2, 3))
+    assert set(outcome.results) == {1, 2, 4}
+    _alike(outcome)
+    assert any(kind == "strategy" for kind, _, _ in outcome.told)
+
+
+def test_a_disagreement_is_an_error_of_the_ranks(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match="StrategyError"):
+        ranks.run(_refused, world=2)
+
+
+def _refused() -> None:
+    Trainee("all_reduce").wrapped.set_strategy("no such")
