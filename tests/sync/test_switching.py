@@ -52,7 +52,12 @@ def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bo
     strategies = [event for event in events if event[0] == "strategy"]
     assert len(strategies) == 1 and not theirs[3]
     _, told, detail = strategies[0]
-    assert "2 workers" in told and strategy.name in told and detail["strategy"] == strategy.name
+    assert (
+        "kept" in detail["table"]
+        and "2 workers" in told
+        and strategy.name in told
+        and detail["strategy"] == strategy.name
+    )
     assert set(detail["measured_s"]) <= set(detail["predicted_s"]) and strategy.name in detail["measured_s"]
     assert table.candidates and sum(row.chosen for row in table.candidates) == 1
     assert table.reason in told and table.measured_s and table.predicted_s and table.rows

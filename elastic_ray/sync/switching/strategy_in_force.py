@@ -147,7 +147,7 @@ class StrategyInForce:
     def before_forward(self) -> None:
         """Between two steps, or in one: want what the tuner does."""
         if self._tuner is not None:
-            self._tuner.tell()
+            self._tuner.tell(lambda: str(self.explain()))
             wanted = self._tuner.strategy
             self._wanted = wanted if wanted is not self._plan.strategy and wanted != self._plan.strategy else None
 

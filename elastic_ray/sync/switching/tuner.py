@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.sync.builders import Auto
@@ -77,11 +77,11 @@ class StrategyTuner:
         """What must be equal on all ranks, that their measurements meet."""
         return repr(self._settings)
 
-    def tell(self) -> None:
-        """Tell the job's user of a choice, once it counts; all ranks come by here."""
+    def tell(self, table: Callable[[], str]) -> None:
+        """Tell the job's user of a choice, once it is in force; all ranks come by here."""
         choice = self._choice
         told = f"{self._topology} {choice.reason}"
-        if not (choice.settled and choice.reason) or told == self._told:
+        if not (choice.settled and choice.reason) or told == self._told or self._model.plan.strategy != choice.strategy:
             return
         self._told = told
         workers = len(self._model.topology.nodes)
@@ -93,6 +93,7 @@ class StrategyTuner:
             "predicted_s": considered,
             "measured_s": tried,
             "json": choice.strategy.to_json(),
+            "table": table(),
         }
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
