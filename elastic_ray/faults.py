@@ -19,6 +19,7 @@ MOMENTS = (
     "optimizer_step",  # agreed, about to apply
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
+    "average",  # committed, models about to be averaged
     "joining",  # ready, waiting for the generation to begin
     "receiving",  # in the new generation, before the state is exchanged
     "leaving",  # out of the generation, before the train function has unwound

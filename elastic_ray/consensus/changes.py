@@ -14,8 +14,8 @@ from elastic_ray.consensus.announcer import PAYLOAD_SIZE
 from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
-# preemption, and how often rank 0 has reported.
-CONTROL_SIZE = 7
+# preemption, how often rank 0 has reported, and its wish that all ranks hold the same model.
+CONTROL_SIZE = 8
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
@@ -69,10 +69,21 @@ class AgreedChanges:
         self.preempted = False
         self.reports = 0
         self.batch: BatchChoice | None = None
+        self._wants_consensus = self._consensus = False
 
     def begin(self) -> None:
         """A group was entered: nothing that another one agreed on counts in it."""
         self.generation, self.batch = 0, None
+        self._wants_consensus = self._consensus = False
+
+    def ask_for_consensus(self) -> None:
+        """Rank 0 wants all ranks to hold the same model after the next step, to save it."""
+        self._wants_consensus = True
+
+    def take_consensus(self) -> bool:
+        """Whether all ranks are to hold the same model now, once."""
+        asked, self._consensus = self._consensus, False
+        return asked
 
     def take_generation(self) -> int:
         """The agreed generation, which has to be agreed on again if it is not entered now."""
@@ -101,6 +112,7 @@ class AgreedChanges:
             float(wish.accum_steps) if wish else 0.0,
             float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
+            float(self._wants_consensus) if rank == 0 else 0.0,
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -111,6 +123,8 @@ class AgreedChanges:
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
         self.reports = max(self.reports, round(sums[6]))
+        if sums[7] > 0:
+            self._wants_consensus, self._consensus = False, True
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

@@ -58,7 +58,8 @@ class Announced:
                 return f"reduces the gradients of model {self.index} (layout {self.detail:010x}) in a backward pass"
             case Intent.EDGE:
                 nested = f" of a loader nested {self.index - 1} deep" if self.index > 1 else ""
-                return f"has come to the end of a step{nested}"
+                averaged = f", and averages models (what and how: {self.detail:010x})" if self.detail else ""
+                return f"has come to the end of a step{nested}{averaged}"
             case Intent.END_OF_PASS:
                 return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"
             case Intent.BUFFERS:

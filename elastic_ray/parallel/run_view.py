@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.batch.reports import ModelInfo
+from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import Stateful
@@ -53,11 +53,39 @@ class SharedStates(Protocol):
 
 
 class GroupGradients(Protocol):
-    """Gradients that a change of group concerns."""
+    """Gradients, and models that are averaged, which a change of group concerns."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained."""
+
+    def collapse(self) -> None:
+        """Make models one that differ."""
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """The same in a new group."""
 
     @property
     def local(self) -> bool:
         """Whether they differ from rank to rank."""
+
+    def before_change(self) -> None:
+        """The group is about to change."""
 
     @property
     def strategy_key(self) -> str | None:
@@ -67,8 +95,20 @@ class GroupGradients(Protocol):
         """A group was entered."""
 
 
+class LeadingLoader(Protocol):
+    """The loader that leads."""
+
+    @property
+    def info(self) -> LoaderInfo | None:
+        """What it tells the job, None before there is one."""
+
+
 class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
+
+    @property
+    def loaders(self) -> LeadingLoader:
+        """The loaders."""
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""

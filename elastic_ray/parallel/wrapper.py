@@ -58,8 +58,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
-            The default is AdaScale, for optimizers of Adam's kind its square root. The rates that user code and
-            schedulers set are those at the initial batch size.
+            The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
+            averages models, which gives no statistics. The rates that user code and schedulers set are those at the
+            initial batch size.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
             leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
@@ -102,6 +103,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._optimizer = optimizer
         self._scaler = grad_scaler
         self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
+        self._by_default = scaling_rule is None
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self._join_run(nonfinite, strategy)
@@ -129,6 +131,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._index,
             check_finite=self._finite.looks,
         )
+        if not self._by_default and isinstance(self._rule, (AdaScale, AdamScale)):
+            self._sync.require_statistics(f"scaling_rule {type(self._rule).__name__}")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -193,6 +197,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Tell the run what of the model its other ranks need, and what a lost step must take back."""
         states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
+        registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", ModuleState(self.module))
         trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
@@ -226,6 +231,12 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register_rollback(self._rates, self._set_rates)
         else:
             self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
+
+    def _check_batch(self) -> None:
+        """An adaptive batch needs the noise scale."""
+        loader = self._run.registry.loaders.info
+        if loader is not None and not loader.limits.fixed:
+            self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.adapt_batch_size)")
 
     def _check_scheduler(self) -> None:
         if any("initial_lr" in group for group in self._optimizer.param_groups):
@@ -264,7 +275,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
         with ledger.updating():
-            if scale == 1.0 and not self._warms:
+            if (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics):
                 result = apply(**kwargs)
             else:
                 with self._scaled_rates(scale):

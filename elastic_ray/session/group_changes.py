@@ -37,6 +37,20 @@ class ChangedParts(GroupParts, Protocol):
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""
 
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
+
+    def before_change(self) -> None:
+        """The present group is about to change; raises CommunicationFailedError where it broke meanwhile."""
+
+
+class ChangedGroup(Protocol):
+    """The present group."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Its communicator."""
+
 
 class ChangedSteps(Protocol):
     """The steps of this rank, as far as changes concern them."""
@@ -67,6 +81,9 @@ class Agreements(Protocol):
     def take_generation(self) -> int:
         """The same, once."""
 
+    def take_consensus(self) -> bool:
+        """Whether all ranks are to hold the same model now, once."""
+
     def take_batch(self) -> BatchChoice | None:
         """Batch shape to change to, once; None to go on as it is."""
 
@@ -88,6 +105,10 @@ class ChangedRun(Protocol):
     @property
     def registry(self) -> ChangedParts:
         """What the train function has built."""
+
+    @property
+    def group(self) -> ChangedGroup:
+        """The present group."""
 
     @property
     def ledger(self) -> ChangedSteps:
@@ -167,7 +188,12 @@ class GroupChanges:
             moment=moment,
         )
         self._transitions = GroupTransitions(
-            membership, controller, self._enter, moment, regroup_timeout_s=regroup_timeout_s
+            membership,
+            controller,
+            self._enter,
+            moment,
+            before_change=parts.registry.before_change,
+            regroup_timeout_s=regroup_timeout_s,
         )
 
     def join(self, *, timeout_s: float) -> None:
@@ -192,8 +218,12 @@ class GroupChanges:
         Raises:
             WorkerDismissed: this worker leaves, or the job stops.
         """
+        if self._parts.agreed.preempted and not self._parts.agreed.stop:
+            self._make_equal()
         if self._parts.agreed.stop or self._parts.agreed.preempted:
             raise WorkerDismissed(stopped=True)
+        if self._parts.agreed.take_consensus():
+            self._make_equal()
         self._parts.registry.call(HookPoint.BETWEEN_STEPS)
         batch = self._parts.agreed.take_batch()
         if self._parts.agreed.generation:
@@ -202,6 +232,14 @@ class GroupChanges:
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self._set_shape(batch)
+
+    def _make_equal(self) -> None:
+        """Have all ranks hold the same model, those of another group if this one breaks."""
+        try:
+            self._parts.registry.collapse()
+            self._parts.registry.sync_buffers(self._parts.group.communicator)
+        except CommunicationFailedError as error:
+            self.regroup(str(error))
 
     def _waits_for_gradients(self) -> bool:
         """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""

@@ -9,7 +9,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec
-from elastic_ray.state.shared_state import Exchanged
+from elastic_ray.state.shared_state import DriftingReplicas, Exchanged
 
 
 class ExchangedState(Protocol):
@@ -19,11 +19,11 @@ class ExchangedState(Protocol):
     def shape(self) -> BatchChoice | None:
         """Batch shape that it was trained with last."""
 
-    def exchange(self, communicator: Communicator) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: DriftingReplicas) -> Exchanged:
         """Bring every rank to the furthest rank's state."""
 
 
-class GroupParts(Protocol):
+class GroupParts(DriftingReplicas, Protocol):
     """What a train function has registered, as far as it depends on the group."""
 
     @property
@@ -86,7 +86,7 @@ class GroupEntry:
             CommunicationFailedError: the group broke meanwhile; this rank's state is whole, or it has none.
         """
         self._moment("receiving")
-        exchanged = self._state.exchange(communicator)
+        exchanged = self._state.exchange(communicator, self._parts)
         self._parts.enter_group()
         self._consensus.enter_group()
         if communicator.world_size > 1:

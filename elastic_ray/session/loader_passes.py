@@ -58,6 +58,10 @@ class PassLedger(Protocol):
     def needs_vote(self) -> bool:
         """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether the outermost step has trained."""
+
     def begin_pass(self) -> int:
         """The epoch's next loader pass begins; returns its number in the epoch."""
 
@@ -147,6 +151,19 @@ class PassParts(Protocol):
 
     def sync_buffers(self, communicator: Communicator) -> None:
         """Make all buffers equal on all ranks."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+
+    def drift_layout(self, *, trained: bool) -> int:
+        """What the ranks must have in common to average them after a step."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained; raises CommunicationFailedError."""
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
 
 class PassClock(Protocol):
@@ -276,17 +293,28 @@ class LoaderPasses:
         try:
             if ledger.failure is not None:
                 raise CommunicationFailedError(ledger.failure)
-            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1), some_are_idle=step.leaves_ranks_idle)
+            if ledger.needs_vote or parts.registry.drifts or parts.sums.expected(self._progress.epoch):
+                averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), some_are_idle=step.leaves_ranks_idle)
         except CommunicationFailedError as error:
             self._recover(step, str(error))
             return ledger.loader_steps > before
         trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
-        if not nested:
+        if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
             parts.clock.edge(shape, step.micro_steps, step.count, parts.registry.strategy_key)
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)
+        return True
+
+    def _averaged(self, *, trained: bool) -> bool:
+        """Average models after a step that is committed; False if the group broke, and another one was entered."""
+        try:
+            if trained:
+                self._parts.registry.after_step()
+        except CommunicationFailedError as error:
+            self._changes.regroup(str(error))
+            return False
         return True
 
     def end_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool = False) -> None:
@@ -307,6 +335,8 @@ class LoaderPasses:
                 self._vote(Announced(Intent.END_OF_PASS, self._parts.ledger.depth, parts.registry.buffer_layout))
                 self._progress.end_pass()
                 parts.registry.sync_buffers(parts.group.communicator)
+                if self._parts.ledger.depth == 0:
+                    parts.registry.collapse()
             except CommunicationFailedError as error:
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.

@@ -37,6 +37,50 @@ class GroupDependent(Protocol):
         """Whether they differ from rank to rank, so that a planned change had better wait."""
 
     @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design, until they are averaged."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged; equal on all ranks."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained: average models, where it is time.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state, among those ranks that count.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Raises:
+            CommunicationFailedError: the present group broke meanwhile.
+        """
+
+    @property
     def strategy_key(self) -> str | None:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
 
@@ -177,6 +221,62 @@ class Registry:
     def gradients_are_local(self) -> bool:
         """Whether some differ from rank to rank."""
         return any(each.local for each in self._gradients)
+
+    @property
+    def drifts(self) -> bool:
+        """Whether some models differ from rank to rank by design."""
+        return any(each.drifts for each in self._gradients)
+
+    @property
+    def settled(self) -> bool:
+        """Whether none does after the steps that are committed."""
+        return all(each.settled for each in self._gradients)
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        return max((each.marker for each in self._gradients), default=0)
+
+    def drift_layout(self, *, trained: bool) -> int:
+        """A digest of what the ranks must have in common to average models after a step; 0 where none is averaged."""
+        layouts = [(number, each.drift_layout) for number, each in enumerate(self._gradients) if each.drifts]
+        return digest((layouts, trained)) if layouts else 0
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for each in self._gradients:
+            each.after_step()
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for each in self._gradients:
+            each.collapse()
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state, among those ranks that count.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for each in self._gradients:
+            each.reconcile(communicator, counts=counts)
+
+    def before_change(self) -> None:
+        """The present group is about to change, as all its ranks have agreed.
+
+        Raises:
+            CommunicationFailedError: it broke meanwhile.
+        """
+        for each in self._gradients:
+            each.before_change()
 
     def enter_group(self) -> None:
         """A group was entered."""

@@ -99,7 +99,7 @@ class Session:
         self._saved = saved
         self._join_timeout_s = join_timeout_s
         self._faults = faults
-        self._replicas = Replicas()
+        self._replicas = Replicas(lambda: self.registry.drifts)
         self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo())
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
@@ -329,6 +329,13 @@ class Session:
         reports = self.progress.count_report(self._parts.agreed.reports)
         self._parts.agreed.count_reports(reports)
         return reports
+
+    def may_save(self) -> bool:
+        """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
+        settled = self.registry.settled
+        if not settled:
+            self._parts.agreed.ask_for_consensus()
+        return settled
 
     @property
     def atomic_bsz(self) -> int:

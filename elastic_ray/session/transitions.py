@@ -62,6 +62,7 @@ class GroupTransitions:
         controller: is told of failures.
         enter: exchanges state in a freshly formed group; returns the loader passes that its furthest rank has ended.
         moment: scripted faults.
+        before_change: makes equal what differs from rank to rank, while all are still in the present group.
         regroup_timeout_s: longest wait for a generation to go on with.
     """
 
@@ -72,12 +73,14 @@ class GroupTransitions:
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
         *,
+        before_change: Callable[[], None],
         regroup_timeout_s: float,
     ) -> None:
         self._membership = membership
         self._controller = controller
         self._enter = enter
         self._moment = moment
+        self._before_change = before_change
         self._regroup_timeout_s = regroup_timeout_s
 
     def join(self, holds_state: Callable[[], bool], *, timeout_s: float) -> None:
@@ -98,6 +101,12 @@ class GroupTransitions:
         prepared = self._membership.prepared_spec(generation)
         if prepared is not None and not can_switch(prepared.world_size):
             return  # too few samples left in this pass for so many ranks: agreed on again at its end
+        if prepared is not None:  # else the others find out that this rank has not come
+            try:
+                self._before_change()
+            except CommunicationFailedError as error:
+                self.regroup(str(error), self._membership.generation)
+                return
         try:
             taken = self._membership.take(generation)
             if taken is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,9 +20,13 @@ class Replicas:
     """The wrapped models of one rank.
 
     Whether a check is due follows from shared numbers alone, so that all ranks make it at the same place.
+
+    Args:
+        drift: whether they differ by design.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drift: Callable[[], bool] = lambda: False) -> None:
+        self._drift = drift
         self._modules: list[torch.nn.Module] = []
         self._checked = -1
 
@@ -54,7 +58,7 @@ class Replicas:
             at_end: of a loader's pass.
         """
         due = at_end or steps in _EARLY or steps % _EVERY == 0
-        return due and steps != self._checked and bool(self._modules)
+        return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def fingerprint(self, steps: int) -> int:
         """A fingerprint of all parameters after ``steps`` steps, never 0."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import StateVersion
-from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.membership.transfer import latest_holders, transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
@@ -35,6 +35,17 @@ class Exchanged:
 
     received: bool
     passes: int
+
+
+class DriftingReplicas(Protocol):
+    """Models that ranks train by themselves, until they are averaged."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """Make models one that differ among those ranks that count; all ranks call it."""
 
 
 class SharedState:
@@ -134,8 +145,13 @@ class SharedState:
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 
-    def exchange(self, communicator: Communicator) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: DriftingReplicas) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
+
+        Args:
+            communicator: the group.
+            replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
+                take the mean of it; of them only those that were through with the last average, which holds the rest.
 
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
@@ -152,17 +168,26 @@ class SharedState:
                 run.lineage,
                 run.ended_passes,
                 int(self.complete),
+                replicas.marker,
                 digest(layout),
             ]
         )
         everyone = [
             StateVersion(
-                step=steps, optimizers_stepped=stepped, lineage=lineage, passes=passes, has_state=bool(complete)
+                step=steps,
+                optimizers_stepped=stepped,
+                averaged=averaged,
+                lineage=lineage,
+                passes=passes,
+                has_state=bool(complete),
             )
-            for steps, stepped, lineage, passes, complete, _ in rows
+            for steps, stepped, lineage, passes, complete, averaged, _ in rows
         ]
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[-1] for row in rows])
+        counting = latest_holders(everyone)
+        if len(counting) > 1:
+            replicas.reconcile(communicator, counts=communicator.rank in counting)
         received = False
         for served in transfer_rounds(everyone):
             for source, destination in served:

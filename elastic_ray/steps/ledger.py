@@ -221,6 +221,11 @@ class StepLedger:
         """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
         return self.step is not None or not self._reduced
 
+    @property
+    def trains(self) -> bool:
+        """Whether the outermost step, the one in progress or that which has just ended, has trained."""
+        return self._updates_asked > 0 or self._trains
+
     def commit(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> bool:
         """Count a step that has ended.
 
@@ -239,7 +244,7 @@ class StepLedger:
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._forget_nested(step)
         self._state.forget_snapshot()
-        trained = self._updates_asked > 0 or self._trains
+        trained = self.trains
         if trained:
             self._progress.commit_training(gain(step.scale))
         self._progress.count_optimizers(0)

@@ -48,6 +48,9 @@ class StepView(Protocol):
     def weight(self, rank: int) -> float:
         """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
 
+    def own_weight(self, rank: int) -> float:
+        """Its share in the mean gradient of that rank's own samples in the step."""
+
 
 @dataclasses.dataclass(slots=True)
 class LoaderStep:
@@ -114,3 +117,7 @@ class LoaderStep:
     def weight(self, rank: int) -> float:
         """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
         return self.sizes[rank][self.micro] / self.count
+
+    def own_weight(self, rank: int) -> float:
+        """Its share in the mean gradient of that rank's own samples in the step."""
+        return self.sizes[rank][self.micro] / sum(self.sizes[rank])

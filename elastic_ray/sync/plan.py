@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
@@ -61,7 +61,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
     syncs = _assign(strategy, profile)
     for param, sync in zip(profile.params, syncs, strict=True):
         _check(param, sync, profile)
-    cuts = list(_cut_all(profile.params, syncs))
+    cuts = _cut_all(profile.params, syncs)
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
         buckets=tuple(
@@ -125,16 +125,21 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
         )
 
 
-def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> Iterator[BucketPlan]:
-    """Buckets of one group, dtype, device and way each; tables last, which backward reaches last."""
-    first = True
-    kinds = dict.fromkeys(_kind(p, sync) for p, sync in zip(params, syncs, strict=True))
-    for kind in sorted(kinds, key=lambda kind: isinstance(kind[3], Rows)):
+def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> list[BucketPlan]:
+    """Buckets of one group, dtype, device and way each, in the order of reduction.
+
+    Tables come last, as in backward; but a small bucket comes after them, so that control values ride on it.
+    """
+    dense: list[BucketPlan] = []
+    tables: list[BucketPlan] = []
+    for kind in dict.fromkeys(_kind(p, sync) for p, sync in zip(params, syncs, strict=True)):
         mine = [i for i in reversed(range(len(params))) if _kind(params[i], syncs[i]) == kind]
         sync = syncs[mine[0]]
-        for cut in _cut(mine, params, sync, first=first):
-            yield BucketPlan(params=tuple(cut), group=kind[0], sync=sync)
-            first = False
+        found = tables if isinstance(sync, Rows) else dense
+        for cut in _cut(mine, params, sync, first=not dense):
+            found.append(BucketPlan(params=tuple(cut), group=kind[0], sync=sync))
+    small = tables and dense and sum(params[i].nbytes for i in dense[-1].params) <= FIRST_BUCKET_BYTES
+    return [*dense[:-1], *tables, dense[-1]] if small else [*dense, *tables]
 
 
 def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:

@@ -53,14 +53,19 @@ class Wire:
         return self.dtype == "native" and not self.rank
 
     @property
+    def compresses(self) -> bool:
+        """Whether more is left out than a rounding to 16 bits."""
+        return self.rank > 0 or self.dtype == "int8"
+
+    @property
     def keeps_residuals(self) -> bool:
         """Whether each rank keeps what was left out."""
-        return self.error_feedback and (self.rank > 0 or self.dtype == "int8")
+        return self.error_feedback and self.compresses
 
     @property
     def gives_statistics(self) -> bool:
         """Whether the norm of the mean gradient is that of the exact one, within 1e-3."""
-        return not self.rank and self.dtype != "int8"
+        return not self.compresses
 
 
 NATIVE = Wire()
@@ -91,6 +96,11 @@ class Reduce:
         check_whole("axis", self.axis, least=-1, error=StrategyError)
         check_whole("seed", self.seed, least=0, error=StrategyError)
         check_type("wire", self.wire, Wire)
+        if self.parts > 1 and self.wire.compresses:
+            raise StrategyError(
+                f"Reduce.parts must be 1 where the wire compresses, but got {self.parts}: use one part, or a wire of "
+                "native, bf16 or fp16"
+            )
 
 
 ALL_REDUCE = Reduce()
@@ -229,7 +239,7 @@ class Strategy:
 
     @property
     def gives_statistics(self) -> bool:
-        """Whether the gradient noise scale can be measured."""
+        """Whether the gradient noise scale can be measured in every step; compressing ones do it in some."""
         return self.average is None and all(_wire(sync).gives_statistics for sync in self.syncs)
 
     @property

@@ -32,6 +32,9 @@ class SavedRun(Protocol):
     def states(self) -> CapturedStates:
         """What all ranks share."""
 
+    def may_save(self) -> bool:
+        """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
+
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands."""
 

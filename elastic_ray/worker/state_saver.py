@@ -31,7 +31,8 @@ _CLOSE_TIMEOUT_S = 1.0
 class StateSaver:
     """Saves a checkpoint between two steps when one is due. Call :meth:`close` when the run is over.
 
-    All ranks hold the same state, so rank 0 saves it and asks no other rank.
+    All ranks hold the same state, so rank 0 saves it and asks no other rank. Where models differ between averages, it
+    lets the others know with the next step, after which all hold their mean.
 
     Args:
         session: the run.
@@ -75,7 +76,7 @@ class StateSaver:
         now_s = time.monotonic()
         if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
             return
-        if self._busy():
+        if self._busy() or not self._session.may_save():
             return
         self._since_s = now_s
         try:

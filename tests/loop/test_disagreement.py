@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.communication import communicator as communicators
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus import announcer
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership import rendezvous
 from elastic_ray.state.layout import digest
 from tests.loop.ranks import RankFailedError, Ranks
 
@@ -333,7 +333,7 @@ def late(pause_s: float) -> tuple[float, int]:
     took_s = time.monotonic() - begin_s
     group = session.group.communicator
     session.membership.close(broken=False)  # as a worker does; the group must outlive it
-    return took_s, int(any(gloo is group._gloo and not work.is_completed() for work, gloo in rendezvous._KEPT))
+    return took_s, int(any(gloo is group._gloo and not work.is_completed() for work, gloo in communicators._KEPT))
 
 
 def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:

@@ -27,6 +27,7 @@ class Group:
     """A group that consists of this rank."""
 
     world_size = 1
+    communicator: Any = "the group"
 
 
 class States:
@@ -41,7 +42,7 @@ class States:
     def set_shape(self, shape: BatchChoice | None) -> None:
         self.shape = shape
 
-    def exchange(self, communicator: Any) -> Exchanged:
+    def exchange(self, communicator: Any, replicas: Any) -> Exchanged:
         self.failing -= 1
         if self.failing >= 0:
             raise CommunicationFailedError("broke")
@@ -51,13 +52,26 @@ class States:
 class Registered:
     """What was registered; notes the hooks that are called."""
 
-    buffer_layout, gradients_are_local = 7, False
+    buffer_layout, marker, gradients_are_local = 7, 0, False
 
     def __init__(self) -> None:
         self.called: list[HookPoint] = []
+        self.equalised, self.collapsed, self.breaks = 0, 0, False
 
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
+
+    def before_change(self) -> None:
+        self.equalised += 1
+        if self.breaks:
+            raise CommunicationFailedError("broke before the change")
+
+    def collapse(self) -> None:
+        self.collapsed += 1
+        if self.breaks:
+            raise CommunicationFailedError("broke in a consensus")
+
+    def reconcile(self, communicator: Any, *, counts: bool) -> None: ...
 
     def enter_group(self) -> None: ...
 
@@ -83,12 +97,16 @@ class Steps:
 class Agreed:
     """What the ranks have agreed on."""
 
-    stop = preempted = False
+    stop = preempted = consensus = False
     generation = 0
     batch: BatchChoice | None = None
 
     def take_generation(self) -> int:
         taken, self.generation = self.generation, 0
+        return taken
+
+    def take_consensus(self) -> bool:
+        taken, self.consensus = self.consensus, False
         return taken
 
     def take_batch(self) -> BatchChoice | None:
@@ -102,10 +120,10 @@ class Membership:
     worker, stop_requested, voided, gave_up = "a", False, False, ""
 
     def __init__(self) -> None:
-        self.generation = 1
+        self.generation, self.standing = 1, True
 
-    def prepared_spec(self, number: int) -> GenerationSpec:
-        return generation(number)
+    def prepared_spec(self, number: int) -> GenerationSpec | None:
+        return generation(number) if self.standing else None
 
     def take(self, number: int) -> tuple[GenerationSpec, Any]:
         self.generation = number
@@ -137,6 +155,7 @@ class Run:
     def __init__(self, *, elastic: bool = True, failing: int = 0) -> None:
         self.states, self.registry, self.agreed = States(failing), Registered(), Agreed()
         self.ledger = self.clock = self.consensus = Steps()
+        self.group = Group()
         self.membership, self.controller = Membership(), Controller()
         self.changes = GroupChanges(
             self,
@@ -182,6 +201,17 @@ def test_a_worker_is_dismissed_before_anything_else_happens(what: str) -> None:
     with pytest.raises(WorkerDismissed) as dismissed:
         run.changes.between_steps(anywhere)
     assert dismissed.value.stopped and run.registry.called == [] and run.membership.generation == 1
+    assert run.registry.collapsed == int(what == "preempted"), "what is saved is one model"
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_models_are_made_one_before_rank_0_looks_whether_to_save_them(breaks: bool) -> None:
+    run = Run()
+    run.agreed.consensus, run.registry.breaks = True, breaks
+    for _ in range(2):
+        run.changes.between_steps(anywhere)
+    assert run.registry.collapsed == 1
+    assert run.controller.failures == ([(1, "broke in a consensus")] if breaks else [])
 
 
 def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:
@@ -201,6 +231,22 @@ def test_an_agreed_generation_is_entered_where_it_suits_the_place(can_switch: Ca
     run.changes.between_steps(can_switch)
     assert run.controller.switches == ([(4, 1.5)] if can_switch(1) else [])
     assert run.states.shape == SHAPE, "a group comes with its own batch"
+    assert run.registry.equalised == int(can_switch(1)), "only before a change, and once"
+
+
+def test_a_group_that_breaks_just_before_an_agreed_change_is_left_as_after_any_failure() -> None:
+    run = Run()
+    run.agreed.generation, run.registry.breaks = 4, True
+    run.changes.between_steps(anywhere)
+    assert run.controller.failures == [(1, "broke before the change")]
+    assert run.controller.switches == [(2, 1.5)]
+
+
+def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
+    run = Run()
+    run.agreed.generation, run.membership.standing = 4, False
+    run.changes.between_steps(anywhere)
+    assert run.registry.equalised == 0, "other ranks may not come"
 
 
 def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

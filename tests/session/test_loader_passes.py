@@ -37,10 +37,11 @@ class Votes:
     """All ranks agree, but for the first votes, which fail."""
 
     def __init__(self, failing: int = 0) -> None:
-        self.failing, self.intents = failing, list[Intent]()
+        self.failing, self.intents, self.details = failing, list[Intent](), list[int]()
 
     def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
         self.intents.append(what.intent)
+        self.details.append(what.detail)
         if len(self.intents) <= self.failing:
             raise CommunicationFailedError("broke")
         return [(key, name, 2 * value) for key, sums in added.items() for name, value in sums.items()]
@@ -67,6 +68,18 @@ class Parts:
 
     def __init__(self) -> None:
         self.models, self.synchronised, self.strategy_key = self, list[Any](), ""
+        self.drifts, self.breaks, self.averaged = False, False, list[str]()
+
+    def drift_layout(self, *, trained: bool) -> int:
+        return (2 if trained else 1) if self.drifts else 0
+
+    def after_step(self) -> None:
+        if self.breaks:
+            raise CommunicationFailedError("broke in an average")
+        self.averaged.append("step")
+
+    def collapse(self) -> None:
+        self.averaged.append("consensus")
 
     def gain(self, scale: float) -> float:
         return scale / 2
@@ -123,6 +136,41 @@ def test_sums_are_voted_on_even_where_gradients_were_reduced() -> None:
     run.begin(loader_pass := run.passes.enter())
     run.ledger.mark_reduced()
     assert run.passes.edge(loader_pass) and run.consensus.intents == [Intent.EDGE]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_models_are_averaged_after_steps_that_have_trained_and_made_one_at_the_end_of_a_pass(trains: bool) -> None:
+    run = Run()
+    run.registry.drifts = True
+    run.begin(loader_pass := run.passes.enter())
+    run.ledger.mark_reduced()  # of another model: all the same the ranks say what they are about to average
+    if trains:
+        run.ledger.mark_training()
+    assert run.passes.edge(loader_pass)
+    assert run.consensus.details == [2 if trains else 1] and run.registry.averaged == ["step"] * trains
+    run.passes.end_pass(loader_pass, 64)
+    assert run.registry.averaged == ["step"] * trains + ["consensus"]
+
+
+def test_models_stay_as_they_are_after_a_step_or_pass_within_a_step() -> None:
+    run = Run()
+    run.registry.drifts = True
+    run.begin(run.passes.enter())
+    run.ledger.mark_training()
+    run.begin(inner := run.passes.enter())
+    assert run.passes.edge(inner)
+    run.passes.end_pass(inner, 64)
+    assert run.consensus.details[:1] == [0] and run.registry.averaged == []
+
+
+def test_a_group_that_breaks_in_an_average_loses_no_step() -> None:
+    run = Run()
+    run.registry.drifts = run.registry.breaks = True
+    run.begin(loader_pass := run.passes.enter())
+    run.ledger.mark_training()
+    assert run.passes.edge(loader_pass), "it is committed"
+    assert run.changes.causes == ["broke in an average"] and run.states.progress.steps == 1
+    assert run.changes.between == [], "what was agreed on in another group does not count"
 
 
 @pytest.mark.parametrize("trains", [True, False])

@@ -75,7 +75,14 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
             raise CommunicationFailedError("broke")
         return 5
 
-    made = GroupTransitions(worker, controller, enter, lambda moment: None, regroup_timeout_s=1.0)  # type: ignore[arg-type]
+    made = GroupTransitions(
+        worker,
+        controller,  # type: ignore[arg-type]
+        enter,
+        lambda moment: None,
+        before_change=lambda: None,
+        regroup_timeout_s=1.0,
+    )
     return made, controller, entered
 
 
@@ -122,14 +129,16 @@ def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_
 class Parts:
     """What a group's entry goes through, in order."""
 
-    buffer_layout, shape = 7, BatchChoice(atomic_bsz=4)
+    buffer_layout, marker, shape = 7, 0, BatchChoice(atomic_bsz=4)
 
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def exchange(self, communicator: Any) -> Exchanged:
+    def exchange(self, communicator: Any, replicas: Any) -> Exchanged:
         self.done.append("exchange")
         return Exchanged(received=True, passes=3)
+
+    def reconcile(self, communicator: Any, *, counts: bool) -> None: ...
 
     def enter_group(self) -> None:
         self.done.append("enter")

@@ -16,19 +16,12 @@ wires = st.one_of(
     st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16", "int8"]), error_feedback=st.booleans()),
     st.builds(Wire, rank=st.integers(1, 64)),
 )
-reduces = st.builds(
-    Reduce,
-    bucket_bytes=st.integers(1024, 1 << 30),
-    parts=st.integers(1, 64),
-    axis=st.integers(-1, 4),
-    seed=st.integers(0, 9),
-    wire=wires,
+cast = st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16"]))
+reduces = st.one_of(
+    st.builds(Reduce, bucket_bytes=st.integers(1024, 1 << 30), wire=wires),
+    st.builds(Reduce, parts=st.integers(1, 64), axis=st.integers(-1, 4), seed=st.integers(0, 9), wire=cast),
 )
-owners = st.builds(
-    Owner,
-    placement=st.sampled_from(["balanced", "first"]),
-    wire=st.builds(Wire, dtype=st.sampled_from(["native", "bf16", "fp16"])),
-)
+owners = st.builds(Owner, placement=st.sampled_from(["balanced", "first"]), wire=cast)
 syncs = st.one_of(reduces, owners, st.builds(Rows, update=st.sampled_from(["auto", "sparse", "dense"])))
 averages = st.builds(
     Average,

@@ -131,8 +131,8 @@ class CarriedGradients:
         if lost:
             self._context.tell(
                 "warning",
-                f"gradients of {lost} step{'s' if lost > 1 else ''} are lost: they were added up within no_sync(), "
-                "on each worker its own, when the group changed before they were synchronised",
+                f"gradients of {lost} step{'s' if lost > 1 else ''} are lost: each worker has added up its own, within "
+                "no_sync() or between averages of models, when the group changed before they were applied",
                 {"steps": lost},
             )
 

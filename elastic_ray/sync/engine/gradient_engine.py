@@ -8,22 +8,29 @@ from typing import Any
 
 import torch
 
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.layout import digest
+from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
+from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.noise import NoiseTracker
+from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
+from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.factory import make_operation
-from elastic_ray.sync.operations.row_bucket import RowBucket
-from elastic_ray.sync.operations.table_gradient import TableGradient
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class GradientEngine:
@@ -64,12 +71,23 @@ class GradientEngine:
         self._module = module
         self._trainable = trainable
         self._optimizer = optimizer
+        self._statistics_for: list[str] = []
         self._in_force = StrategyInForce(context, self, builder)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
+        self._owed = OwedGradients(context)
+        self._drift = Drift(context, module, trainable, optimizer, number)
         self._row_steps = RowSteps(optimizer)
         self._reducer = GradientReducer(
-            trainable, self._lay_out, self._carried, context, noise, grad_scale, number, check_finite=check_finite
+            trainable,
+            self._lay_out,
+            self._carried,
+            context,
+            SummingGroup(context.group, lambda: self._drift.on),
+            noise,
+            grad_scale,
+            number,
+            check_finite=check_finite,
         )
 
     @property
@@ -94,13 +112,17 @@ class GradientEngine:
 
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError where a plan cannot be carried out."""
+        self._check_statistics(plan.strategy)
         for bucket in plan.buckets:
             make_operation(bucket)
 
     @property
     def nonfinite_ranks(self) -> Sequence[int] | None:
-        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite."""
-        return self._reducer.nonfinite_ranks
+        """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite.
+
+        Where they are not reduced nobody has looked yet: this rank's own may be.
+        """
+        return [self._context.group.rank] if self._drift.on else self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:
@@ -127,10 +149,33 @@ class GradientEngine:
         """What is done with the gradients, and why."""
         return self._in_force.explain()
 
+    def require_statistics(self, user: str) -> None:
+        """Refuse strategies that give no gradient statistics, from here on.
+
+        Args:
+            user: what needs them, for the error.
+
+        Raises:
+            StrategyError: the present one gives none.
+        """
+        self._statistics_for.append(user)
+        self._check_statistics(self.plan.strategy)
+
+    def _check_statistics(self, strategy: Strategy) -> None:
+        """Raise StrategyError where statistics are needed that models which are averaged do not give."""
+        if self._statistics_for and strategy.average is not None:
+            raise StrategyError(
+                f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
+                f"{strategy.name or strategy.average.algorithm!r} averages models, so that there is no gradient of the "
+                'whole batch to measure it by: use a strategy that reduces gradients, as "all_reduce", or '
+                'scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
+            )
+
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
         self._in_force.before_forward()
-        self._reducer.follow(changed=self._in_force.pending)
+        self._reducer.follow(changed=self._in_force.pending and self._may_switch)
+        self._drift.begin_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
@@ -144,42 +189,103 @@ class GradientEngine:
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
         self._carried.note_applied()
+        self._reducer.reduction.applied()
+        self._drift.note_update()
 
     def rebuild(self) -> None:
         """Lay out buckets for other parameters."""
         self._reducer.rebuild()
 
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the gradient noise scale is measured."""
+        return self.plan.strategy.average is None
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+        return self._drift.on
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+        return self._drift.settled
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged, and of what; equal on all ranks."""
+        return digest(self.plan.digest)
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank."""
+        return self._drift.marker
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained: average models, where it is time."""
+        self._drift.after_step(ends=self._in_force.pending)
+
+    def collapse(self) -> None:
+        """Where models differ from rank to rank: make them one."""
+        if self._drift.on:
+            self._drift.collapse()
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """The same in a new group, among those ranks that count."""
+        self._drift.reconcile(communicator, counts=counts)
+
+    def before_change(self) -> None:
+        """What compressions owe on all ranks is added up; models that differ from rank to rank are made one."""
+        self._reducer.reduction.end_step()
+        self._owed.before_change()
+        self.collapse()
+
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
+        self._reducer.reduction.end_step()
+        self._drift.entered()
         self._carried.enter_group()
         if self._in_force.enter_group():
             self._reducer.rebuild()
+        self._owed.enter_group()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""
+        self._reducer.reduction.end_step()
         self._in_force.remember()
         return self._carried.remember()
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
-        self._reducer.void()
+        self._reducer.reduction.void()
         self._in_force.roll_back()
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Carried gradients, and the strategy where it is another than at the beginning."""
-        return {**self._carried.capture(), **self._in_force.capture()}
+        """Carried gradients, the strategy where it is another than at the beginning, and what it keeps."""
+        drift = self._drift.capture()
+        average = {"average": drift} if drift else {}
+        return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
+        self._owed.restore(tree)
+        self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
+
+    @property
+    def _may_switch(self) -> bool:
+        """Whether models are one, so that another strategy can take over; else they are after the step in progress."""
+        return not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""
-        plan = self._in_force.take()
+        plan = self._in_force.take(switch=self._may_switch)
         layout = BucketLayout(trainable.groups, plan, self._context.consensus.control_size, self._in_force)
+        self._drift.follow(plan.strategy.average)
+        self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
         self._in_force.follow_rows(rows)
         self._follow_tables([bucket.table for bucket in rows.values()])

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.state.layout import digest
+from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.buckets import Bucket
-from elastic_ray.sync.operations.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
 

@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from elastic_ray.communication.communicator import Communicator
+
 
 class GradientSync(Protocol):
     """How the gradients of one model become the same on all ranks.
 
     In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
-    :meth:`no_sync`, ``.grad`` holds the mean over the step's samples.
+    :meth:`no_sync`, ``.grad`` holds the mean over the step's samples; while models ``drift``, over this rank's alone.
+    When all ranks have committed a step that trained, :meth:`after_step` is called on each.
 
-    Between two groups: ``local`` may put a planned change off; :meth:`capture` travels to ranks that are behind, into
+    Between two groups: ``local`` may put a planned change off; before it all ranks call :meth:`before_change` in the
+    group that they leave, which a loss of ranks leaves out; :meth:`capture` travels to ranks that are behind, into
     their :meth:`restore`; then :meth:`enter_group` is called on all. What differs from rank to rank (residuals of a
     compression, delayed gradients) has to be made equal, or given up, by then.
 
@@ -51,6 +55,45 @@ class GradientSync(Protocol):
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before."""
+
+    @property
+    def gives_statistics(self) -> bool:
+        """Whether the gradient noise scale is measured."""
+
+    def require_statistics(self, user: str) -> None:
+        """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged, and of what; equal on all ranks."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained; raises CommunicationFailedError."""
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """Make those models one that count, in a new group; raises CommunicationFailedError."""
+
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile.
+        """
 
     def enter_group(self) -> None:
         """A group was entered, in which all ranks hold the same state."""

@@ -23,8 +23,8 @@ from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
 from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reduction import Reduction
+from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.protocol import GradientBucket
 
 _OUTSIDE = (
@@ -45,6 +45,7 @@ class GradientReducer:
         lay_out: makes buckets for them.
         carried: what user code adds up over several steps.
         context: the run.
+        group: whose gradients are added up.
         noise: takes the statistics.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
@@ -57,6 +58,7 @@ class GradientReducer:
         lay_out: Callable[[Trainable], BucketLayout],
         carried: CarriedGradients,
         context: SyncContext,
+        group: SummingGroup,
         noise: NoiseTracker,
         grad_scale: Callable[[], float],
         number: int,
@@ -71,9 +73,8 @@ class GradientReducer:
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
-        self._ledger, self._group, self._consensus = context.ledger, context.group, context.consensus
-        self._carried = carried
-        self._noise = noise
+        self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
+        self._carried, self._noise = carried, noise
         self._grad_scale = grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
@@ -94,7 +95,7 @@ class GradientReducer:
         """Lay out buckets for the parameters that are trainable now."""
         layout = self._layout = self._lay_out(self._trainable)
         self._buckets, self._tail = layout.buckets, layout.tail
-        self._reduction = Reduction(self._group, self._consensus, layout)
+        self._reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
         self._no_norms: list[float | torch.Tensor] = [0.0] * layout.groups
@@ -125,6 +126,7 @@ class GradientReducer:
         """Other parameters are trainable than before."""
         if self._trainable.changed():
             self._trainable.take_in()
+        self._reduction.end_step()
         self._build()
         self._noise.rebuilt(len(self._trainable.groups))
 
@@ -137,14 +139,16 @@ class GradientReducer:
         finally:
             self._sync = True
 
-    def void(self) -> None:
-        """The step was lost."""
-        self._reduction.void()
+    @property
+    def reduction(self) -> Reduction:
+        """With the present buckets."""
+        return self._reduction
 
     def close(self) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
         self._open = False
         self._carried.taken()
+        self._reduction.asked()
 
     def _on_gradient(self, bucket: GradientBucket, param: torch.Tensor) -> None:
         """A parameter's gradient is there; reduce what is full."""
@@ -186,12 +190,12 @@ class GradientReducer:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
-        self._carried.add(step)
+        self._carried.add(step, local=self._group.drifts)
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
             return
-        self._weight = step.weight(self._group.rank)
+        self._weight = self._group.share(step)
         self._local_norms = list(self._no_norms)
         self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
@@ -230,9 +234,11 @@ class GradientReducer:
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
-        self._reduction.commit()
+        gives_statistics = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
-        self._measured_step = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
+        gradients = self._group.world_size * step.micro_steps
+        wanted = self._noise.measures(self._ledger.steps, gradients)
+        self._measured_step = wanted and gives_statistics and not self._group.drifts
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""
@@ -324,6 +330,8 @@ class GradientReducer:
                 self._statistics(step, [float(carried + local) for carried, local in norms])
         elif self._measures:
             self._pair(step)
+        if step is not None and step.is_last_micro and not self._ledger.failed:
+            self._reduction.settle()
 
     def _collect(self, step: StepView | None) -> None:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
@@ -337,7 +345,7 @@ class GradientReducer:
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
             self._reduction.finish()
-            if self._check_finite and not are_finite(self._buckets):
+            if self._check_finite and not self._reduction.is_finite():
                 own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
                 self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
@@ -355,7 +363,7 @@ class GradientReducer:
     def _give_up(self, cause: str) -> None:
         """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
-        self.void()
+        self._reduction.void()
         self._layout.replace_buffers()
         self._tail = self._layout.tail
         if self._step is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.operations.table_gradient import TableGradient
+from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
 class RowSteps:

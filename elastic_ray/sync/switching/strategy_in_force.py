@@ -151,14 +151,20 @@ class StrategyInForce:
             wanted = self._tuner.strategy
             self._wanted = wanted if wanted is not self._plan.strategy and wanted != self._plan.strategy else None
 
-    def take(self) -> SyncPlan:
-        """Buckets are laid out: what was asked for is in force from here on."""
-        asked, self._asked = self._asked, None
-        wanted, self._wanted = self._wanted or self._plan.strategy, None
-        if asked is not None:
-            self._tuner, wanted = asked.tuner, asked.strategy
-            self._has_tuned = self._has_tuned or asked.tuner is not None
-        self._plan = lower(wanted, self.profile, self.topology)
+    def take(self, *, switch: bool = True) -> SyncPlan:
+        """Buckets are laid out: what was asked for is in force from here on.
+
+        Args:
+            switch: whether another strategy can take over now; else it is asked for still.
+        """
+        strategy = self._plan.strategy
+        if switch:
+            asked, self._asked = self._asked, None
+            strategy, self._wanted = self._wanted or strategy, None
+            if asked is not None:
+                self._tuner, strategy = asked.tuner, asked.strategy
+                self._has_tuned = self._has_tuned or asked.tuner is not None
+        self._plan = lower(strategy, self.profile, self.topology)
         self._step_s.clear()
         self._bucket_s.clear()
         self._stepped = None

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.operations.sparse_backward import SparseBackward
-from elastic_ray.sync.operations.touched_rows import TouchedRows, rows_of_dense, rows_of_sparse
+from elastic_ray.sync.tables.sparse_backward import SparseBackward
+from elastic_ray.sync.tables.touched_rows import TouchedRows, rows_of_dense, rows_of_sparse
 
 # After a look at a whole gradient that was in vain, so many steps at most go by without another.
 _LONGEST_PAUSE = 64

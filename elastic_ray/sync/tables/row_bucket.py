@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic_ray.sync.operations.gradient_checks import check_gradients
-from elastic_ray.sync.operations.table_gradient import TableGradient
-from elastic_ray.sync.operations.touched_rows import TouchedRows, added_up, no_rows
+from elastic_ray.sync.tables.table_gradient import TableGradient
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 
 
 class RowBucket:

@@ -1,0 +1,146 @@
+"""What is done with models at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.averaging.protocol import AveragedModel, Averager
+from elastic_ray.sync.averaging.schedule import pairs
+from elastic_ray.sync.spec import Average
+
+
+class Stateless:
+    """An algorithm that keeps nothing from one average to the next."""
+
+    def begin(self, model: AveragedModel) -> None:
+        """See ``Averager``."""
+
+    def capture(self) -> Any:
+        """See ``Averager``."""
+        return {}
+
+    def restore(self, tree: Any) -> None:
+        """See ``Averager``."""
+
+
+class LocalSGD(Stateless):
+    """w_r <- mean over ranks of w. Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019).
+
+    Optimizer moments stay each rank's own, as in torch's ``PostLocalSGDOptimizer``: they are made of its own gradients,
+    and to average them as well would double what travels, or triple it.
+    """
+
+    def run(self, model: AveragedModel, steps: int) -> None:
+        """See ``Averager``."""
+        _take(model, model.mean(), 1.0)
+
+
+class SMA(Stateless):
+    """w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
+
+    Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD; there it comes before the gradient's update, here after.
+
+    Args:
+        alpha: share of the way, up to 1.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self._alpha = alpha
+
+    def run(self, model: AveragedModel, steps: int) -> None:
+        """See ``Averager``."""
+        _take(model, model.mean(), self._alpha)
+
+
+class Pair(Stateless):
+    """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, so that the mean over ranks stays.
+
+    Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random peer.
+
+    Args:
+        period: steps between two meetings.
+    """
+
+    def __init__(self, period: int) -> None:
+        self._period = period
+
+    @torch.no_grad()
+    def run(self, model: AveragedModel, steps: int) -> None:
+        """See ``Averager``."""
+        theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
+        if theirs is not None:  # a + b as b + a, so that both have the same bits
+            _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
+
+
+class DiLoCo:
+    """An outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
+
+    With the anchor a, the outer momentum m, both equal on all ranks, and the mean w of the ranks' models:
+    d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv 2311.08105.
+
+    Args:
+        outer_lr: lr, above 0.
+        outer_momentum: mu, from 0 to 1.
+    """
+
+    def __init__(self, outer_lr: float, outer_momentum: float) -> None:
+        self._lr, self._mu = outer_lr, outer_momentum
+        self._anchor: dict[str, torch.Tensor] = {}
+        self._momentum: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self, model: AveragedModel) -> None:
+        """Where the first round begins; parameters that are new begin here as well."""
+        for name, p in model.named.items():
+            if name not in self._anchor or self._anchor[name].shape != p.shape:
+                self._anchor[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+                self._momentum[name] = torch.zeros_like(self._anchor[name])
+
+    @torch.no_grad()
+    def run(self, model: AveragedModel, steps: int) -> None:
+        """See ``Averager``."""
+        mean = model.mean()
+        names = list(model.named)
+        anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
+        way = torch._foreach_sub(anchor, list(mean))
+        torch._foreach_mul_(momentum, self._mu)
+        torch._foreach_add_(momentum, way)
+        torch._foreach_add_(way, momentum, alpha=self._mu)
+        torch._foreach_add_(anchor, way, alpha=-self._lr)
+        _take(model, anchor, 1.0)
+
+    def capture(self) -> Any:
+        """See ``Averager``."""
+        return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
+
+    def restore(self, tree: Any) -> None:
+        """See ``Averager``."""
+        self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
+
+
+def make_averager(average: Average) -> Averager:
+    """The algorithm that a strategy names."""
+    match average.algorithm:
+        case "diloco":
+            return DiLoCo(average.outer_lr, average.outer_momentum)
+        case "sma":
+            return SMA(average.alpha)
+        case "pair":
+            return Pair(average.period)
+        case _:
+            return LocalSGD()
+
+
+@torch.no_grad()
+def _take(model: AveragedModel, values: Sequence[torch.Tensor], share: float) -> None:
+    """Move this rank's parameters by a share of the way to ``values``."""
+    for p, value in zip(model.named.values(), values, strict=True):
+        if share == 1.0:
+            p.copy_(value)
+        elif p.dtype == value.dtype:
+            p.lerp_(value, share)
+        else:
+            p.copy_(torch.lerp(p.to(value.dtype), value, share))

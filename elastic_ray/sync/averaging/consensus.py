@@ -1,0 +1,149 @@
+"""The mean of the ranks' models and moments, on all of them bit by bit (torch).
+
+Replicas that have stepped by themselves do not always hold alike: a layer that no sample of a rank has used has no
+moments there. So ranks first tell each other what they hold, by a digest where all hold the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.codec import decode, dtype_name, dtype_of, encode
+from elastic_ray.state.layout import digest
+from elastic_ray.state.tree import pack, unpack
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What a rank holds under one key, without its numbers.
+
+    Attributes:
+        skeleton: the tree, with an index for each tensor.
+        specs: shape, name of the type, and whether it is on a GPU, of each tensor.
+    """
+
+    skeleton: Any
+    specs: tuple[tuple[tuple[int, ...], str, bool], ...]
+
+
+_Parts = Mapping[str, _Part]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What becomes of one key.
+
+    Attributes:
+        part: as the first rank holds it that does.
+        holders: the ranks that hold the same tensors.
+    """
+
+    part: _Part
+    holders: tuple[int, ...]
+
+
+def agree(
+    communicator: Communicator, trees: Mapping[str, Any], *, counts: bool, changed: bool
+) -> dict[str, Any] | None:
+    """The mean over those ranks that count; a collective, which all ranks call.
+
+    Floating tensors are averaged over the ranks that hold them, in float32 at least; all else is taken from the first
+    of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.
+
+    Args:
+        communicator: the group.
+        trees: what this rank holds, by name: trees of tensors and plain values.
+        counts: whether it adds to the mean.
+        changed: whether that may differ from what others hold.
+
+    Returns:
+        The mean, by name; None where no rank that counts has changed anything, or this one does not count.
+
+    Raises:
+        CommunicationFailedError: the group broke.
+    """
+    tensors: dict[str, list[torch.Tensor]] = {}
+    mine: dict[str, _Part] = {}
+    for key, tree in trees.items():
+        skeleton, tensors[key] = pack(tree)
+        specs = tuple((tuple(t.shape), dtype_name(t.dtype), t.is_cuda) for t in tensors[key])
+        mine[key] = _Part(skeleton=skeleton, specs=specs)
+    text = encode([(key, part.skeleton, part.specs) for key, part in mine.items()])
+    rows = communicator.gather_ints([int(counts), int(changed), digest(text)])
+    counting = [rank for rank, row in enumerate(rows) if row[0]]
+    if not any(rows[rank][1] for rank in counting):
+        return None
+    kept = _kept(communicator, mine, text, counting, [row[2] for row in rows])
+    found = _sums(communicator, kept, tensors, counting)
+    return found if counts else None
+
+
+def _kept(
+    communicator: Communicator, mine: _Parts, text: bytes, counting: Sequence[int], digests: Sequence[int]
+) -> dict[str, _Kept]:
+    """What becomes of every key; equal on all ranks."""
+    if len({digests[rank] for rank in counting}) == 1:
+        if len(set(digests)) > 1:  # a rank that does not count, as one that has just come, may hold other things
+            mine = _read(communicator.broadcast_bytes(text, counting[0]))
+        return {key: _Kept(part=part, holders=tuple(counting)) for key, part in mine.items()}
+    everyone = {rank: _read(communicator.broadcast_bytes(text, rank)) for rank in counting}
+    kept: dict[str, _Kept] = {}
+    for held in everyone.values():
+        for key, part in held.items():
+            if key not in kept:
+                holders = [rank for rank, other in everyone.items() if key in other and other[key].specs == part.specs]
+                kept[key] = _Kept(part=part, holders=tuple(holders))
+    return kept
+
+
+def _read(text: bytes) -> dict[str, _Part]:
+    return {key: _Part(skeleton=skeleton, specs=specs) for key, skeleton, specs in decode(text)}
+
+
+@torch.no_grad()
+def _sums(
+    communicator: Communicator,
+    kept: Mapping[str, _Kept],
+    tensors: Mapping[str, Sequence[torch.Tensor]],
+    counting: Sequence[int],
+) -> dict[str, Any]:
+    """Add everything up in one buffer of each kind, and divide."""
+    rank = communicator.rank
+    slots = [(key, index, spec) for key, each in kept.items() for index, spec in enumerate(each.part.specs)]
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, int, Any]]] = {}
+    for slot in slots:
+        kinds.setdefault((_summed_as(dtype_of(slot[2][1])), slot[2][2]), []).append(slot)
+    found: dict[str, list[Any]] = {key: [None] * len(each.part.specs) for key, each in kept.items()}
+    works = []
+    for (dtype, cuda), members in kinds.items():
+        sizes = [torch.Size(spec[0]).numel() for _, _, spec in members]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device="cuda" if cuda else "cpu")
+        for (key, index, spec), piece in zip(members, torch.split(flat, sizes), strict=True):
+            holders = kept[key].holders
+            if rank in (holders if dtype.is_floating_point or dtype.is_complex else holders[:1]):
+                piece.copy_(tensors[key][index].reshape(-1))
+            found[key][index] = (piece, spec, len(holders))
+        works.append((communicator.all_reduce(flat), flat))
+    for work, _ in works:
+        communicator.wait(work)
+    return {key: unpack(each.part.skeleton, [_mean(*slot) for slot in found[key]]) for key, each in kept.items()}
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.int64
+
+
+def _mean(total: torch.Tensor, spec: tuple[tuple[int, ...], str, bool], holders: int) -> torch.Tensor:
+    """In memory of its own, so that no large buffer outlives it."""
+    shape, name, _ = spec
+    dtype = dtype_of(name)
+    if dtype.is_floating_point or dtype.is_complex:
+        total = total / holders
+    return total.to(dtype, copy=True).view(shape)

@@ -1,0 +1,179 @@
+"""One model whose replicas differ from rank to rank: when they are averaged, and how they come to be one (torch)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.sync.averaging.algorithms import make_averager
+from elastic_ray.sync.averaging.consensus import agree
+from elastic_ray.sync.averaging.protocol import Averager, AveragingRun, TrainedParameters
+from elastic_ray.sync.averaging.replica import Replica
+from elastic_ray.sync.spec import Average
+
+# Averages of one step are counted by model, a consensus after all of them.
+_OF_A_STEP = 256
+_CONSENSUS = _OF_A_STEP - 1
+_OUTSIDE = (
+    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: with a strategy "
+    "that averages models each of them steps by itself there, and nothing is averaged. Iterate an AdaptiveDataLoader"
+)
+
+
+class Drift:
+    """See the module's text.
+
+    Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
+    ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
+    mean of parameters alone would leave each with moments of its own.
+
+    Args:
+        context: the run.
+        module: the model.
+        trainable: its trained parameters.
+        optimizer: steps them.
+        number: of the model.
+    """
+
+    def __init__(
+        self,
+        context: AveragingRun,
+        module: torch.nn.Module,
+        trainable: TrainedParameters,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+    ) -> None:
+        self._context = context
+        self._trainable = trainable
+        self._optimizer = optimizer
+        self._number = number
+        self._replica = Replica(module, trainable, context)
+        self._average: Average | None = None
+        self._averager: Averager | None = None
+        self._begun = self._changed = self._warned = False
+        self._settled_at = -1  # committed steps at the last consensus
+        self._marker = 0
+
+    def follow(self, average: Average | None) -> None:
+        """The present strategy averages so; None for not at all. Other parameters may be trained than before."""
+        self._begun = False
+        if average != self._average:
+            self._average = average
+            self._averager = None if average is None else make_averager(average)
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks step with gradients of their own."""
+        average = self._average
+        return average is not None and (average.until is None or self._context.ledger.steps < average.until)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all ranks hold the same after the steps that are committed."""
+        alone = self._context.group.world_size == 1
+        return alone or not self.on or self._settled_at == self._context.ledger.steps
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end here; larger is later, 0 before the first.
+
+        Where some ranks were through with an average and others were not when the group broke, only those count that
+        were: their models hold what the others have added to it.
+        """
+        return self._marker
+
+    def begin_step(self) -> None:
+        """The model is called; before a loader's first step ranks need not hold the same yet."""
+        if not self._begun and self.on and self._averager is not None and self._context.ledger.step is not None:
+            self._begun = True
+            self._averager.begin(self._replica)
+
+    def note_update(self) -> None:
+        """The optimizer steps."""
+        if not self.on:
+            return
+        self._changed = True
+        several = self._context.group.world_size > 1
+        if several and self._context.ledger.step is None and not self._warned:
+            self._warned = True
+            self._context.tell("warning", _OUTSIDE)
+
+    def after_step(self, *, ends: bool) -> None:
+        """All ranks have committed a step that trained: average, if a period ends with it.
+
+        Args:
+            ends: another strategy comes next.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        average, steps = self._average, self._context.ledger.steps
+        if average is None or self._averager is None or (average.until is not None and steps > average.until):
+            return
+        if ends or steps == average.until:
+            self.collapse()
+        elif steps % average.period == 0:
+            self._context.moment("average")
+            self._averager.run(self._replica, steps)
+            self._marker = max(self._marker, steps * _OF_A_STEP + self._number % _CONSENSUS + 1)
+
+    def collapse(self) -> None:
+        """Bring all ranks to the consensus; all call it after the same committed step.
+
+        Raises:
+            CommunicationFailedError: the group broke; nothing has changed here.
+        """
+        communicator = self._context.group.communicator
+        if communicator.world_size > 1:
+            self._take(agree(communicator, self._trees(), counts=True, changed=self._changed))
+        steps = self._context.ledger.steps
+        self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
+        self._changed, self._settled_at = False, steps
+
+    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+        """Bring those ranks that count to their consensus, in a new group before its ranks exchange state.
+
+        Raises:
+            CommunicationFailedError: the group broke; nothing has changed here.
+        """
+        self._take(agree(communicator, self._trees(), counts=counts, changed=self._changed))
+
+    def entered(self) -> None:
+        """A group was entered, and all its ranks hold the same."""
+        self._changed, self._settled_at = False, self._context.ledger.steps
+
+    def capture(self) -> dict[str, Any]:
+        """State for joiners and checkpoints; nothing where nothing was ever averaged."""
+        found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
+        if self._average is not None and self._averager is not None:
+            found |= {"algorithm": self._average.algorithm, "averager": self._averager.capture()}
+        return found
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Take over a captured state; that of another algorithm stays behind with it."""
+        self._begun, self._marker = False, tree.get("marker", 0)
+        if self._average is not None and self._averager is not None:
+            if tree.get("algorithm") == self._average.algorithm:
+                self._averager.restore(tree["averager"])
+            else:
+                self._averager = make_averager(self._average)
+
+    def _trees(self) -> dict[str, Any]:
+        """What the consensus is about: parameters, and the optimizer's state of each."""
+        state = self._optimizer.state
+        found: dict[str, Any] = {}
+        for index, p in enumerate(self._trainable.params):
+            found[f"p{index}"] = p
+            if state.get(p):
+                found[f"s{index}"] = dict(state[p])
+        return found
+
+    @torch.no_grad()
+    def _take(self, agreed: dict[str, Any] | None) -> None:
+        """The consensus becomes this rank's model."""
+        for index, p in enumerate(self._trainable.params if agreed is not None else ()):
+            p.copy_(agreed[f"p{index}"])  # type: ignore[index]
+            if f"s{index}" in agreed:  # type: ignore[operator]
+                self._optimizer.state[p] = agreed[f"s{index}"]  # type: ignore[index]

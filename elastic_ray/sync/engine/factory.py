@@ -1,0 +1,64 @@
+"""The bucket and the operation that a plan asks for (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.operations.all_reduce import AllReduceOperation
+from elastic_ray.sync.operations.buckets import build_bucket
+from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
+from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.int8 import Int8Compression
+from elastic_ray.sync.operations.low_rank import LowRankCompression
+from elastic_ray.sync.operations.owner import OwnerOperation
+from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOperation
+from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.wire_form import WireForm
+from elastic_ray.sync.plan import BucketPlan
+from elastic_ray.sync.spec import Owner, Reduce, Rows
+from elastic_ray.sync.tables.row_bucket import RowBucket
+from elastic_ray.sync.tables.rows import RowsOperation
+from elastic_ray.sync.tables.table_gradient import TableGradient
+
+
+def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
+    """Whether control values can ride on the bucket's reduction: they must arrive exactly."""
+    plain = isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
+    return plain and dtype in (torch.float32, torch.float64)
+
+
+def make_bucket(plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int) -> GradientBucket:
+    """The bucket of a plan, with ``tail`` extra elements."""
+    if isinstance(plan.sync, Rows):
+        return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
+    return build_bucket(index, plan.group, params, tail)
+
+
+def make_operation(plan: BucketPlan) -> BucketOperation:
+    """What is done with it.
+
+    Raises:
+        StrategyError: there is no such operation.
+    """
+    sync = plan.sync
+    if isinstance(sync, Reduce):
+        return _reduction(sync, plan.params)
+    if isinstance(sync, Owner):
+        return OwnerOperation(plan.owner, WireForm(sync.wire.dtype))
+    if isinstance(sync, Rows):
+        return RowsOperation()
+    raise StrategyError(f"there is no operation for {sync}")
+
+
+def _reduction(sync: Reduce, places: Sequence[int]) -> BucketOperation:
+    """That of an all-reduce in one of its forms."""
+    wire = sync.wire
+    if wire.compresses:
+        compression = LowRankCompression(wire.rank) if wire.rank else Int8Compression()
+        return CompressedOperation(compression, places, feeds_back=wire.error_feedback)
+    if sync.parts > 1:
+        return PartitionedReduceOperation(sync.parts, sync.axis, sync.seed, places, WireForm(wire.dtype))
+    return AllReduceOperation() if wire.exact else CastReduceOperation(WireForm(wire.dtype))

@@ -1,0 +1,185 @@
+"""What compressions owe when the group, the buckets or the strategy change: it stays with the ranks (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.engine.layout import BucketLayout
+from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.operations.residual import Residual
+from elastic_ray.sync.profile import ParamInfo
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Debtor:
+    """A bucket that is compressed, with names for its parameters that hold in every layout."""
+
+    bucket: GradientBucket
+    operation: CompressedOperation
+    names: Sequence[str]
+
+    @property
+    def residual(self) -> Residual:
+        """What it has left out."""
+        return self.operation.residual
+
+    @property
+    def owes(self) -> bool:
+        """Whether that is anything."""
+        owed = self.residual.owed
+        return owed is not None and owed.flat is not None and bool(owed.flat.any())
+
+    def owed(self) -> torch.Tensor:
+        """A copy of it, without a loss scale."""
+        owed = self.residual.owed
+        return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
+
+    def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Its pieces, in the parameters' shapes."""
+        pieces = torch.split(flat, [p.numel() for p in self.bucket.params])
+        return {
+            name: piece.view(p.shape) for name, piece, p in zip(self.names, pieces, self.bucket.params, strict=True)
+        }
+
+    def flat(self, by_name: _Tensors) -> torch.Tensor:
+        """The inverse, zeros where there is none."""
+        dtype = torch.promote_types(self.bucket.dtype, torch.float32)
+        device = self.bucket.params[0].device
+        pieces = []
+        for name, param in zip(self.names, self.bucket.params, strict=True):
+            piece = by_name.get(name)
+            if piece is None or piece.shape != param.shape:
+                piece = torch.zeros(param.numel())
+            pieces.append(piece.reshape(-1).to(device, dtype))
+        return torch.cat(pieces)
+
+    def factors(self) -> dict[str, torch.Tensor]:
+        """Those of its compression."""
+        return {self.names[place]: each for place, each in self.operation.compression.factors().items()}
+
+    def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
+        """Go on from these."""
+        mine = set(self.names)
+        self.residual.become(self.flat(owed) if mine & owed.keys() else None)
+        if mine & folded.keys():
+            self.residual.fold(self.flat(folded))
+        self.operation.compression.take_factors(
+            {place: factors[name] for place, name in enumerate(self.names) if name in factors}
+        )
+
+
+class OwedGradients:
+    """One model's, on one rank. See the module's text, and ``Residual``.
+
+    Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
+    ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
+    own with it, and so does one that was behind and takes over another's state: that is told.
+
+    Args:
+        context: the run.
+    """
+
+    def __init__(self, context: SyncContext) -> None:
+        self._context = context
+        self._debtors: list[_Debtor] = []
+        self._members = 0  # ranks of the group that owes
+        self._holds = True  # not taken over from another rank
+
+    def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
+        """Other buckets: what is owed, and factors, go on by parameter; what nothing takes is gone.
+
+        Args:
+            layout: of the buckets.
+            places: of each bucket's parameters in ``params``.
+            params: those of the model.
+        """
+        owed: dict[str, torch.Tensor] = {}
+        folded: dict[str, torch.Tensor] = {}
+        factors: dict[str, torch.Tensor] = {}
+        for each in self._debtors:
+            factors |= each.factors()
+            if each.owes:
+                owed |= each.by_name(each.owed())
+            if each.residual.folded is not None:
+                folded |= each.by_name(each.residual.folded)
+        self._debtors = [
+            _Debtor(bucket, operation, [params[place].name for place in mine])
+            for bucket, operation, mine in zip(layout.buckets, layout.operations, places, strict=True)
+            if isinstance(operation, CompressedOperation)
+        ]
+        for each in self._debtors:
+            each.take(owed, folded, factors)
+
+    def before_change(self) -> None:
+        """Add up over all ranks what is owed.
+
+        Raises:
+            CommunicationFailedError: the group broke; each rank still has its own.
+        """
+        communicator = self._context.group.communicator
+        sums = [each.owed() for each in self._debtors]
+        if self._context.group.world_size > 1:
+            for work in [communicator.gradients.all_reduce(total) for total in sums]:
+                communicator.wait(work)
+        for each, total in zip(self._debtors, sums, strict=True):
+            each.residual.fold(total)
+
+    def enter_group(self) -> None:
+        """A group was entered: begin with an equal part of the sum, or go on with one's own where that is not known.
+
+        Raises:
+            CommunicationFailedError: the group broke again.
+        """
+        if not self._debtors:
+            self._members = 0
+            return
+        world_size = self._context.group.world_size
+        if self._members:
+            owes = any(each.owes for each in self._debtors)
+            known = all(each.residual.folded is not None for each in self._debtors)
+            row = [int(known), int(self._holds), int(owes), self._members]
+            rows = self._context.group.communicator.gather_ints(row) if world_size > 1 else [row]
+            if all(row[0] for row in rows):
+                for each in self._debtors:
+                    each.residual.share(world_size)
+            elif any(row[2] for row in rows):
+                self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
+        self._members, self._holds = world_size, True
+
+    def _tell_lost(self, workers: int) -> None:
+        """The sum is not what it was."""
+        if workers > 0:
+            whose = "one worker" if workers == 1 else f"{workers} workers"
+            self._context.tell(
+                "warning",
+                f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "
+                "its own until a later step sends it. Training goes on without",
+                {"workers": workers},
+            )
+
+    def capture(self) -> Any:
+        """What is the same on all ranks: factors, and the sum of what is owed where that was added up."""
+        if not self._members or not self._debtors:
+            return {}
+        factors: dict[str, torch.Tensor] = {}
+        folded: dict[str, torch.Tensor] = {}
+        for each in self._debtors:
+            factors |= each.factors()
+            if each.residual.folded is not None:
+                folded |= each.by_name(each.residual.folded)
+        return {"owed": {"members": self._members, "factors": factors, "folded": folded}}
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state; what this rank has owed itself is part of no state any more."""
+        state = tree.get("owed", {})
+        self._members, self._holds = state.get("members", 0), False
+        for each in self._debtors:
+            each.take({}, state.get("folded", {}), state.get("factors", {}))

@@ -1,0 +1,138 @@
+"""All-reduce in a compressed form, with error feedback: what it leaves out is part of the next step (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.residual import Residual
+
+
+class Compression(Protocol):
+    """A form in which vectors of all ranks are added up, about."""
+
+    def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
+        """Start the first round; ``params`` have the shapes of what lies in the vector. Returns its works."""
+
+    def go_on(
+        self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
+    ) -> Sequence[Any]:
+        """Start the round after the first ``finished``.
+
+        Returns:
+            Its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this rank
+            has to send later, so that the sum over ranks of both is the exact one.
+        """
+
+    def commit(self) -> None:
+        """The step counts."""
+
+    def void(self) -> None:
+        """It does not, and collectives may have been given up."""
+
+    def drop(self) -> None:
+        """The last pass counts for nothing."""
+
+    def factors(self) -> dict[int, torch.Tensor]:
+        """What it keeps that is the same on all ranks, by parameter of the bucket."""
+
+    def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
+        """Go on from these."""
+
+
+class CompressedOperation:
+    """See ``BucketOperation``, which this is.
+
+    Args:
+        compression: the form.
+        places: the position of each of the bucket's parameters in the model.
+        feeds_back: whether what it leaves out is kept for the next step.
+
+    Attributes:
+        compression: the form.
+        residual: what it has left out.
+        places: as given.
+    """
+
+    def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:
+        self.compression = compression
+        self.residual = Residual()
+        self.places = tuple(places)
+        self._feeds_back = feeds_back
+        self._plain, self._scale = False, 1.0
+        self._vector: torch.Tensor | None = None
+        self._left_out: torch.Tensor | None = None
+
+    def prepare(self, *, plain: bool, scale: float) -> None:
+        """A pass begins.
+
+        Args:
+            plain: send its gradients as they are, for statistics; what is owed waits.
+            scale: AMP's loss scale in them.
+        """
+        self._plain, self._scale = plain, scale
+
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """What is owed and the gradients, compressed."""
+        vector = bucket.flat_gradient()
+        if vector.dtype not in (torch.float32, torch.float64):
+            vector = vector.float()
+        self._vector = vector
+        if self._plain:
+            return (group.all_reduce(vector),)
+        if self._feeds_back:
+            self.residual.add_to(vector, self._scale)
+            self._left_out = self.residual.room(vector)
+        return self.compression.launch(bucket.params, vector, group)
+
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """The next round of the compression."""
+        vector = self._vector
+        assert vector is not None, "no pass was launched"
+        if not self._plain:
+            works = self.compression.go_on(vector, self._left_out, group, finished)
+            if works:
+                return works
+            if self._left_out is not None:
+                self.residual.leave(self._left_out, self._scale)
+        body = bucket.flat_gradient()
+        if body is not vector:
+            body.copy_(vector)
+        self._vector = self._left_out = None
+        return ()
+
+    def settle(self, bucket: GradientBucket, scale: float) -> None:
+        """A group of one rank compresses nothing: what is owed is added to its gradients, where all of them are there.
+
+        Args:
+            bucket: of the parameters.
+            scale: AMP's loss scale in their gradients.
+        """
+        owed = self.residual.owed
+        if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
+            return
+        vector = torch.zeros_like(owed.flat)
+        self.residual.add_to(vector, scale)
+        for param, piece in zip(bucket.params, torch.split(vector, [p.numel() for p in bucket.params]), strict=True):
+            if param.grad is not None:
+                param.grad.add_(piece.view(param.shape))
+        self.residual.leave(None, scale)
+
+    def commit(self) -> None:
+        """The step counts."""
+        self.residual.commit()
+        self.compression.commit()
+
+    def void(self) -> None:
+        """It does not."""
+        self.residual.void()
+        self.compression.void()
+        self._vector = self._left_out = None
+
+    def drop(self) -> None:
+        """The last pass counts for nothing: its sum was not finite."""
+        self.residual.drop()
+        self.compression.drop()

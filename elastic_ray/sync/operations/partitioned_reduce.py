@@ -1,0 +1,84 @@
+"""Several all-reduces of one bucket at once (AutoDist: PartitionedAR and RandomAxisPartitionAR; torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.wire_form import WireForm
+from elastic_ray.sync.partition import partition_axis
+
+
+class PartitionedReduceOperation:
+    """See ``BucketOperation``, which this is. It keeps nothing.
+
+    Along the first axis the flat buffer is divided as it lies. Along another one each tensor's slices are packed with
+    those of the same number of the others; a tensor with fewer than ``parts`` of them is divided as far as it can be.
+
+    Args:
+        parts: collectives that a bucket is divided among.
+        axis: see ``Reduce``.
+        seed: see ``Reduce``.
+        places: the position of each of the bucket's parameters in the model.
+        form: of the gradients on their way.
+    """
+
+    def __init__(self, parts: int, axis: int, seed: int, places: Sequence[int], form: WireForm) -> None:
+        self._parts, self._axis, self._seed, self._places = parts, axis, seed, tuple(places)
+        self._form = form
+        self._slices: list[torch.Tensor] = []  # of the bucket
+        self._packed: list[torch.Tensor] = []  # their places in the pieces that travel
+        self._pieces: list[torch.Tensor] = []
+        self._cut_from: torch.Tensor | None = None
+
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """All parts."""
+        flat = bucket.flat_gradient()
+        if self._axis == 0:
+            pieces = torch.tensor_split(self._form.pack(flat), self._parts)
+        else:
+            self._cut(flat, [tuple(p.shape) for p in bucket.params])
+            torch._foreach_copy_(self._packed, self._slices)
+            pieces = tuple(self._pieces)
+        return [group.all_reduce(piece) for piece in pieces if piece.numel()]
+
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """The sums, back in their places."""
+        if self._axis == 0:
+            self._form.unpack(bucket.flat_gradient())
+        else:
+            torch._foreach_copy_(self._slices, self._packed)
+        return ()
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+    def void(self) -> None:
+        """Nothing is kept but buffers."""
+        self._form.drop()
+        self._cut_from = None
+
+    def _cut(self, flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Slices of the bucket and their places, made anew where the bucket's buffer is another one."""
+        if self._cut_from is flat:
+            return
+        tensors = torch.split(flat, [torch.Size(shape).numel() for shape in shapes])
+        by_part: list[list[torch.Tensor]] = [[] for _ in range(self._parts)]
+        for tensor, shape, place in zip(tensors, shapes, self._places, strict=True):
+            axis = partition_axis(shape, self._axis, self._seed, place)
+            pieces = torch.tensor_split(tensor.view(shape or 1), self._parts, axis)
+            for part, piece in zip(by_part, pieces, strict=True):
+                part.append(piece)
+        dtype = self._form.of(flat.dtype)
+        sizes = [sum(each.numel() for each in part) for part in by_part]
+        self._pieces = [torch.empty(size, dtype=dtype, device=flat.device) for size in sizes]
+        self._slices = [each for part in by_part for each in part]
+        self._packed = [
+            place.view(each.shape)
+            for piece, part in zip(self._pieces, by_part, strict=True)
+            for place, each in zip(torch.split(piece, [each.numel() for each in part]), part, strict=True)
+        ]
+        self._cut_from = flat

@@ -1,0 +1,100 @@
+"""What a compression has left out of the gradients of one bucket on this rank, changed in two phases (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Owed:
+    """A gradient that is still to be sent.
+
+    Attributes:
+        flat: it, as one vector; None for nothing.
+        scale: AMP's loss scale that is in it.
+    """
+
+    flat: torch.Tensor | None
+    scale: float
+
+
+class Residual:
+    """See the module's text.
+
+    A pass adds what is owed to its gradients and then owes what it has left out itself. Several passes of one step
+    follow each other. None of that counts before :meth:`commit`, and :meth:`void` goes back to the last one.
+
+    Before a change of group :meth:`fold` is given the sum over all ranks, which is then kept beside this rank's own
+    until a pass of the next group begins: a change that fails half-way can still go on from either.
+
+    Attributes:
+        folded: that sum, without a loss scale; None where there is none.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Owed | None = None
+        self._latest: Owed | None = None  # of an earlier pass of this step
+        self._fresh: Owed | None = None  # of the last pass
+        self._spare: torch.Tensor | None = None
+        self.folded: torch.Tensor | None = None
+
+    @property
+    def owed(self) -> Owed | None:
+        """What is owed after the last committed step; None for nothing."""
+        return self._kept
+
+    def add_to(self, flat: torch.Tensor, scale: float) -> None:
+        """A pass begins: what is owed is part of it from here on.
+
+        Args:
+            flat: its gradients.
+            scale: the loss scale in them.
+        """
+        self.folded = None
+        self._latest, self._fresh = self._fresh or self._latest, None
+        owed = self._latest or self._kept
+        if owed is not None and owed.flat is not None:
+            flat.add_(owed.flat, alpha=scale / owed.scale)
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for what a pass leaves out; its content is of no meaning."""
+        spare, self._spare = self._spare, None
+        return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
+
+    def leave(self, flat: torch.Tensor | None, scale: float) -> None:
+        """The pass has left this out; None for nothing."""
+        self._fresh = Owed(flat, scale)
+
+    def drop(self) -> None:
+        """The pass counts for nothing."""
+        self._fresh = None
+
+    def commit(self) -> None:
+        """The step counts."""
+        new = self._fresh or self._latest
+        if new is not None:
+            self._spare = self._kept.flat if self._kept is not None else None
+            self._kept = new if new.flat is not None else None
+        self._latest = self._fresh = None
+
+    def void(self) -> None:
+        """It does not."""
+        self._latest = self._fresh = None
+
+    def fold(self, total: torch.Tensor) -> None:
+        """All ranks are about to leave the group: the sum of what they owe, without a loss scale."""
+        self.folded = total
+
+    def share(self, ranks: int) -> None:
+        """A group has begun whose ranks all know the sum: each owes an equal part."""
+        total = self.folded
+        if total is not None:
+            self.become(total / ranks)
+            self.folded = total
+
+    def become(self, flat: torch.Tensor | None) -> None:
+        """Owe this, without a loss scale, whatever was before."""
+        self._latest = self._fresh = self._spare = self.folded = None
+        self._kept = None if flat is None else Owed(flat, 1.0)

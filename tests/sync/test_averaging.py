@@ -1,0 +1,38 @@
+"""Models that are averaged instead of gradients: each algorithm equals its formula, worked out in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.sync import Strategy
+from elastic_ray.sync.spec import Average
+from tests.loop.ranks import Ranks
+from tests.sync.drifting import Loop, adam, reference, sgd
+
+AVERAGES = {
+    "local_sgd": Average(algorithm="local_sgd", period=3),
+    "diloco": Average(algorithm="diloco", period=2, outer_lr=0.7, outer_momentum=0.9),
+    "sma": Average(algorithm="sma", period=1, alpha=0.3),
+    "pair": Average(algorithm="pair", period=1),
+}
+
+
+def train(average: Average, make: Any) -> Any:
+    return Loop(Strategy(average=average), make)()
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", AVERAGES)
+def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, make: Any) -> None:
+    wanted, means = reference(AVERAGES[name], world, make)
+    found = ranks.run(train, AVERAGES[name], make, world=world)
+    assert all(torch.equal(model, found[0][0]) for model, _ in found), "all end with one model"
+    torch.testing.assert_close(found[0][0], wanted, rtol=0, atol=1e-9)
+    for step, mean in enumerate(means):
+        replicas = torch.stack([seen[step][2] for _, seen in found])
+        torch.testing.assert_close(replicas.mean(0), mean, rtol=0, atol=1e-9)
+        assert not torch.equal(replicas[0], replicas[1]), "between averages they differ"
