@@ -29,14 +29,14 @@ def choosing(sparse: bool) -> Any:
     trainee = Trainee("auto", sparse=sparse)
     told = Told()
     keys: list[str | None] = []
-    trainee.train(lambda trainee, step: keys.append(current_session().registry.strategy_key), epochs=4)
+    trainee.train(lambda trainee, step: keys.append(current_session().registry.strategy_key), epochs=7)
     table = trainee.wrapped.explain_strategy()
     return trainee.parameters, trainee.wrapped.strategy, trainee.used, told.events, table, str(table), keys
 
 
-def plainly(sparse: bool, strategy: Any) -> Any:
+def plainly(sparse: bool, strategy: Any, epochs: int) -> Any:
     trainee = Trainee(strategy, sparse=sparse)
-    trainee.train(epochs=4)
+    trainee.train(epochs=epochs)
     return trainee.parameters
 
 
@@ -65,7 +65,7 @@ def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bo
     assert strategy.name in text and "table.weight" in text
     assert keys[0] is None and keys[-1] is not None and keys[-1].startswith("auto/")
     assert keys.index(keys[-1]) > 20, "steps of measuring count for nobody"
-    plain = ranks.run(plainly, sparse, "parallax" if sparse else "all_reduce", world=2)[0]
+    plain = ranks.run(plainly, sparse, "parallax" if sparse else "all_reduce", 7, world=2)[0]
     assert (parameters - plain).abs().max() < 1e-5
 
 
@@ -86,7 +86,7 @@ def test_a_strategy_is_set_between_two_steps(ranks: Ranks) -> None:
     assert torch.equal(ours, theirs)
     assert used[2:5] == ["all_reduce", "all_reduce", "all_reduce"] and used[10] == "parallax"
     assert {"all_reduce", "parallax"} <= set(used)
-    plain = ranks.run(plainly, False, None, world=2)[0]
+    plain = ranks.run(plainly, False, None, 4, world=2)[0]
     assert (ours - plain).abs().max() < 1e-5
     assert table.rows and table.measured_s is not None
 
@@ -133,7 +133,7 @@ def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
 
 def growing() -> Any:
     trainee = Trainee("auto")
-    trainee.train(epochs=8)
+    trainee.train(epochs=17)
     return trainee.parameters, trainee.wrapped.strategy, trainee.wrapped.explain_strategy()
 
 
@@ -144,7 +144,7 @@ def _alike(outcome: Outcome) -> None:
 
 
 def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
-    outcome = run_job(growing, [Change(50, (1, 2, 3)), Change(100, (1, 2))], first=(1, 2))
+    outcome = run_job(growing, [Change(110, (1, 2, 3)), Change(240, (1, 2))], first=(1, 2))
     assert set(outcome.results) == {1, 2}
     _alike(outcome)
     told = [text for kind, text, _ in outcome.told if kind == "strategy"]

@@ -20,6 +20,7 @@ DRIFT = 2.0
 _HOPELESS = 1.5  # times the best prediction, or the present strategy's time: not worth steps of training
 # A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
 _TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
+_FINAL = 4  # trials of the present strategy and its best rival in turn
 
 
 class Phase(str, enum.Enum):
@@ -96,7 +97,7 @@ class Choice:
         present: the strategy that training came with, once it was measured.
         options: what is tried, in this order.
         trying: the one that is being tried.
-        final: of the present one and its best rival: steps from here on [s], the present one's first.
+        final: the present one and its best rival in turn: the medians of their steps [s].
         considered: names and predicted steps of all candidates [s].
         rows: touched rows of each table when it was chosen.
         reason: of the choice, a sentence; empty before.
@@ -110,7 +111,7 @@ class Choice:
     present: Option | None = None
     options: tuple[Option, ...] = ()
     trying: int = 0
-    final: tuple[tuple[float, ...], ...] = ()
+    final: tuple[float, ...] = ()
     considered: tuple[tuple[str, float], ...] = ()
     rows: tuple[tuple[str, int], ...] = ()
     reason: str = ""
@@ -131,7 +132,7 @@ class Choice:
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
             "trying": self.trying,
-            "final": [list(each) for each in self.final],
+            "final": list(self.final),
             "considered": [list(each) for each in self.considered],
             "rows": [list(each) for each in self.rows],
             "reason": self.reason,
@@ -149,7 +150,7 @@ class Choice:
             present=None if tree["present"] is None else _option(tree["present"]),
             options=tuple(_option(each) for each in tree["options"]),
             trying=tree["trying"],
-            final=tuple(tuple(each) for each in tree["final"]),
+            final=tuple(tree["final"]),
             considered=tuple((name, seconds) for name, seconds in tree["considered"]),
             rows=tuple((name, rows) for name, rows in tree["rows"]),
             reason=tree["reason"],
@@ -205,7 +206,7 @@ def advance(
             return _tried(choice) if _is_over(choice.times, settings) else choice
         case Phase.RETRYING:
             choice = _timed(choice, measured)
-            return _retried(choice, settings) if _is_over(choice.times, settings) else choice
+            return _retried(choice, settings) if len(choice.times) >= settings.trial_steps else choice
         case Phase.KEPT:
             return choice
 
@@ -292,7 +293,7 @@ def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple
 def _tried(choice: Choice) -> Choice:
     """A trial has ended: go on with the next, or try the best once more against the present one.
 
-    The present one was measured first, and the best is also the luckiest: both once more, one right after the other.
+    The present one was measured first, and the best is also the luckiest: both twice more, in turn.
     """
     measured = dataclasses.replace(choice.options[choice.trying], measured_s=_median(choice.times))
     options = (*choice.options[: choice.trying], measured, *choice.options[choice.trying + 1 :])
@@ -308,19 +309,21 @@ def _tried(choice: Choice) -> Choice:
 
 
 def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
-    """The present one, or its rival, was tried once more: after both, keep one."""
+    """The present one, or its rival, was tried once more; in the end the rival is kept if it was faster each time."""
     best, before = min(choice.options, key=_seconds), choice.present
     assert before is not None
-    if not choice.final:
-        return dataclasses.replace(choice, final=(choice.times,), times=(), strategy=best.strategy)
-    own, others = _median(choice.final[0]), _median(choice.times)
-    present = dataclasses.replace(before, measured_s=own)
-    rival = dataclasses.replace(best, measured_s=others)
+    final = (*choice.final, _median(choice.times))
+    if len(final) < _FINAL:
+        strategy = (before, best)[len(final) % 2].strategy
+        return dataclasses.replace(choice, final=final, times=(), strategy=strategy)
+    own, others = statistics.median(final[::2]), statistics.median(final[1::2])
+    present, rival = dataclasses.replace(before, measured_s=own), dataclasses.replace(best, measured_s=others)
     options = tuple(rival if each is best else each for each in choice.options)
     choice = dataclasses.replace(choice, present=present, options=options, final=())
-    if others < (1.0 - settings.gain) * own:
+    always = all(other < mine for mine, other in zip(final[::2], final[1::2], strict=True))
+    if always and others < (1.0 - settings.gain) * own:
         return _kept(choice, rival, f"{1.0 - others / own:.0%} less than {_shown(present)}")
-    return _kept(choice, present, f"{_shown(rival)} is not faster by {settings.gain:.0%}")
+    return _kept(choice, present, f"{_shown(rival)} is not faster by {settings.gain:.0%} each time")
 
 
 def _kept(choice: Choice, option: Option, why: str) -> Choice:
