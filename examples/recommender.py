@@ -51,7 +51,7 @@ class Recommender(nn.Module):
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
         self.items = nn.Embedding(ITEMS, WIDTH, sparse=sparse)
-        nn.init.normal_(self.items.weight, std=0.3)
+        nn.init.normal_(self.items.weight, std=0.1)
         self.mlp = nn.Sequential(nn.Linear(2 * WIDTH, 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
     """The train function of the elastic job."""
     torch.manual_seed(0)
     model: Any = Recommender(sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     model = er.AdaptiveDataParallel(model, optimizer, strategy="auto")
     loader = er.AdaptiveDataLoader(clicks(config["samples"]), batch_size=BATCH)
     for _ in er.remaining_epochs_until(config["epochs"]):
@@ -103,7 +103,7 @@ def ddp_rank(rank: int, world: int, port: int, samples: int, steps: int, speeds:
     torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Recommender(sparse=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     data = clicks(samples)
     sampler: Any = torch.utils.data.DistributedSampler(data)
     loader = iter(torch.utils.data.DataLoader(data, batch_size=BATCH // world, sampler=sampler, drop_last=True))

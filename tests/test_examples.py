@@ -32,6 +32,7 @@ SMOKE = {
     "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
     "custom_policy.py": r"decided by least_left_first",
     "autoscaling.py": r"large +last epoch 0, 512 samples in it",
+    "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }

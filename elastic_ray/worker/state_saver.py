@@ -178,6 +178,8 @@ class StateSaver:
             self._give_up(str(error))
             return
         except Exception as error:  # a full disk, a lost connection: the next checkpoint may succeed
+            if self._closed.is_set():
+                return  # torch's archive says something else of a file that is left off
             if not self._failing:
                 self._session.tell("storage", f"an automatic checkpoint was not written: {error}")
             self._failing = True
