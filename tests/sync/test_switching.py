@@ -131,6 +131,27 @@ def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
         assert took_s < 20
 
 
+def two_models() -> Any:
+    first, second = Trainee("auto"), Trainee("auto")
+    together: list[int] = []
+
+    def between(trainee: Trainee, step: int) -> None:
+        models = [trainee.wrapped for trainee in (first, second)]
+        together.append(sum(each.strategy.name != "auto" and not each.explain_strategy().reason for each in models))
+        second.optimizer.zero_grad()
+        second.wrapped(torch.arange(20)[:, None]).square().mean().backward()
+        second.optimizer.step()
+
+    first.train(between, epochs=14)
+    return max(together), [t.wrapped.explain_strategy().reason for t in (first, second)], first.parameters
+
+
+def test_models_choose_one_after_the_other(ranks: Ranks) -> None:
+    (most, reasons, parameters), theirs = ranks.run(two_models, world=2)
+    assert most == 1 and all(reasons) and reasons == theirs[1]
+    assert torch.equal(parameters, theirs[2])
+
+
 def growing() -> Any:
     trainee = Trainee("auto")
     trainee.train(epochs=17)

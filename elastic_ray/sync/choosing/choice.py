@@ -241,7 +241,7 @@ def _calibrated(choice: Choice, measured: Measured, probes: Sequence[Probe]) -> 
     probe = due(choice, probes)
     if probe is not None and measured.probe_s is not None:
         sample = LinkSample(operation=probe.operation, nbytes=probe.nbytes, seconds=max(1e-9, measured.probe_s))
-        choice = dataclasses.replace(choice, links=choice.links.having(sample), probed=choice.probed + 1)
+        choice = dataclasses.replace(choice, links=choice.links.having_shortest(sample), probed=choice.probed + 1)
     if due(choice, probes) is None:
         choice = dataclasses.replace(choice, phase=Phase.PROFILING, times=())
     return choice
