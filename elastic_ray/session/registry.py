@@ -66,8 +66,14 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state, among those ranks that count.
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state, among those that hold a trained one.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds such a state.
+            counts: whether it has that marker, and adds to the one model.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -264,14 +270,11 @@ class Registry:
         for each in self._gradients:
             each.collapse()
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state, among those ranks that count.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
+        """The same in a new group, before its ranks exchange state; see ``DriftingReplicas``."""
+        counts = holds and self.marker == marker
         for each in self._gradients:
-            each.reconcile(communicator, counts=counts)
+            each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def before_change(self) -> None:
         """The present group is about to change, as all its ranks have agreed.

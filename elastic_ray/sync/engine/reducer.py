@@ -311,6 +311,7 @@ class GradientReducer:
         self._running = False
         self._trainable.drop_strangers()
         step = self._step
+        self._group.agree(step)
         for bucket in self._buckets:
             if self._pending[bucket.index]:
                 bucket.mark_incomplete()
