@@ -293,7 +293,7 @@ def test_a_step_that_is_drawn_again_after_its_update_owes_no_more(way: Any) -> N
 
 
 @pytest.mark.parametrize("way", [*WAYS, "all_reduce", "ps", "bf16"], ids=[*NAMES, "all_reduce", "ps", "bf16"])
-@pytest.mark.parametrize("script", [[], [Kill(5, 3, "allreduce", last=True)], [Change(8, (1, 2, 3, 4))]])
+@pytest.mark.parametrize("script", [[], [Kill(5, 3, "backward", last=True)], [Change(8, (1, 2, 3, 4))]])
 def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any]) -> None:
     """Sent at once where that does not compress; a step that is lost there has sent nothing."""
 
