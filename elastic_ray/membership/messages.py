@@ -134,7 +134,7 @@ class StateVersion:
         step: committed optimizer steps (loader iterations).
         optimizers_stepped: optimizers already stepped within the step in progress (a GAN has two).
         averaged: which average of models was the last that it has been through, where ranks train by themselves between
-            averages; larger is later, and 0 is none.
+            averages; larger is later, and 0 is none. It tells whose models count, not who is further.
         lineage: generation of the last commit: of two groups that went on from the same step without knowing of
             each other, the later one counts.
         passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
@@ -148,6 +148,6 @@ class StateVersion:
     passes: int = 0
     has_state: bool = False
 
-    def order(self) -> tuple[int, int, int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Sort key: a worker with state beats one without."""
-        return (int(self.has_state), self.step, self.optimizers_stepped, self.averaged, self.lineage)
+        return (int(self.has_state), self.step, self.optimizers_stepped, self.lineage)

@@ -33,16 +33,3 @@ def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, in
         holders = holders + [destination for _, destination in served]
         needers = needers[len(served) :]
     return rounds
-
-
-def latest_holders(progress: Sequence[StateVersion]) -> list[int]:
-    """The ranks whose models count when models that ranks have trained by themselves are made one.
-
-    They hold a trained state, and have been through the last average of models that any of these has been through: it
-    holds what the others had added by then.
-
-    Args:
-        progress: progress of each rank, in rank order.
-    """
-    latest = max((each.averaged for each in progress if each.has_state), default=0)
-    return [rank for rank, each in enumerate(progress) if each.has_state and each.averaged == latest]

@@ -77,7 +77,7 @@ class GroupGradients(Protocol):
     def collapse(self) -> None:
         """Make models one that differ."""
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """The same in a new group."""
 
     @property

@@ -152,10 +152,6 @@ class PassParts(Protocol):
     def sync_buffers(self, communicator: Communicator) -> None:
         """Make all buffers equal on all ranks."""
 
-    @property
-    def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design."""
-
     def drift_layout(self, *, trained: bool) -> int:
         """What the ranks must have in common to average them after a step."""
 
@@ -293,7 +289,7 @@ class LoaderPasses:
         try:
             if ledger.failure is not None:
                 raise CommunicationFailedError(ledger.failure)
-            if ledger.needs_vote or parts.registry.drifts or parts.sums.expected(self._progress.epoch):
+            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), some_are_idle=step.leaves_ranks_idle)
         except CommunicationFailedError as error:

@@ -66,8 +66,14 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state, among those ranks that count.
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state, among those that hold a trained one.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds such a state.
+            counts: whether it has that marker, and adds to the one model.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -217,6 +223,10 @@ class Registry:
         keys = [each.strategy_key for each in self._gradients]
         return None if None in keys else "+".join(key for key in keys if key)
 
+    def have_chosen(self, number: int) -> bool:
+        """Whether the strategies of so many models that were wrapped first are not being chosen."""
+        return all(each.strategy_key is not None for each in self._gradients[:number])
+
     @property
     def gradients_are_local(self) -> bool:
         """Whether some differ from rank to rank."""
@@ -260,14 +270,11 @@ class Registry:
         for each in self._gradients:
             each.collapse()
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """The same in a new group, before its ranks exchange state, among those ranks that count.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
+        """The same in a new group, before its ranks exchange state; see ``DriftingReplicas``."""
+        counts = holds and self.marker == marker
         for each in self._gradients:
-            each.reconcile(communicator, counts=counts)
+            each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def before_change(self) -> None:
         """The present group is about to change, as all its ranks have agreed.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import StateVersion
-from elastic_ray.membership.transfer import latest_holders, transfer_rounds
+from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
@@ -44,8 +44,14 @@ class DriftingReplicas(Protocol):
     def marker(self) -> int:
         """Which average was the last to end on this rank; larger is later, 0 before the first."""
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """Make models one that differ among those ranks that count; all ranks call it."""
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
+        """Make models one that differ among the ranks that hold a trained state; all ranks call it.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers: only who has it adds to the one model.
+            holds: whether this rank holds such a state.
+        """
 
 
 class SharedState:
@@ -151,7 +157,7 @@ class SharedState:
         Args:
             communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
-                take the mean of it; of them only those that were through with the last average, which holds the rest.
+                take the mean of it over those of them that were through with the last average, which holds the rest.
 
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
@@ -185,9 +191,9 @@ class SharedState:
         ]
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[-1] for row in rows])
-        counting = latest_holders(everyone)
-        if len(counting) > 1:
-            replicas.reconcile(communicator, counts=communicator.rank in counting)
+        holders = [each for each in everyone if each.has_state]
+        if len(holders) > 1:
+            replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
         received = False
         for served in transfer_rounds(everyone):
             for source, destination in served:

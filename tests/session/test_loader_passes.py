@@ -143,7 +143,6 @@ def test_models_are_averaged_after_steps_that_have_trained_and_made_one_at_the_e
     run = Run()
     run.registry.drifts = True
     run.begin(loader_pass := run.passes.enter())
-    run.ledger.mark_reduced()  # of another model: all the same the ranks say what they are about to average
     if trains:
         run.ledger.mark_training()
     assert run.passes.edge(loader_pass)

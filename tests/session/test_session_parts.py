@@ -138,7 +138,7 @@ class Parts:
         self.done.append("exchange")
         return Exchanged(received=True, passes=3)
 
-    def reconcile(self, communicator: Any, *, counts: bool) -> None: ...
+    def reconcile(self, communicator: Any, marker: int, *, holds: bool) -> None: ...
 
     def enter_group(self) -> None:
         self.done.append("enter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.loop.api import current_session
 from elastic_ray.sync.averaging.schedule import pairs
 from elastic_ray.sync.spec import Average
 
@@ -54,6 +54,22 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rank has seen of a step: its samples, and its model before and after its update."""
+
+    step: int
+    world: int
+    samples: list[int]
+    before: Tensor
+    after: Tensor
+
+    @property
+    def applied(self) -> bool:
+        """Whether the optimizer has stepped."""
+        return not torch.equal(self.before, self.after)
+
+
 class Loop:
     """A train loop; returns the parameters, and what each of its steps has seen.
 
@@ -73,20 +89,21 @@ class Loop:
     ) -> None:
         self._strategy, self._make, self._inside, self._batch = strategy, make, inside, batch
 
-    def __call__(self) -> tuple[Tensor, list[tuple[int, list[int], Tensor]]]:
+    def __call__(self) -> tuple[Tensor, list[Seen]]:
         model = net()
         optimizer = self._make(model)
         wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=self._strategy)
         loader = er.AdaptiveDataLoader(rows(), batch_size=self._batch, seed=3)
         context = er.get_context()
-        seen = []
+        seen: list[Seen] = []
         for _ in er.remaining_epochs_until(EPOCHS):
             for x, numbers in loader:
+                step, world, before = context.get_global_step(), context.get_world_size(), weights(model)
                 optimizer.zero_grad()
                 wrapped(x).square().mean().backward()
                 optimizer.step()
-                seen.append((context.get_global_step(), numbers.tolist(), weights(model)))
-                self._inside(context.get_global_step(), model)
+                seen.append(Seen(step, world, numbers.tolist(), before, weights(model)))
+                self._inside(step, model)
         return weights(model), seen
 
 
@@ -159,7 +176,3 @@ def _mean_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             mean = torch.stack([state[name] for state in states]).mean(0)
             for state in states:
                 state[name] = mean.clone()
-
-
-def session_world() -> int:
-    return current_session().world_size

@@ -33,6 +33,6 @@ def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, m
     assert all(torch.equal(model, found[0][0]) for model, _ in found), "all end with one model"
     torch.testing.assert_close(found[0][0], wanted, rtol=0, atol=1e-9)
     for step, mean in enumerate(means):
-        replicas = torch.stack([seen[step][2] for _, seen in found])
+        replicas = torch.stack([seen[step].after for _, seen in found])
         torch.testing.assert_close(replicas.mean(0), mean, rtol=0, atol=1e-9)
         assert not torch.equal(replicas[0], replicas[1]), "between averages they differ"

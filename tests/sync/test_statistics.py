@@ -54,7 +54,7 @@ def measured(train: Any, script: Any = (), workers: int = 2) -> tuple[NoiseScale
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("strategy", ["bf16", "fp16", "ps_balanced", "partitioned_ar", "int8", "powersgd"])
 def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 4)
+    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 8)
     if (strategy, optimizer) == ("powersgd", "adam"):
         pytest.skip("Adam's units are others where a matrix's small elements are sent late")
     wanted, gain = measured(loop("all_reduce", optimizer))
@@ -69,5 +69,5 @@ def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, m
 @pytest.mark.parametrize("strategy", ["int8", "powersgd"])
 def test_it_is_measured_across_changes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have shares of another size each, so that estimates differ from group to group."""
-    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 4)
+    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 8)
     measured(loop(strategy, scaling_rule="adascale"), [Change(3, (1, 2, 3)), Change(7, (1, 3))])

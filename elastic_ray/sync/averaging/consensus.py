@@ -48,7 +48,7 @@ class _Kept:
 
 
 def agree(
-    communicator: Communicator, trees: Mapping[str, Any], *, counts: bool, changed: bool
+    communicator: Communicator, trees: Mapping[str, Any], *, holds: bool, counts: bool, changed: bool
 ) -> dict[str, Any] | None:
     """The mean over those ranks that count; a collective, which all ranks call.
 
@@ -58,11 +58,12 @@ def agree(
     Args:
         communicator: the group.
         trees: what this rank holds, by name: trees of tensors and plain values.
-        counts: whether it adds to the mean.
-        changed: whether that may differ from what others hold.
+        holds: whether it takes the mean over.
+        counts: whether it adds to it as well; one rank does at least.
+        changed: whether what it holds may differ from what others hold.
 
     Returns:
-        The mean, by name; None where no rank that counts has changed anything, or this one does not count.
+        The mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
 
     Raises:
         CommunicationFailedError: the group broke.
@@ -74,13 +75,12 @@ def agree(
         specs = tuple((tuple(t.shape), dtype_name(t.dtype), t.is_cuda) for t in tensors[key])
         mine[key] = _Part(skeleton=skeleton, specs=specs)
     text = encode([(key, part.skeleton, part.specs) for key, part in mine.items()])
-    rows = communicator.gather_ints([int(counts), int(changed), digest(text)])
-    counting = [rank for rank, row in enumerate(rows) if row[0]]
-    if not any(rows[rank][1] for rank in counting):
+    rows = communicator.gather_ints([int(counts), int(holds and changed), digest(text)])
+    if not any(row[1] for row in rows):
         return None
-    kept = _kept(communicator, mine, text, counting, [row[2] for row in rows])
-    found = _sums(communicator, kept, tensors, counting)
-    return found if counts else None
+    counting = [rank for rank, row in enumerate(rows) if row[0]]
+    found = _sums(communicator, _kept(communicator, mine, text, counting, [row[2] for row in rows]), tensors)
+    return found if holds else None
 
 
 def _kept(
@@ -110,7 +110,6 @@ def _sums(
     communicator: Communicator,
     kept: Mapping[str, _Kept],
     tensors: Mapping[str, Sequence[torch.Tensor]],
-    counting: Sequence[int],
 ) -> dict[str, Any]:
     """Add everything up in one buffer of each kind, and divide."""
     rank = communicator.rank

@@ -127,18 +127,32 @@ class Drift:
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
-            self._take(agree(communicator, self._trees(), counts=True, changed=self._changed))
+            self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
         steps = self._context.ledger.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """Bring those ranks that count to their consensus, in a new group before its ranks exchange state.
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds such a state.
+            counts: whether it adds to the mean: it has been through the latest average.
 
         Raises:
             CommunicationFailedError: the group broke; nothing has changed here.
         """
-        self._take(agree(communicator, self._trees(), counts=counts, changed=self._changed))
+        trees = self._trees()
+        if self._averager is not None:
+            trees["averager"] = self._averager.capture()
+        agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
+        self._take(agreed)
+        if agreed is not None and self._averager is not None and "averager" in agreed:
+            self._averager.restore(agreed["averager"])
+        if holds:
+            self._marker = marker
 
     def entered(self) -> None:
         """A group was entered, and all its ranks hold the same."""

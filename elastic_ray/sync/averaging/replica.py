@@ -78,8 +78,10 @@ class Replica:
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
         """See ``AveragedModel``."""
-        self._fill()
         group = self._communicator
+        if group.world_size == 1:
+            return None
+        self._fill()
         partner = partners[group.rank]
         if not self._received:
             self._received = _like(self._flats)

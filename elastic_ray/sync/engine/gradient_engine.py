@@ -72,7 +72,7 @@ class GradientEngine:
         self._trainable = trainable
         self._optimizer = optimizer
         self._statistics_for: list[str] = []
-        self._in_force = StrategyInForce(context, self, builder)
+        self._in_force = StrategyInForce(context, self, builder, number)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
@@ -83,7 +83,7 @@ class GradientEngine:
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context.group, lambda: self._drift.on),
+            SummingGroup(context, self._drift, number, lambda: self.drift_layout),
             noise,
             grad_scale,
             number,
@@ -230,9 +230,9 @@ class GradientEngine:
         if self._drift.on:
             self._drift.collapse()
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """The same in a new group, among those ranks that count."""
-        self._drift.reconcile(communicator, counts=counts)
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state."""
+        self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def before_change(self) -> None:
         """What compressions owe on all ranks is added up; models that differ from rank to rank are made one."""

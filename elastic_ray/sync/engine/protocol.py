@@ -85,8 +85,15 @@ class GradientSync(Protocol):
     def collapse(self) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
-    def reconcile(self, communicator: Communicator, *, counts: bool) -> None:
-        """Make those models one that count, in a new group; raises CommunicationFailedError."""
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """Make models one that differ among those that hold a state, in a new group; raises CommunicationFailedError.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds a trained state.
+            counts: whether it has that marker, and adds to the one model.
+        """
 
     def before_change(self) -> None:
         """All ranks are here, and the group is about to change: make what differs from rank to rank equal.

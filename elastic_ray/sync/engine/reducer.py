@@ -234,11 +234,10 @@ class GradientReducer:
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
-        gives_statistics = self._reduction.begin_step(self._ledger.steps)
+        exact = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
-        gradients = self._group.world_size * step.micro_steps
-        wanted = self._noise.measures(self._ledger.steps, gradients)
-        self._measured_step = wanted and gives_statistics and not self._group.drifts
+        wanted = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
+        self._measured_step = wanted and exact and not self._group.drifts
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""
@@ -311,6 +310,7 @@ class GradientReducer:
         self._running = False
         self._trainable.drop_strangers()
         step = self._step
+        self._group.agree(step)
         for bucket in self._buckets:
             if self._pending[bucket.index]:
                 bucket.mark_incomplete()

@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from elastic_ray.communication.communicator import Communicator
+import torch
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.engine.context import SyncGroup
+from elastic_ray.sync.engine.context import SyncContext
+
+
+class DriftingModel(Protocol):
+    """A model that ranks may train by themselves between averages."""
+
+    @property
+    def on(self) -> bool:
+        """Whether they do."""
 
 
 class SummingGroup:
     """See the module's text. Where this rank is alone, nothing is reduced, and ``.grad`` is the mean of its samples.
 
+    All the same the ranks agree on the step before any of them applies it: by what else would ride on the reduction of
+    its gradients. So a step that one of them does not live to see is lost on all, and none of its samples is.
+
     Args:
-        group: the present group.
-        drifts: whether ranks step with gradients of their own.
+        context: the run.
+        model: the model.
+        number: of the model.
+        layout: a digest of what is averaged, and how.
     """
 
-    def __init__(self, group: SyncGroup, drifts: Callable[[], bool]) -> None:
-        self._group = group
-        self._drifts = drifts
+    def __init__(self, context: SyncContext, model: DriftingModel, number: int, layout: Callable[[], int]) -> None:
+        self._context = context
+        self._group = context.group
+        self._model = model
+        self._number = number
+        self._layout = layout
+        self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
 
     @property
     def drifts(self) -> bool:
         """Whether ranks step with gradients of their own."""
-        return self._drifts()
+        return self._model.on
 
     @property
     def generation(self) -> int:
@@ -39,7 +60,7 @@ class SummingGroup:
     @property
     def world_size(self) -> int:
         """Ranks whose gradients are added up."""
-        return 1 if self._drifts() else self._group.world_size
+        return 1 if self.drifts else self._group.world_size
 
     @property
     def nodes(self) -> Sequence[str]:
@@ -53,4 +74,33 @@ class SummingGroup:
 
     def share(self, step: StepView) -> float:
         """What the present micro-batch of this rank weighs in the sum."""
-        return step.own_weight(self.rank) if self._drifts() else step.weight(self.rank)
+        return step.own_weight(self.rank) if self.drifts else step.weight(self.rank)
+
+    def agree(self, step: StepView | None) -> None:
+        """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
+        ledger = self._context.ledger
+        if not self.drifts or step is None or not step.is_last_micro or self._group.world_size == 1 or ledger.failed:
+            return
+        try:
+            self._agree()
+        except CommunicationFailedError as error:
+            ledger.fail(str(error))
+        else:
+            ledger.mark_reduced()
+
+    def _agree(self) -> None:
+        """Add up what rides on reductions; raises CommunicationFailedError."""
+        consensus, group = self._context.consensus, self._group
+        announced = Announced(Intent.GRADIENTS, self._number, self._layout())
+        known = self._met == (group.generation, announced) and self._context.models == 1
+        if consensus.announce_reductions(announced, known=known):
+            consensus.agreed()
+            self._met = (group.generation, announced)
+        values = torch.tensor([*consensus.control_values(group.rank), *consensus.step_tag()], dtype=torch.float64)
+        work = group.communicator.gradients.all_reduce(values)
+        consensus.reductions_started()
+        self._context.moment("allreduce")
+        consensus.wait(work)
+        sums = values.tolist()
+        consensus.check_same_step(sums[consensus.control_size :])
+        consensus.conclude(sums[: consensus.control_size], group.world_size)
