@@ -235,7 +235,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """An adaptive batch needs the noise scale."""
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.fixed:
-            self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.adapt_batch_size)")
+            self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _check_scheduler(self) -> None:
         if any("initial_lr" in group for group in self._optimizer.param_groups):

@@ -75,8 +75,7 @@ class GradientReducer:
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
         self._carried, self._noise = carried, noise
-        self._grad_scale = grad_scale
-        self._trainable = trainable
+        self._grad_scale, self._trainable = grad_scale, trainable
         self._hooks: list[Any] = []
         self._build()
         self._step: StepView | None = None
@@ -236,8 +235,7 @@ class GradientReducer:
             bucket.begin_step()
         gives_statistics = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
-        gradients = self._group.world_size * step.micro_steps
-        wanted = self._noise.measures(self._ledger.steps, gradients)
+        wanted = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
         self._measured_step = wanted and gives_statistics and not self._group.drifts
 
     def _carry(self) -> None:
