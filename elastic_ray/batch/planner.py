@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
-from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel
@@ -70,6 +70,7 @@ class BatchPlanner:
         self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
         self._chosen_for = 0
         self._measured: StepReport | None = None  # the latest that saw a step
+        self._strategy: str | None = None  # of the first that did: what others are told of
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -180,6 +181,7 @@ class BatchPlanner:
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
         if tuner is None or report.shape is None:
             return
+        self._strategy = report.strategy if self._strategy is None else self._strategy
         self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         tuner.observe(
             nodes=report.nodes,
@@ -218,6 +220,9 @@ class BatchPlanner:
             self._tell(gpu, tuner.snapshot())
 
     def _tell(self, gpu: str | None, snapshot: TunerSnapshot) -> None:
+        measured, first = self._measured, self._strategy
+        if measured is not None and first is not None and outdated(first, measured.strategy, same_workers=False):
+            return  # set by hand since: what others know the model by has another strategy
         if gpu is not None and snapshot.observations:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 

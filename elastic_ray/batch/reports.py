@@ -8,6 +8,21 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from placement.cluster.progress import Progress
 from placement.goodput.model import NoiseScale
 
+CHOSEN = "auto/"
+"""What begins the keys of strategies that were chosen by measurement: each for one group, all of them in use."""
+
+
+def outdated(before: str, now: str, *, same_workers: bool) -> bool:
+    """Whether times under a strategy do not count any more, since the job trains with another one.
+
+    Args:
+        before: key of the one.
+        now: key of the other.
+        same_workers: both are of as many workers on as many nodes.
+    """
+    both_chosen = before.startswith(CHOSEN) and now.startswith(CHOSEN)
+    return before != now and (same_workers or not both_chosen)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -208,6 +208,16 @@ class PairNorms:
         )
 
 
+class PartialGradient(Protocol):
+    """A flat gradient most of whose elements are zero. It does not change."""
+
+    def pair_norms(self, previous: Any, precond: Tensor | None) -> Tensor:
+        """||P g'||^2, ||P g||^2 and <P g', P g> with the previous gradient g', which is of its kind."""
+
+
+FlatGradient: TypeAlias = Tensor | PartialGradient
+
+
 class SuccessiveGradients:
     """Keeps the flat gradients of one step in ``every`` and pairs them with the next step's.
 
@@ -228,7 +238,7 @@ class SuccessiveGradients:
             raise ValueError(f"every must be 2 or more steps, as a pair takes two, but got {every}")
         self._groups = groups
         self._every = every
-        self._kept: dict[int, tuple[Tensor, float | Tensor]] = {}
+        self._kept: dict[int, tuple[FlatGradient, float | Tensor]] = {}
         self._first: tuple[int, int] | None = None  # step and batch size of the kept gradients
         self._rows: dict[int, tuple[int, Tensor]] = {}  # group and norms of each bucket of the pair's second step
         self._batch_size = 0
@@ -241,7 +251,7 @@ class SuccessiveGradients:
         self,
         step: int,
         bucket: int,
-        flat: Tensor,
+        flat: FlatGradient,
         *,
         batch_size: int,
         group: int = 0,
@@ -256,8 +266,8 @@ class SuccessiveGradients:
         Args:
             step: number of the step, counting up by one.
             bucket: any key of the bucket; its size must not change until ``reset``.
-            flat: its gradient, flat; a bucket of several parameter groups is added in pieces under different
-                keys.
+            flat: its gradient, flat, or what stands for it; a bucket of several parameter groups is added in pieces
+                under different keys.
             batch_size: global batch M of the step.
             group: parameter group of the bucket.
             precond: diagonal preconditioner, the present one for both gradients.
@@ -265,23 +275,22 @@ class SuccessiveGradients:
         """
         phase = step % self._every
         if phase == 0:
-            self._keep(step, bucket, flat.detach(), batch_size, grad_scale)
+            self._keep(step, bucket, flat, batch_size, grad_scale)
         elif phase == 1 and self._first == (step - 1, batch_size) and bucket in self._kept:
             previous, previous_scale = self._kept[bucket]
-            u, v = _weighted(previous, precond), _weighted(flat, precond)
-            row = torch.stack((torch.dot(u, u), torch.dot(v, v), torch.dot(u, v))).to(torch.float32)
+            row = _pair_norms(previous, flat, precond).to(torch.float32)
             self._rows[bucket] = group, row / _scales(previous_scale, grad_scale, row)
             self._batch_size = batch_size
 
-    def _keep(self, step: int, bucket: int, flat: Tensor, batch_size: int, grad_scale: float | Tensor) -> None:
+    def _keep(self, step: int, bucket: int, flat: FlatGradient, batch_size: int, grad_scale: float | Tensor) -> None:
         """Keep the first gradient of a pair, in the memory of the one before where that fits."""
         if self._first != (step, batch_size):
             self._first, self._rows = (step, batch_size), {}
-        kept = self._kept.get(bucket)
-        if kept is not None and kept[0].shape == flat.shape and kept[0].dtype == flat.dtype:
-            buffer = kept[0].copy_(flat)
-        else:
-            buffer = flat.clone()
+        old = self._kept[bucket][0] if bucket in self._kept else None
+        buffer: FlatGradient = flat
+        if isinstance(flat, Tensor):
+            fits = isinstance(old, Tensor) and old.shape == flat.shape and old.dtype == flat.dtype
+            buffer = old.copy_(flat) if isinstance(old, Tensor) and fits else flat.detach().clone()
         # The scaler changes its tensor in place.
         self._kept[bucket] = (buffer, grad_scale.clone() if isinstance(grad_scale, Tensor) else grad_scale)
 
@@ -299,6 +308,14 @@ class SuccessiveGradients:
         """Drop kept gradients and their memory: when replicas join, or parameters change by other means."""
         self._kept.clear()
         self._rows, self._first = {}, None
+
+
+def _pair_norms(previous: FlatGradient, flat: FlatGradient, precond: Tensor | None) -> Tensor:
+    if not isinstance(flat, Tensor):
+        return flat.pair_norms(previous, precond)
+    assert isinstance(previous, Tensor)
+    u, v = _weighted(previous, precond), _weighted(flat, precond)
+    return torch.stack((torch.dot(u, u), torch.dot(v, v), torch.dot(u, v)))
 
 
 def _scales(previous: float | Tensor, now: float | Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import statistics
 from collections import OrderedDict, deque
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from elastic_ray.batch.reports import outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
 
@@ -34,9 +35,6 @@ MIN_STEPS = 10
 
 MAX_GROWTH = 2
 """Factor by which the global batch grows at most in one decision."""
-
-CHOSEN = "auto/"
-"""What begins the keys of strategies that were chosen by measurement."""
 
 _REPORTS = 15  # latest reports of a configuration whose median counts
 _CONFIGURATIONS = 64  # configurations remembered; the one not seen for longest goes first
@@ -173,13 +171,14 @@ class BatchTuner:
             step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
             grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
             steps: steps behind the means.
-            strategy: how gradients were synchronised. Times under another one are forgotten: all of them, and those
-                of the same workers where both are ``auto/...``, for such a choice is of one group.
+            strategy: how gradients were synchronised; see ``outdated``.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:
             return
-        self._forget_others(strategy, (nodes, replicas))
         key = (nodes, replicas, atomic_bsz, accum_steps)
+        for other, record in list(self._records.items()):
+            if outdated(record.strategy, strategy, same_workers=other[:2] == key[:2]):
+                del self._records[other]  # the fit stays until there is another
         record = self._records.setdefault(key, _Record(strategy))
         self._records.move_to_end(key)
         record.steps += steps
@@ -191,21 +190,6 @@ class BatchTuner:
         batch_size = replicas * atomic_bsz * (accum_steps + 1)
         self._steps = steps + (self._steps if batch_size == self._batch_size else 0)
         self._batch_size = batch_size
-
-    def _forget_others(self, strategy: str, workers: tuple[int, int]) -> None:
-        """Forget times of strategies that are not in use any more; the fit stays until there is another."""
-
-        def stale(key: _Configuration, record: _Record) -> bool:
-            if record.strategy == strategy:
-                return False
-            both_chosen = strategy.startswith(CHOSEN) and record.strategy.startswith(CHOSEN)
-            return not both_chosen or key[:2] == workers
-
-        gone = [key for key, record in self._records.items() if stale(key, record)]
-        for key in gone:
-            del self._records[key]
-        if gone:
-            self._steps = 0
 
     def set_prior(self, prior: Prior) -> bool:
         """What others have measured of the same model; it serves until there is a fit of its own. Whether that is news.

@@ -17,7 +17,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.driver.results import all_reports, make_result
 from elastic_ray.errors import JobLostError, TrainFunctionError
-from elastic_ray.events import JobEvent, JobPhase, JobStatus, Report, WorkerInfo
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.explaining import Explanation
@@ -195,6 +195,15 @@ class JobHandle:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except (RayActorError, ValueError):  # it is being made again
             return None
+
+    def explain_strategy(self) -> str | None:
+        """What ``strategy="auto"`` has found last: what is done with which parameters, predicted and measured times.
+
+        Returns:
+            A table as text; None before a choice, and where strategies are set by hand.
+        """
+        chosen = [event for event in self.events() if event.kind is EventKind.STRATEGY]
+        return str(chosen[-1].detail.get("table", chosen[-1].reason)) if chosen else None
 
     def resize(self, workers: int) -> None:
         """Hold the job at this many workers until :meth:`release`; nothing happens if it has ended.

@@ -115,7 +115,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         run, module, optimizer = self._run, self.module, self._optimizer
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
-        info = describe_model(module, optimizer, amp=self._scaler is not None)
+        builder = resolve_strategy("all_reduce" if strategy is None else strategy)
+        info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
@@ -124,7 +125,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             module,
             self._trainable,
             optimizer,
-            resolve_strategy("all_reduce" if strategy is None else strategy),
+            builder,
             self._tracker,
             self._grad_scale,
             self._index,

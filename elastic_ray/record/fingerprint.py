@@ -3,8 +3,9 @@
 Two jobs have the same fingerprint if their steps should take the same time on the same nodes at the same batch:
 
 - the name that the user gave, ``ElasticTrainer(model_fingerprint="resnet18-224")``; else, of every wrapped model, its
-  class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its optimizer and whether AMP
-  scales its loss; and the class of the training loader's dataset and, where it holds tensors, their shapes and types;
+  class, the names, shapes, types and ``requires_grad`` of its parameters, the class of its optimizer, whether AMP
+  scales its loss, and the strategy of its synchronisation where that is not all-reduce; and the class of the training
+  loader's dataset and, where it holds tensors, their shapes and types;
 - the resources of one worker.
 
 Not in it: learning rates, seeds, batch sizes (measurements name theirs), numbers of workers, GPU types (measurements

@@ -223,6 +223,10 @@ class Registry:
         keys = [each.strategy_key for each in self._gradients]
         return None if None in keys else "+".join(key for key in keys if key)
 
+    def have_chosen(self, number: int) -> bool:
+        """Whether the strategies of so many models that were wrapped first are not being chosen."""
+        return all(each.strategy_key is not None for each in self._gradients[:number])
+
     @property
     def gradients_are_local(self) -> bool:
         """Whether some differ from rank to rank."""

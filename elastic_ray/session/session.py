@@ -195,6 +195,10 @@ class Session:
         """How many models the loop has wrapped."""
         return len(self.registry.models)
 
+    def may_choose(self, number: int) -> bool:
+        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
+        return self.registry.have_chosen(number)
+
     @property
     def preempted(self) -> bool:
         """Whether the ranks have agreed to stop in order to go on another time."""

@@ -167,7 +167,7 @@ def _sparse_index(told: Any) -> SparseIndex:
     """Raises ValueError for anything that :func:`_write` does not make of one."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
         raise ValueError("no plain value: no sparse tensor is like this")
-    if not all(type(size) is int and size >= 0 for size in told[2]):
+    if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):
         raise ValueError("no plain value: no sparse tensor has this shape")
     return SparseIndex(*told)
 

@@ -239,7 +239,7 @@ def receive_state(
             offset += specs[i].nbytes
     try:
         return unpack(skeletons, tensors), in_place
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise _refused(communicator, source, str(error)) from error
 
 
@@ -293,6 +293,7 @@ def _destinations(
 
 
 def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
+    """Of all tensors in it, in order."""
     if isinstance(skeleton, TensorIndex):
         return [skeleton]
     if isinstance(skeleton, SparseIndex):

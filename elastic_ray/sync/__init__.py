@@ -19,6 +19,9 @@ from elastic_ray.sync.builders import (
     StrategyBuilder,
 )
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.choosing.explanation import StrategyTable
+from elastic_ray.sync.choosing.links import LinkTable
+from elastic_ray.sync.choosing.resource_spec import ResourceSpec, read_resource_spec
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
 
@@ -30,6 +33,7 @@ __all__ = [
     "Auto",
     "Average",
     "DiLoCo",
+    "LinkTable",
     "LocalSGD",
     "ModelProfile",
     "OptimizerInfo",
@@ -42,11 +46,14 @@ __all__ = [
     "PowerSGD",
     "RandomAxisPartitionAR",
     "Reduce",
+    "ResourceSpec",
     "Rows",
     "Rule",
     "Strategy",
     "StrategyBuilder",
     "StrategyError",
+    "StrategyTable",
     "Topology",
     "Wire",
+    "read_resource_spec",
 ]

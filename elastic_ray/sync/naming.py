@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,15 +32,15 @@ NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Ready:
     """A strategy that needs no building."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    strategy: Strategy
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """It."""
-        return self._strategy
+        return self.strategy
 
 
 def resolve_strategy(given: object) -> StrategyBuilder:

@@ -24,7 +24,7 @@ from typing import Any
 from common import bar, finish, side_parser
 from network import Loopback, Network, may_make_namespaces, namespaces
 
-CHOOSING_STEPS = 120  # more than the automatic choice takes
+CHOOSING_STEPS = 150  # more than the automatic choice takes
 WARM = 2
 _PORT = 29471
 
@@ -95,6 +95,8 @@ def run_rank(case_name: str, rounds: int, steps: int) -> None:
     ours = elastic.steps()
     for _ in range(CHOOSING_STEPS):
         next(ours)
+        if any(row.chosen for row in elastic.model.explain_strategy().candidates):  # the same step on all ranks
+            break
     chosen, predicted = elastic.model.strategy, predictions(elastic.model)
     strategies: dict[str, Any] = {"auto": chosen, **{name: name for name in (*case.exact, *case.other)}}
     theirs = {"DDP": ddp_steps(case, data, sparse=False)}

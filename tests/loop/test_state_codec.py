@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.state.codec import NotPlainError, decode, encode
+from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, decode, encode
 from tests.loop.plain_values import Thing, alike
 
 scalars = st.one_of(
@@ -45,6 +45,7 @@ def test_values_arrive_as_they_were(value: Any) -> None:
     [
         struct.unpack("<d", b"\x01\x02\x03\x04\x05\x06\xf8\x7f")[0],  # a NaN with a payload
         -0.0, math.inf, 5e-324, 2**200, -(2**63), "\ud800", np.float32(1) / 3, np.bool_(True), np.int8(-3),
+        SparseIndex(TensorIndex(0), TensorIndex(3), (5, 2)),
         np.arange(6, dtype=">u2").reshape(2, 3), np.zeros((0, 3)), {1: "int", "1": "str", 1.5: "float", None: 0},
     ],
     ids=str,

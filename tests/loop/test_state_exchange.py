@@ -16,7 +16,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.state.codec import TensorIndex, encode
+from elastic_ray.state.codec import SparseIndex, TensorIndex, encode
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -124,6 +124,22 @@ def test_every_optimizer_of_torch(name: str, connected: Any) -> None:
         return getattr(torch.optim, name)(matrices if name == "Muon" else model.parameters(), lr=0.01, **options)
 
     check_exchange(connected, lambda: Trained(make))
+
+
+def test_sparse_tensors(connected: Any) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Embedding(7, 3, sparse=True)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        layer(torch.tensor([1, 5, 5])).sum().backward()
+        optimizer.step()
+    buffer = optimizer.state[layer.weight]["momentum_buffer"]
+    none = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 3), (7, 3))
+    received = connected({"optimizer/0": OptimizerState(optimizer).capture(), "none": {"a": [none]}})
+    found = received["optimizer/0"]["state"][0]["momentum_buffer"]
+    assert found.is_sparse and found.is_coalesced() and found.shape == buffer.shape
+    assert torch.equal(found.to_dense(), buffer.to_dense())
+    assert torch.equal(received["none"]["a"][0].to_dense(), torch.zeros(7, 3))
 
 
 class Scale:
@@ -263,6 +279,19 @@ def test_a_header_of_an_impossible_size_is_refused(size: int) -> None:
 def test_other_values_in_place_of_a_state_are_refused(told: Any) -> None:
     refused = outcome_of(lambda communicator: send_header(communicator, encode(told)))
     assert isinstance(refused, CommunicationFailedError), refused
+
+
+@pytest.mark.parametrize("rows", [[5, 1], [1, 2**40], [-1, 1], [1, 1]])
+def test_a_sparse_tensor_that_points_elsewhere_is_refused(rows: list[int]) -> None:
+    def send(communicator: Communicator) -> None:
+        skeleton = {"a": SparseIndex(TensorIndex(0), TensorIndex(1), (3, 2))}
+        specs = [((1, 2), "int64", False), ((2, 2), "float32", False)]
+        send_header(communicator, encode((skeleton, specs)))
+        content = torch.cat([torch.tensor([rows]).reshape(-1).view(torch.uint8), torch.ones(4).view(torch.uint8)])
+        communicator.wait_all([communicator.send(content, 1, 7)])
+
+    refused = outcome_of(send)
+    assert isinstance(refused, CommunicationFailedError) and "no state" in str(refused), refused
 
 
 # -- what a user's loop learns -----------------------------------------------------------------------------------------

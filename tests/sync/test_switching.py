@@ -29,14 +29,14 @@ def choosing(sparse: bool) -> Any:
     trainee = Trainee("auto", sparse=sparse)
     told = Told()
     keys: list[str | None] = []
-    trainee.train(lambda trainee, step: keys.append(current_session().registry.strategy_key), epochs=4)
+    trainee.train(lambda trainee, step: keys.append(current_session().registry.strategy_key), epochs=7)
     table = trainee.wrapped.explain_strategy()
     return trainee.parameters, trainee.wrapped.strategy, trainee.used, told.events, table, str(table), keys
 
 
-def plainly(sparse: bool, strategy: Any) -> Any:
+def plainly(sparse: bool, strategy: Any, epochs: int) -> Any:
     trainee = Trainee(strategy, sparse=sparse)
-    trainee.train(epochs=4)
+    trainee.train(epochs=epochs)
     return trainee.parameters
 
 
@@ -52,7 +52,12 @@ def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bo
     strategies = [event for event in events if event[0] == "strategy"]
     assert len(strategies) == 1 and not theirs[3]
     _, told, detail = strategies[0]
-    assert "2 workers" in told and strategy.name in told and detail["strategy"] == strategy.name
+    assert (
+        "kept" in detail["table"]
+        and "2 workers" in told
+        and strategy.name in told
+        and detail["strategy"] == strategy.name
+    )
     assert set(detail["measured_s"]) <= set(detail["predicted_s"]) and strategy.name in detail["measured_s"]
     assert table.candidates and sum(row.chosen for row in table.candidates) == 1
     assert table.reason in told and table.measured_s and table.predicted_s and table.rows
@@ -60,7 +65,7 @@ def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bo
     assert strategy.name in text and "table.weight" in text
     assert keys[0] is None and keys[-1] is not None and keys[-1].startswith("auto/")
     assert keys.index(keys[-1]) > 20, "steps of measuring count for nobody"
-    plain = ranks.run(plainly, sparse, "parallax" if sparse else "all_reduce", world=2)[0]
+    plain = ranks.run(plainly, sparse, "parallax" if sparse else "all_reduce", 7, world=2)[0]
     assert (parameters - plain).abs().max() < 1e-5
 
 
@@ -81,7 +86,7 @@ def test_a_strategy_is_set_between_two_steps(ranks: Ranks) -> None:
     assert torch.equal(ours, theirs)
     assert used[2:5] == ["all_reduce", "all_reduce", "all_reduce"] and used[10] == "parallax"
     assert {"all_reduce", "parallax"} <= set(used)
-    plain = ranks.run(plainly, False, None, world=2)[0]
+    plain = ranks.run(plainly, False, None, 4, world=2)[0]
     assert (ours - plain).abs().max() < 1e-5
     assert table.rows and table.measured_s is not None
 
@@ -126,9 +131,30 @@ def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
         assert took_s < 20
 
 
+def two_models() -> Any:
+    first, second = Trainee("auto"), Trainee("auto")
+    together: list[int] = []
+
+    def between(trainee: Trainee, step: int) -> None:
+        models = [trainee.wrapped for trainee in (first, second)]
+        together.append(sum(each.strategy.name != "auto" and not each.explain_strategy().reason for each in models))
+        second.optimizer.zero_grad()
+        second.wrapped(torch.arange(20)[:, None]).square().mean().backward()
+        second.optimizer.step()
+
+    first.train(between, epochs=14)
+    return max(together), [t.wrapped.explain_strategy().reason for t in (first, second)], first.parameters
+
+
+def test_models_choose_one_after_the_other(ranks: Ranks) -> None:
+    (most, reasons, parameters), theirs = ranks.run(two_models, world=2)
+    assert most == 1 and all(reasons) and reasons == theirs[1]
+    assert torch.equal(parameters, theirs[2])
+
+
 def growing() -> Any:
     trainee = Trainee("auto")
-    trainee.train(epochs=8)
+    trainee.train(epochs=17)
     return trainee.parameters, trainee.wrapped.strategy, trainee.wrapped.explain_strategy()
 
 
@@ -139,7 +165,7 @@ def _alike(outcome: Outcome) -> None:
 
 
 def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
-    outcome = run_job(growing, [Change(50, (1, 2, 3)), Change(100, (1, 2))], first=(1, 2))
+    outcome = run_job(growing, [Change(110, (1, 2, 3)), Change(240, (1, 2))], first=(1, 2))
     assert set(outcome.results) == {1, 2}
     _alike(outcome)
     told = [text for kind, text, _ in outcome.told if kind == "strategy"]

@@ -17,7 +17,10 @@ from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
 """Factor by which touched rows change before the choice is made anew."""
-_HOPELESS = 2.0  # times the best prediction, or the present strategy's time: not worth steps of training
+_HOPELESS = 1.5  # times the best prediction, or the present strategy's time: not worth steps of training
+# A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
+_TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
+_FINAL = 4  # trials of the present strategy and its best rival in turn
 
 
 class Phase(str, enum.Enum):
@@ -26,6 +29,7 @@ class Phase(str, enum.Enum):
     CALIBRATING = "calibrating"
     PROFILING = "profiling"
     TRYING = "trying"
+    RETRYING = "retrying"
     KEPT = "kept"
 
 
@@ -36,7 +40,7 @@ class ChoiceSettings:
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
         trials: strategies that are tried, besides the present one and plain all-reduce.
-        trial_steps: steps of each, of which the first does not count.
+        trial_steps: steps of each, of which the first does not count; up to twice as many where they are short.
         gain: a strategy is left for another that is faster by more than this share.
     """
 
@@ -93,6 +97,7 @@ class Choice:
         present: the strategy that training came with, once it was measured.
         options: what is tried, in this order.
         trying: the one that is being tried.
+        final: the present one and its best rival in turn: the medians of their steps [s].
         considered: names and predicted steps of all candidates [s].
         rows: touched rows of each table when it was chosen.
         reason: of the choice, a sentence; empty before.
@@ -106,6 +111,7 @@ class Choice:
     present: Option | None = None
     options: tuple[Option, ...] = ()
     trying: int = 0
+    final: tuple[float, ...] = ()
     considered: tuple[tuple[str, float], ...] = ()
     rows: tuple[tuple[str, int], ...] = ()
     reason: str = ""
@@ -126,6 +132,7 @@ class Choice:
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
             "trying": self.trying,
+            "final": list(self.final),
             "considered": [list(each) for each in self.considered],
             "rows": [list(each) for each in self.rows],
             "reason": self.reason,
@@ -143,6 +150,7 @@ class Choice:
             present=None if tree["present"] is None else _option(tree["present"]),
             options=tuple(_option(each) for each in tree["options"]),
             trying=tree["trying"],
+            final=tuple(tree["final"]),
             considered=tuple((name, seconds) for name, seconds in tree["considered"]),
             rows=tuple((name, rows) for name, rows in tree["rows"]),
             reason=tree["reason"],
@@ -165,7 +173,7 @@ def resume(choice: Choice) -> Choice:
 
 def leave(choice: Choice) -> Strategy:
     """What to go on with in a group of which nothing is known: not with one that is only tried."""
-    if choice.phase is Phase.TRYING and choice.present is not None:
+    if choice.phase in (Phase.TRYING, Phase.RETRYING) and choice.present is not None:
         return choice.present.strategy
     return choice.strategy
 
@@ -192,12 +200,13 @@ def advance(
             return _calibrated(choice, measured, probes)
         case Phase.PROFILING:
             choice = _timed(choice, measured)
-            if len(choice.times) < settings.trial_steps:
-                return choice
-            return _profiled(choice, settings, consider)
+            return _profiled(choice, settings, consider) if _is_over(choice.times, settings) else choice
         case Phase.TRYING:
             choice = _timed(choice, measured)
-            return choice if len(choice.times) < settings.trial_steps else _tried(choice, settings)
+            return _tried(choice) if _is_over(choice.times, settings) else choice
+        case Phase.RETRYING:
+            choice = _timed(choice, measured)
+            return _retried(choice, settings) if len(choice.times) >= settings.trial_steps else choice
         case Phase.KEPT:
             return choice
 
@@ -232,7 +241,7 @@ def _calibrated(choice: Choice, measured: Measured, probes: Sequence[Probe]) -> 
     probe = due(choice, probes)
     if probe is not None and measured.probe_s is not None:
         sample = LinkSample(operation=probe.operation, nbytes=probe.nbytes, seconds=max(1e-9, measured.probe_s))
-        choice = dataclasses.replace(choice, links=choice.links.having(sample), probed=choice.probed + 1)
+        choice = dataclasses.replace(choice, links=choice.links.having_shortest(sample), probed=choice.probed + 1)
     if due(choice, probes) is None:
         choice = dataclasses.replace(choice, phase=Phase.PROFILING, times=())
     return choice
@@ -246,6 +255,12 @@ def _timed(choice: Choice, measured: Measured) -> Choice:
     if choice.phase is Phase.PROFILING:
         rows |= {name: max(count, rows.get(name, 0) if choice.times else 0) for name, count in measured.rows.items()}
     return dataclasses.replace(choice, times=(*choice.times, measured.step_s), rows=tuple(sorted(rows.items())))
+
+
+def _is_over(times: Sequence[float], settings: ChoiceSettings) -> bool:
+    """Whether a trial has seen enough."""
+    enough = len(times) >= _MOST_TRIAL_STEPS * settings.trial_steps or sum(times[1:]) >= _TRIAL_S
+    return len(times) >= settings.trial_steps and enough
 
 
 def _median(times: Sequence[float]) -> float:
@@ -275,20 +290,40 @@ def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple
     return (*able[:trials], *(each for each in able[trials:] if each.plain))
 
 
-def _tried(choice: Choice, settings: ChoiceSettings) -> Choice:
-    """A trial has ended: go on with the next, or keep the best."""
+def _tried(choice: Choice) -> Choice:
+    """A trial has ended: go on with the next, or try the best once more against the present one.
+
+    The present one was measured first, and the best is also the luckiest: both twice more, in turn.
+    """
     measured = dataclasses.replace(choice.options[choice.trying], measured_s=_median(choice.times))
     options = (*choice.options[: choice.trying], measured, *choice.options[choice.trying + 1 :])
     choice = dataclasses.replace(choice, options=options, times=())
     after = choice.trying + 1
     if after < len(options):
         return dataclasses.replace(choice, trying=after, strategy=options[after].strategy)
-    best = min(options, key=_seconds)
-    present = choice.present or best
-    if _seconds(best) < (1.0 - settings.gain) * _seconds(present):
-        less = 1.0 - _seconds(best) / _seconds(present)
-        return _kept(choice, best, f"{less:.0%} less than {_shown(present)}")
-    return _kept(choice, present, f"{_shown(best)} is not faster by {settings.gain:.0%}")
+    best, present = min(options, key=_seconds), choice.present
+    assert present is not None
+    if _seconds(best) >= _seconds(present):
+        return _kept(choice, present, f"{_shown(best)} is the best of the others")
+    return dataclasses.replace(choice, phase=Phase.RETRYING, strategy=present.strategy, final=())
+
+
+def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
+    """The present one, or its rival, was tried once more; in the end the rival is kept if it was faster each time."""
+    best, before = min(choice.options, key=_seconds), choice.present
+    assert before is not None
+    final = (*choice.final, _median(choice.times))
+    if len(final) < _FINAL:
+        strategy = (before, best)[len(final) % 2].strategy
+        return dataclasses.replace(choice, final=final, times=(), strategy=strategy)
+    own, others = statistics.median(final[::2]), statistics.median(final[1::2])
+    present, rival = dataclasses.replace(before, measured_s=own), dataclasses.replace(best, measured_s=others)
+    options = tuple(rival if each is best else each for each in choice.options)
+    choice = dataclasses.replace(choice, present=present, options=options, final=())
+    always = all(other < mine for mine, other in zip(final[::2], final[1::2], strict=True))
+    if always and others < (1.0 - settings.gain) * own:
+        return _kept(choice, rival, f"{1.0 - others / own:.0%} less than {_shown(present)}")
+    return _kept(choice, present, f"{_shown(rival)} is not faster by {settings.gain:.0%} each time")
 
 
 def _kept(choice: Choice, option: Option, why: str) -> Choice:

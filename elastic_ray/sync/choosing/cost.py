@@ -173,7 +173,8 @@ def _reduce_cost(
         seconds = links.seconds(ALL_REDUCE_BF16 if links.knows(ALL_REDUCE_BF16) else ALL_REDUCE, sent)
         return StepCost(communication_s=seconds, cpu_s=copy + nbytes * rates.cast, nbytes=sent)
     operation = ALL_REDUCE_PARTS if sync.parts > 1 and links.knows(ALL_REDUCE_PARTS) else ALL_REDUCE
-    return StepCost(communication_s=links.seconds(operation, nbytes), cpu_s=copy, nbytes=nbytes)
+    packed = copy if sync.parts == 1 else 2 * copy
+    return StepCost(communication_s=links.seconds(operation, nbytes), cpu_s=packed, nbytes=nbytes)
 
 
 def _low_rank_cost(params: Sequence[ParamInfo], rank: int, links: LinkTable, rates: CpuRates) -> StepCost:

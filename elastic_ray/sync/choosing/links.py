@@ -63,6 +63,12 @@ class LinkTable:
         others = [each for each in self.samples if (each.operation, each.nbytes) != place]
         return LinkTable(samples=(*others, sample))
 
+    def having_shortest(self, sample: LinkSample) -> LinkTable:
+        """The table with another measurement, unless an earlier one of that operation and size is shorter."""
+        place = (sample.operation, sample.nbytes)
+        shorter = any((s.operation, s.nbytes) == place and s.seconds <= sample.seconds for s in self.samples)
+        return self if shorter else self.having(sample)
+
     def seconds(self, operation: str, nbytes: float) -> float:
         """Predicted time of one collective [s]; it never falls with the size.
 
@@ -124,10 +130,13 @@ class Probe:
 
 
 _SIZES = (4 << 10, 256 << 10, 4 << 20, 16 << 20)
+_LARGE = 4 << 20
 
 
 def probes(model_bytes: int, *, exact: bool) -> tuple[Probe, ...]:
     """What to measure for a model of so many bytes: small sizes first, none much larger than the model.
+
+    Large ones come twice, of which the shorter counts: they are long enough to be disturbed.
 
     Args:
         model_bytes: of its trainable parameters.
@@ -136,4 +145,5 @@ def probes(model_bytes: int, *, exact: bool) -> tuple[Probe, ...]:
     sizes = [size for size in _SIZES if size < model_bytes]
     sizes += [size for size in _SIZES if size >= model_bytes][:1]
     operations = [ALL_REDUCE, ALL_GATHER, ALL_REDUCE_PARTS, REDUCE, BROADCAST, *([] if exact else [ALL_REDUCE_BF16])]
+    sizes += [size for size in sizes if size > _LARGE]
     return tuple(Probe(operation=operation, nbytes=size) for size in sizes for operation in operations)

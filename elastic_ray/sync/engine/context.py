@@ -114,6 +114,9 @@ class SyncContext(Protocol):
     def models(self) -> int:
         """How many models the loop has wrapped."""
 
+    def may_choose(self, number: int) -> bool:
+        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something; all ranks come by here."""
 

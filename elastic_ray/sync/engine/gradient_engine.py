@@ -72,7 +72,7 @@ class GradientEngine:
         self._trainable = trainable
         self._optimizer = optimizer
         self._statistics_for: list[str] = []
-        self._in_force = StrategyInForce(context, self, builder)
+        self._in_force = StrategyInForce(context, self, builder, number)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)

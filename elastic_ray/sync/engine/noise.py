@@ -146,7 +146,7 @@ class NoiseTracker:
             self._pairs.add(
                 self._step,
                 bucket.index,
-                bucket.flat_gradient(),
+                bucket.vector(),
                 batch_size=step.count,
                 group=bucket.group,
                 precond=self._preconditioner(bucket),

@@ -75,7 +75,8 @@ class GradientReducer:
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
         self._carried, self._noise = carried, noise
-        self._grad_scale, self._trainable = grad_scale, trainable
+        self._grad_scale = grad_scale
+        self._trainable = trainable
         self._hooks: list[Any] = []
         self._build()
         self._step: StepView | None = None
@@ -233,10 +234,10 @@ class GradientReducer:
         self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
-        gives_statistics = self._reduction.begin_step(self._ledger.steps)
+        exact = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
         wanted = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
-        self._measured_step = wanted and gives_statistics and not self._group.drifts
+        self._measured_step = wanted and exact and not self._group.drifts
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""

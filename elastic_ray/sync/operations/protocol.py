@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.batch.statistics import FlatGradient
+
 
 class GradientCollectives(Protocol):
     """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
@@ -109,6 +111,9 @@ class GradientBucket(Protocol):
 
     def flat_gradient(self) -> torch.Tensor:
         """What it holds as one vector."""
+
+    def vector(self) -> FlatGradient:
+        """The same, or what stands for it at less cost."""
 
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""

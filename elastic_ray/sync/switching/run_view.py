@@ -58,6 +58,9 @@ class TunedRun(Protocol):
     def consensus(self) -> Waiting:
         """What the ranks tell each other."""
 
+    def may_choose(self, number: int) -> bool:
+        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something; all ranks come by here."""
 

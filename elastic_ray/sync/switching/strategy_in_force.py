@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.choice import ChoiceSettings
@@ -46,14 +47,16 @@ class StrategyInForce:
         context: the run.
         model: what it is planned for.
         builder: of the first strategy.
+        number: of the model, in the order in which the loop wraps them.
 
     Raises:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
-    def __init__(self, context: TunedRun, model: PlannedModel, builder: StrategyBuilder) -> None:
+    def __init__(self, context: TunedRun, model: PlannedModel, builder: StrategyBuilder, number: int) -> None:
         self._context = context
         self._model = model
+        self._number = number
         self._asked: _Asked | None = None
         self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, CountsRows] = {}
@@ -65,11 +68,12 @@ class StrategyInForce:
         self._given = self._plan.strategy.to_json()
         self._tuner = self._tuner_for(builder, self._plan.strategy)
         self._has_tuned = self._tuner is not None
+        self._key = _key(self._plan.strategy)
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
         if not isinstance(builder, Auto):
             return None
-        return StrategyTuner(self._context, settings_of(builder), self, strategy)
+        return StrategyTuner(self._context, settings_of(builder), self, strategy, self._number)
 
     @property
     def plan(self) -> SyncPlan:
@@ -112,12 +116,10 @@ class StrategyInForce:
 
         ``auto/`` stands before what a choice has led to: another group may have another, and both count.
         """
-        strategy = self._plan.strategy
-        digest = hashlib.blake2b(strategy.to_json().encode(), digest_size=3).hexdigest()
-        key = f"{strategy.name or 'by hand'}-{digest}"
         if self._tuner is None:
-            return key
-        return f"auto/{key}" if self._tuner.choice.settled and self._tuner.strategy == strategy else None
+            return self._key
+        in_force = self._tuner.choice.settled and self._tuner.strategy == self._plan.strategy
+        return f"{CHOSEN}{self._key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
         """Whether a plan can be carried out."""
@@ -147,7 +149,7 @@ class StrategyInForce:
     def before_forward(self) -> None:
         """Between two steps, or in one: want what the tuner does."""
         if self._tuner is not None:
-            self._tuner.tell()
+            self._tuner.tell(lambda: str(self.explain()))
             wanted = self._tuner.strategy
             self._wanted = wanted if wanted is not self._plan.strategy and wanted != self._plan.strategy else None
 
@@ -165,6 +167,7 @@ class StrategyInForce:
                 self._tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self._plan = lower(strategy, self.profile, self.topology)
+        self._key = _key(strategy)
         self._step_s.clear()
         self._bucket_s.clear()
         self._stepped = None
@@ -198,6 +201,8 @@ class StrategyInForce:
     def enter_group(self) -> bool:
         """A group was entered, in which all ranks hold the same state; whether buckets are to be laid out anew."""
         self._stepped = None
+        if self._asked is not None and self._asked.tuner is not None:
+            self._asked.tuner.enter_group()
         if self._tuner is not None:
             self._tuner.enter_group()
             self.before_forward()
@@ -246,7 +251,7 @@ class StrategyInForce:
     def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
         if tree is None:
             return None
-        tuner = StrategyTuner(self._context, ChoiceSettings(**tree["settings"]), self, strategy)
+        tuner = StrategyTuner(self._context, ChoiceSettings(**tree["settings"]), self, strategy, self._number)
         tuner.restore(tree)
         return tuner
 
@@ -265,3 +270,8 @@ class StrategyInForce:
             step_s=statistics.median(self._step_s) if self._step_s else None,
             bucket_s=times,
         )
+
+
+def _key(strategy: Strategy) -> str:
+    digest = hashlib.blake2b(strategy.to_json().encode(), digest_size=3).hexdigest()
+    return f"{strategy.name or 'by hand'}-{digest}"

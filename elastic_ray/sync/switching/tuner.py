@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.sync.builders import Auto
@@ -48,16 +48,21 @@ class StrategyTuner:
         settings: how the choice is made.
         model: whose strategy is chosen.
         strategy: that training begins with.
+        number: of the model, in the order in which the loop wraps them.
     """
 
-    def __init__(self, context: TunedRun, settings: ChoiceSettings, model: TunedModel, strategy: Strategy) -> None:
+    def __init__(
+        self, context: TunedRun, settings: ChoiceSettings, model: TunedModel, strategy: Strategy, number: int
+    ) -> None:
         self._context = context
         self._settings = settings
         self._model = model
+        self._number = number
         self._choice = self._before = _alone(strategy)
         self._topology = ""
         self._known: dict[str, Choice] = {}  # of other topologies
         self._told = ""
+        self._looked_at: Choice | None = None
         self._probes: tuple[Probe, ...] = ()
         self._step: object | None = None
         self._since_s: float | None = None
@@ -77,11 +82,14 @@ class StrategyTuner:
         """What must be equal on all ranks, that their measurements meet."""
         return repr(self._settings)
 
-    def tell(self) -> None:
-        """Tell the job's user of a choice, once it counts; all ranks come by here."""
+    def tell(self, table: Callable[[], str]) -> None:
+        """Tell the job's user of a choice, once it is in force; all ranks come by here."""
         choice = self._choice
+        if choice is self._looked_at or not choice.settled or self._model.plan.strategy != choice.strategy:
+            return
+        self._looked_at = choice
         told = f"{self._topology} {choice.reason}"
-        if not (choice.settled and choice.reason) or told == self._told:
+        if not choice.reason or told == self._told:
             return
         self._told = told
         workers = len(self._model.topology.nodes)
@@ -93,6 +101,7 @@ class StrategyTuner:
             "predicted_s": considered,
             "measured_s": tried,
             "json": choice.strategy.to_json(),
+            "table": table(),
         }
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
@@ -109,6 +118,9 @@ class StrategyTuner:
         if self._choice.settled:
             if ledger.steps % _WATCH_EVERY == 0 and self._model.touched:
                 self._choice = watch_rows(self._choice, self._agree(0, 0).rows)
+            return
+        if not self._context.may_choose(self._number):
+            self._since_s = None
             return
         took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
         in_force = self._model.plan.strategy == self._choice.strategy

@@ -30,6 +30,33 @@ class SparseBackward:
             handle.remove()
 
 
+_OF_TORCH = (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward)
+
+
+class _Gate(torch.autograd.Function):
+    """The table as it is; its gradient stays sparse on the way to ``.grad``, and becomes dense for all others."""
+
+    @staticmethod
+    def forward(ctx: Any, table: torch.Tensor) -> torch.Tensor:
+        ctx.param = table
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if grad.is_sparse and (torch.is_grad_enabled() or not _accumulates(ctx.param)):
+            return grad.to_dense()
+        return grad
+
+
+def _accumulates(param: torch.Tensor) -> bool:
+    """Whether the backward pass in progress adds to ``.grad``."""
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is autograd.grad, or backward() for some inputs
+        return False
+
+
 class _Switch:
     """Hooks on one layer. Copies of the layer, by ``deepcopy`` or pickle, have hooks that do nothing."""
 
@@ -39,21 +66,28 @@ class _Switch:
 
     def before(self, layer: Any, args: Any) -> None:
         """Forward begins."""
-        if torch.compiler.is_compiling() or self._param is None or layer.weight is not self._param:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return
+        if self._param is None or layer.weight is not self._param:
             return
         if layer.sparse or not self._param.requires_grad or not torch.is_grad_enabled():
             return
         # Torch has no sparse gradient of these.
         if layer.scale_grad_by_freq or getattr(layer, "mode", "") == "max":
             return
+        # These write to the table in forward, or may look at it there.
+        if layer.max_norm is not None or type(layer).forward not in _OF_TORCH:
+            return
         if _has_strange_hooks(self._param):
             return
         layer.sparse = self._switched = True
+        layer._parameters["weight"] = _Gate.apply(self._param)  # type: ignore[no-untyped-call]
 
     def after(self, layer: Any, args: Any, output: Any) -> None:
         """Forward has ended, perhaps with an error."""
         if self._switched:
             layer.sparse = self._switched = False
+            layer._parameters["weight"] = self._param
 
     def __reduce__(self) -> Any:
         return _Switch, (None,)

@@ -121,15 +121,9 @@ class TableGradient:
             grad.detach().index_copy_(0, rows.ids, rows.values)
             self._know(grad, rows.ids)
 
-    def _before(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient has come, and will be added to ``.grad`` unless user code asks for it by ``autograd.grad``."""
-        self._incoming = None
-        if not grad.is_sparse:
-            return None
-        if torch.is_grad_enabled() or not _accumulates(self.param):
-            return grad if self._shows == "sparse" else grad.to_dense()
-        self._incoming = grad._indices()[0]
-        return None
+    def _before(self, grad: torch.Tensor) -> None:
+        """A gradient has come, and will be added to ``.grad``."""
+        self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()
     def _after(self, param: torch.Tensor) -> None:
@@ -176,15 +170,6 @@ class TableGradient:
             return None
         known, version, ids = self._known
         return ids if grad is known() and grad._version == version else None
-
-
-def _accumulates(param: torch.nn.Parameter) -> bool:
-    """Whether the backward pass in progress adds to ``.grad``."""
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is autograd.grad, or backward() for some inputs
-        return False
 
 
 def _users(tensor: torch.Tensor) -> int:

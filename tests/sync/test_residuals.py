@@ -1,0 +1,334 @@
+"""Nothing of a gradient is lost by compression: what was applied and what is owed add up, whatever the group does.
+
+The parameters stay where they are (learning rate 0), so the exact gradient of every step is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elastic_ray as er
+from elastic_ray.data.order import IndexOrder
+from elastic_ray.loop.api import current_session
+from elastic_ray.sync import Owner, Reduce, Rule, Strategy, Wire
+from elastic_ray.sync.engine.reduction import PROBE_EVERY
+from tests.loop.changing import Change, Kill, Outcome, run_job
+from tests.loop.test_preemption import session_of
+
+SAMPLES, BATCH, EPOCHS = 50, 7, 2
+WAYS: list[Any] = ["int8", Strategy(default=Reduce(wire=Wire(rank=1), bucket_bytes=1024))]
+NAMES = ["int8", "low-rank"]
+ways = pytest.mark.parametrize("way", WAYS, ids=NAMES)
+
+
+def net() -> nn.Module:
+    """The same small model each time; torch's own generator belongs to all threads."""
+    model = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 16))
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.copy_(torch.linspace(-0.5, 0.6, p.numel()).sin().reshape(p.shape) + 0.03 * number)
+    return model
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    """Fixed rows."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.utils.data.TensorDataset(torch.randn(SAMPLES, 12, generator=generator))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Of some size."""
+    return model(x).square().sum(1).mean()
+
+
+def batches(batch_size: int = BATCH) -> list[Tensor]:
+    """What each step trains on."""
+    (samples,) = rows().tensors
+    orders = [torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)) for epoch in range(EPOCHS)]
+    whole = SAMPLES // batch_size * batch_size
+    return [samples[batch] for order in orders for batch in order[:whole].split(batch_size)]
+
+
+def exact(batch_size: int = BATCH) -> Tensor:
+    """The mean gradients of all steps, [steps, elements]."""
+    model, found = net(), []
+    for batch in batches(batch_size):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        found.append(gradients(model))
+    return torch.stack(found)
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """All of them, flat."""
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).double()
+
+
+STEPS = SAMPLES // BATCH * EPOCHS
+
+
+def owed_by(wrapped: Any) -> Tensor:
+    """What this rank owes, in the order of the model's parameters."""
+    debtors = wrapped._sync._owed._debtors
+    by_name = {name: piece for each in debtors for name, piece in each.by_name(each.owed()).items()}
+    pieces = [by_name.get(name, torch.zeros_like(p)) for name, p in wrapped.module.named_parameters()]
+    return torch.cat([piece.detach().reshape(-1) for piece in pieces]).double()
+
+
+class Loop:
+    """Trains; returns what this worker owes at the end.
+
+    Kept of each worker and step are the gradients that it applied, what it owed before the step, and after it.
+
+    Args:
+        way: the strategy.
+        micro: most samples that a rank takes at once.
+        every: steps whose gradients are added up by hand.
+        synced: of these, how many are synchronised together.
+        scaler: makes AMP's.
+        inside: called at the beginning of each step.
+        batch_size: of all ranks.
+        votes: whether ranks agree at each step's edge, by adding to an accumulator.
+    """
+
+    def __init__(
+        self,
+        way: Any,
+        micro: int | None = None,
+        every: int = 1,
+        synced: int = 1,
+        scaler: Callable[[], Any] = lambda: None,
+        inside: Callable[[int, Any], None] = lambda step, wrapped: None,
+        batch_size: int = BATCH,
+        votes: bool = False,
+    ) -> None:
+        self.applied: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.before: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.after: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self._batch_size, self._votes = batch_size, votes
+        self._way, self._micro, self._every, self._synced = way, micro, every, synced
+        self._scaler, self._inside = scaler, inside
+
+    def __call__(self) -> Tensor:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = self._scaler()
+        wrapped = er.AdaptiveDataParallel(
+            model, optimizer, scaling_rule="none", strategy=self._way, grad_scaler=scaler, nonfinite="ignore"
+        )
+        loader = er.AdaptiveDataLoader(rows(), batch_size=self._batch_size, seed=3, drop_last=True)
+        if self._micro is not None:
+            loader.autoscale_batch_size(self._batch_size, local_bsz_bounds=(1, self._micro), gradient_accumulation=True)
+        context, worker = er.get_context(), int(current_session().worker.removeprefix("w") or 0)
+        sums = er.Accumulator() if self._votes else None
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in loader:
+                step = context.get_global_step()
+                self._inside(step, wrapped)
+                self.before[worker][step] = owed_by(wrapped)
+                loss = loss_of(wrapped, x)
+                with nullcontext() if (step + 1) % self._synced == 0 else wrapped.no_sync():
+                    (loss if scaler is None else scaler.scale(loss)).backward()
+                if (step + 1) % self._every:
+                    continue
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                self.applied[worker][step] = gradients(model)
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad()
+                if sums is not None:
+                    sums["samples"] += len(x)
+                self.after[worker][step] = owed_by(wrapped)
+        wrapped._sync.remember()  # the last step counts
+        return owed_by(wrapped)
+
+
+def run(loop: Loop, script: Sequence[Change | Kill], first: Sequence[int]) -> tuple[Outcome, Tensor, Tensor]:
+    """The outcome, the sum of what was applied over all steps, and of what is owed at the end over all ranks."""
+    outcome = run_job(loop, script, first=first)
+    return outcome, total(loop), torch.stack([outcome.results[worker] for worker in outcome.groups[-1]]).sum(0)
+
+
+def total(loop: Loop, left_out: Sequence[int] = ()) -> Tensor:
+    """The sum of what was applied in all steps."""
+    applied: dict[int, Tensor] = {}
+    for by_step in loop.applied.values():
+        for step, each in by_step.items():
+            if step not in left_out:
+                assert torch.equal(applied.setdefault(step, each), each), "the mean is the same on all ranks"
+    return torch.stack(list(applied.values())).sum(0)
+
+
+def assert_all_there(applied: Tensor, owed: Tensor, wanted: Tensor) -> None:
+    """To 1e-6 of it, and not because nothing was owed."""
+    assert float(owed.norm()) > 1e-3 * float(wanted.norm()) / STEPS
+    assert float((applied + owed - wanted).norm()) < 1e-6 * float(wanted.norm())
+
+
+@ways
+@pytest.mark.parametrize(
+    ("first", "script"),
+    [
+        ((1, 2), []),
+        ((1, 2, 3), []),
+        ((1, 2), [Change(3, (1, 2, 3, 4)), Change(6, (2, 3, 4)), Change(9, (3, 5))]),
+        ((1, 2, 3), [Change(2, (1, 2)), Change(3, (2, 3)), Change(8, (3, 4, 5))]),
+        ((1, 2), [Change(3, (2,)), Change(6, (2, 3))]),
+    ],
+)
+def test_changes_of_group_keep_the_sum(way: Any, first: Sequence[int], script: Sequence[Change]) -> None:
+    outcome, applied, owed = run(Loop(way), script, first)
+    assert outcome.told == [] and len(outcome.groups) == len(script) + 1
+    assert_all_there(applied, owed, exact().sum(0))
+
+
+@ways
+def test_a_worker_that_is_left_alone_sends_what_was_owed(way: Any) -> None:
+    loop = Loop(way)
+    _, applied, owed = run(loop, [Change(4, (2,))], (1, 2, 3))
+    assert not bool(owed.any())
+    wanted = exact()
+    torch.testing.assert_close(loop.applied[2][6], wanted[6], rtol=1e-5, atol=1e-6)
+    assert float((loop.applied[2][5] - wanted[5]).norm()) > 1e-3, "that is when it was sent"
+    assert float((applied - wanted.sum(0)).norm()) < 1e-6 * float(wanted.sum(0).norm())
+
+
+@ways
+@pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "optimizer_step", "edge"])
+def test_a_killed_worker_loses_its_own_only_and_that_is_told(way: Any, moment: str) -> None:
+    """It dies as the last to come so far: until its reductions are over the step is drawn again, then it counts."""
+    loop = Loop(way)
+    outcome, applied, owed = run(loop, [Kill(5, 2, moment, last=True)], (1, 2, 3))
+    ((kind, text, detail),) = outcome.told
+    assert kind == "warning" and "what compression had left out of the gradients of one worker" in text
+    assert detail == {"workers": 1}
+    if moment == "optimizer_step":  # what it left out in this step died with it, unseen
+        return
+    lost = loop.after[2][5] if moment == "edge" else loop.before[2][5]
+    assert float(lost.norm()) > 0
+    assert_all_there(applied, owed + lost, exact().sum(0))
+
+
+@ways
+@pytest.mark.parametrize("script", [[], [Change(5, (1, 2, 3))], [Change(5, (2, 3))]])
+@pytest.mark.parametrize(("every", "synced"), [(2, 1), (7, 1), (2, 2)])
+def test_what_is_owed_enters_gradients_that_are_added_up_by_hand_once(
+    way: Any, every: int, synced: int, script: Sequence[Change]
+) -> None:
+    _, applied, owed = run(Loop(way, every=every, synced=synced), script, (1, 2))
+    assert_all_there(applied, owed, exact().sum(0))
+
+
+@ways
+def test_what_is_owed_enters_an_accumulation_once(way: Any) -> None:
+    _, applied, owed = run(Loop(way, micro=2, batch_size=8), [], (1, 2))
+    assert_all_there(applied, owed, exact(8).sum(0))
+
+
+@ways
+def test_amp_s_scale_may_change_and_steps_that_overflow_change_nothing(way: Any) -> None:
+    left_out: list[int] = []
+
+    def spoil(step: int, wrapped: Any) -> None:
+        session = current_session()
+        if step in (4, 9) and session.rank == session.world_size - 1 and step not in left_out:
+            left_out.append(step)
+            wrapped.module[0].bias.register_hook(_once(float("inf")))
+
+    def scaler() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+
+    loop = Loop(way, scaler=scaler, inside=spoil)
+    outcome = run_job(loop, first=(1, 2))
+    assert left_out == [4, 9]
+    for worker in (1, 2):
+        for step in left_out:
+            assert not bool(loop.applied[worker][step].isfinite().all())
+            assert torch.equal(loop.after[worker][step], loop.before[worker][step])
+    good = [step for step in range(STEPS) if step not in left_out]
+    assert_all_there(total(loop, left_out), outcome.results[1] + outcome.results[2], exact()[good].sum(0))
+
+
+def _once(value: float) -> Callable[[Tensor], Tensor | None]:
+    """A gradient hook that spoils the next gradient."""
+    used: list[bool] = []
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        if used:
+            return None
+        used.append(True)
+        return torch.full_like(gradient, value)
+
+    return hook
+
+
+@ways
+def test_a_step_that_is_drawn_again_after_its_update_owes_no_more(way: Any) -> None:
+    """Worker 2 dies before a vote on the step, which all have applied."""
+    loop = Loop(way, votes=True)
+    outcome = run_job(loop, [Kill(5, 2, "edge", last=True)], first=(1, 2, 3))
+    wanted = exact().sum(0)
+    drawn_again = loop.applied[1].pop(5)  # the second time, when nothing was applied
+    assert torch.equal(drawn_again, loop.applied[3].pop(5))
+    first = loop.applied[2][5]  # the first time
+    owed = outcome.results[1] + outcome.results[3] + loop.after[2][5]
+    assert outcome.told[0][2] == {"workers": 1}
+    loop.applied[2][5] = first
+    assert_all_there(total(loop), owed, wanted)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def captured(way: Any, world: int) -> dict[str, Any]:
+    """The state of a job in its fifth step."""
+    kept: list[dict[str, Any]] = []
+
+    def save(step: int, wrapped: Any) -> None:
+        if step == 5 and current_session().rank == 0:
+            kept.append(copy.deepcopy(current_session().states.capture()))
+
+    run_job(Loop(way, inside=save), first=tuple(range(1, world + 1)))
+    return kept[0]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(WAYS[1], "all_reduce"), ("ps", WAYS[1]), ("int8", "ps_balanced")])
+def test_a_state_of_one_strategy_loads_under_another(saved: Any, loaded: Any) -> None:
+    session_of(captured(saved, 3))
+    loop, wanted = Loop(loaded), exact()
+    loop()
+    ((_, applied),) = loop.applied.items()
+    assert sorted(applied) == list(range(5, STEPS))
+    for step, found in applied.items():
+        torch.testing.assert_close(found, wanted[step], rtol=1e-5, atol=1e-6)
+
+
+def test_what_others_owe_goes_on_when_an_owner_dies() -> None:
+    """Buckets are planned anew, with other owners."""
+    way = Strategy(rules=(Rule(pattern="0.weight", sync=Reduce(wire=Wire(dtype="int8"))),), default=Owner())
+    loop, wanted = Loop(way), exact()
+    run_job(loop, [Kill(5, 2, "allreduce"), Change(8, (1, 3, 4))], first=(1, 2, 3))
+    compressed = net()[0].weight.numel()  # type: ignore[index]
+    for step, found in loop.applied[1].items():
+        torch.testing.assert_close(found[compressed:], wanted[step][compressed:], rtol=1e-5, atol=1e-6)
+    assert float((total(loop) - wanted.sum(0)).norm()) < 0.01 * float(wanted.sum(0).norm())
+
+
+def test_the_first_step_is_a_probe() -> None:
+    loop, wanted = Loop("int8"), exact()
+    run_job(loop, first=(1, 2))
+    assert STEPS < PROBE_EVERY
+    torch.testing.assert_close(loop.applied[1][0], wanted[0], rtol=1e-5, atol=1e-6)
+    assert float((loop.applied[1][1] - wanted[1]).norm()) > 1e-4 * float(wanted[1].norm())
