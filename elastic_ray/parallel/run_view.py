@@ -12,17 +12,12 @@ from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import Stateful
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.context import SyncContext, SyncLedger
 from placement.goodput.model import NoiseScale
 
 
 class UpdateLedger(SyncLedger, Protocol):
     """Which step this rank is in, and whether its optimizers may step."""
-
-    @property
-    def outermost(self) -> StepView | None:
-        """The training step in progress, also while an evaluation pass runs inside it."""
 
     @property
     def accumulating(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from placement.checks import check_whole
+
 
 class StrategyError(ValueError):
     """A strategy cannot be used as it is, or not with this model, optimizer or group."""
@@ -13,6 +15,13 @@ def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
     """Refuse what is not among the known."""
     if value not in known:
         raise StrategyError(f"{field} must be one of {', '.join(known)}, but got {value!r}")
+
+
+def check_count(field: str, value: object, *, least: int, most: int) -> None:
+    """Refuse what is no whole number, or outside its range."""
+    check_whole(field, value, least=least, error=StrategyError)
+    if isinstance(value, int) and value > most:
+        raise StrategyError(f"{field} must be a whole number, {most} or less, but got {value!r:.40}")
 
 
 def check_range(field: str, value: object, *, above: float, up_to: float) -> None:

@@ -74,8 +74,8 @@ def resolve_strategy(given: object) -> StrategyBuilder:
 def _read(path: Path) -> Strategy:
     """The strategy in a file; an error names the file."""
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
         raise StrategyError(f"strategy {str(path)!r} cannot be read: {error}") from None
     try:
         return Strategy.from_json(text)

@@ -11,10 +11,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from elastic_ray.sync.checks import StrategyError, check_flag, check_one_of, check_range, check_type
-from placement.checks import check_whole
+from elastic_ray.sync.checks import StrategyError, check_count, check_flag, check_one_of, check_range, check_type
 
 VERSION = 1
+
+# Far above what is of use: a strategy may come from a file of somebody else's.
+_MOST_TEXT, _MOST_RULES, _LONGEST_NAME = 1 << 20, 10_000, 200
+_MOST_BYTES, _MOST_PARTS, _MOST_RANK = 1 << 40, 64, 4096
 
 WIRES = ("native", "bf16", "fp16", "int8")
 UPDATES = ("auto", "sparse", "dense")
@@ -42,7 +45,7 @@ class Wire:
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, WIRES)
-        check_whole("rank", self.rank, least=0, error=StrategyError)
+        check_count("rank", self.rank, least=0, most=_MOST_RANK)
         check_flag("error_feedback", self.error_feedback)
         if self.rank and self.dtype != "native":
             raise StrategyError(f"Wire.rank={self.rank} needs dtype='native', but dtype is {self.dtype!r}")
@@ -96,10 +99,10 @@ class Reduce:
     wire: Wire = NATIVE
 
     def __post_init__(self) -> None:
-        check_whole("bucket_bytes", self.bucket_bytes, least=1024, error=StrategyError)
-        check_whole("parts", self.parts, least=1, error=StrategyError)
-        check_whole("axis", self.axis, least=-1, error=StrategyError)
-        check_whole("seed", self.seed, least=0, error=StrategyError)
+        check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
+        check_count("parts", self.parts, least=1, most=_MOST_PARTS)
+        check_count("axis", self.axis, least=-1, most=16)
+        check_count("seed", self.seed, least=0, most=1 << 31)
         check_type("wire", self.wire, Wire)
         if self.parts > 1 and self.wire.compresses:
             raise StrategyError(
@@ -130,7 +133,7 @@ class Owner:
 
     def __post_init__(self) -> None:
         check_one_of("placement", self.placement, ("balanced", "first"))
-        check_whole("bucket_bytes", self.bucket_bytes, least=1024, error=StrategyError)
+        check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_type("wire", self.wire, Wire)
         if self.wire.rank or self.wire.dtype == "int8":
             raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
@@ -181,12 +184,12 @@ class Average:
 
     def __post_init__(self) -> None:
         check_one_of("algorithm", self.algorithm, AVERAGES)
-        check_whole("period", self.period, least=1, error=StrategyError)
+        check_count("period", self.period, least=1, most=1 << 31)
         check_range("alpha", self.alpha, above=0.0, up_to=1.0)
         check_range("outer_lr", self.outer_lr, above=0.0, up_to=10.0)
         check_range("outer_momentum", self.outer_momentum, above=-1e-9, up_to=0.9999)
         if self.until is not None:
-            check_whole("until", self.until, least=1, error=StrategyError)
+            check_count("until", self.until, least=1, most=1 << 53)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +232,12 @@ class Strategy:
     def __post_init__(self) -> None:
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise StrategyError(f"Strategy.rules must be a tuple of Rules, but got {self.rules!r}")
+        if len(self.rules) > _MOST_RULES:
+            raise StrategyError(f"Strategy.rules must be at most {_MOST_RULES}, but are {len(self.rules)}")
+        if not isinstance(self.name, str) or len(self.name) > _LONGEST_NAME or not (self.name + "x").isprintable():
+            raise StrategyError(
+                f"Strategy.name must be printable, {_LONGEST_NAME} characters at most: {self.name!r:.99}"
+            )
         check_type("default", self.default, (Reduce, Owner, Rows))
         if self.average is not None:
             check_type("average", self.average, Average)
@@ -287,13 +296,10 @@ class Strategy:
         Raises:
             StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.
         """
-        try:
-            tree = json.loads(text)
-        except ValueError as error:
-            raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None
-        if not isinstance(tree, dict) or tree.get("version") != VERSION:
-            found = tree.get("version") if isinstance(tree, dict) else type(tree).__name__
-            raise StrategyError(f"a strategy's JSON must have version {VERSION}, but it has {found!r}")
+        tree = _parse(text)
+        if not isinstance(tree, dict) or type(tree.get("version")) is not int or tree["version"] != VERSION:
+            found = repr(tree.get("version")) if isinstance(tree, dict) else f"a {type(tree).__name__}"
+            raise StrategyError(f"a strategy's JSON must be an object of version {VERSION}, but got {found}")
         _known("the strategy", tree, {"version", "name", "rules", "default", "average"})
         rules, average = tree.get("rules", []), tree.get("average")
         if not isinstance(rules, list) or not all(isinstance(each, dict) for each in rules):
@@ -305,11 +311,30 @@ class Strategy:
             ),
             default=_sync(tree["default"]) if "default" in tree else ALL_REDUCE,
             average=None if average is None else _build(Average, average),
-            name=str(tree.get("name", "")),
+            name=tree.get("name", ""),
         )
 
 
 _KINDS: Mapping[str, type[Sync]] = {kind.kind: kind for kind in (Reduce, Owner, Rows)}
+
+
+def _parse(text: str) -> Any:
+    """JSON of a file that may be anybody's: short, without depth, and with each field once."""
+    if len(text) > _MOST_TEXT:
+        raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise StrategyError(f"a field is there twice in {[name for name, _ in pairs]}")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except StrategyError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None
 
 
 def _wire(sync: Sync) -> Wire:
@@ -322,7 +347,7 @@ def _to_dict(sync: Sync) -> dict[str, Any]:
 
 def _sync(tree: Any) -> Sync:
     """From JSON."""
-    if not isinstance(tree, dict) or tree.get("kind") not in _KINDS:
+    if not isinstance(tree, dict) or not isinstance(tree.get("kind"), str) or tree["kind"] not in _KINDS:
         raise StrategyError(f"kind must be one of {', '.join(_KINDS)}, but got {tree!r}")
     fields = {key: value for key, value in tree.items() if key != "kind"}
     if "wire" in fields:

@@ -40,5 +40,8 @@ def test_a_path_is_named_where_it_cannot_be_read(tmp_path: Path) -> None:
         resolve_strategy(tmp_path / "absent.json")
     bad = tmp_path / "bad.json"
     bad.write_text('{"version": 7}')
-    with pytest.raises(StrategyError, match=r"bad\.json': .*version 1, but it has 7"):
+    with pytest.raises(StrategyError, match=r"bad\.json': .*version 1, but got 7"):
+        resolve_strategy(bad)
+    bad.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(StrategyError, match=r"bad\.json' cannot be read"):
         resolve_strategy(bad)

@@ -42,6 +42,10 @@ class SyncLedger(Protocol):
         """The innermost step in progress."""
 
     @property
+    def outermost(self) -> StepView | None:
+        """The training step in progress, also while an evaluation pass runs inside it."""
+
+    @property
     def failed(self) -> bool:
         """Whether the step is lost, and will be drawn again."""
 

@@ -247,6 +247,7 @@ class GradientEngine:
         self._carried.enter_group()
         if self._in_force.enter_group():
             self._reducer.rebuild()
+        self._reducer.enter_group()
         self._owed.enter_group()
 
     def remember(self) -> Any:

@@ -22,6 +22,10 @@ class Sequel(Protocol):
     def agenda(self) -> str:
         """What must be equal on all ranks for that."""
 
+    @property
+    def takes(self) -> int:
+        """How often buckets were laid out anew since the present group was entered; equal on all ranks."""
+
     def reduced(self, bucket_s: Sequence[float]) -> None:
         """All buckets hold their sums, each so many seconds after its reduction was begun."""
 
@@ -48,7 +52,6 @@ class BucketLayout:
         groups: number of parameter groups.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
         no_norms, nothing_to_share, all_used: values for them.
-        digest: what must be equal on all ranks.
     """
 
     def __init__(
@@ -75,7 +78,12 @@ class BucketLayout:
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
-        self.digest = digest((layout, size, plan.digest, sequel.agenda))
+        self._layout = (layout, size, plan.digest, sequel.agenda)
+
+    @property
+    def digest(self) -> int:
+        """What must be equal on all ranks."""
+        return digest((*self._layout, self.sequel.takes))
 
     def settle_first(self, index: int, owed: torch.Tensor) -> SettlingOperation:
         """Have a bucket's first pass add what a strategy before has left owed, without a loss scale."""

@@ -108,17 +108,17 @@ class GradientReducer:
             for bucket in self._buckets
             for hook in hooks_on_gradients(bucket.params, functools.partial(self._on_gradient, bucket))
         ]
-        self._announced = Announced(Intent.GRADIENTS, self._number, layout.digest)
+        self.enter_group()
+
+    def enter_group(self) -> None:
+        """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
+        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest)
 
     def follow(self, *, changed: bool) -> None:
-        """The model is called: take in what was unfrozen, unless a pass of this step has used the present buckets.
-
-        Args:
-            changed: whether there is something else to lay out buckets for.
-        """
+        """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
         if self._running or not (changed or self._trainable.changed()):
             return
-        if self._ledger.step is not None and self._ledger.step is self._step:
+        if self._step is not None and self._ledger.outermost is self._step:
             return  # from the next step on; until then nobody trains it
         self.rebuild()
 
@@ -177,8 +177,8 @@ class GradientReducer:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
         if step is None:
-            self._step = None
-            self.nonfinite_ranks = None
+            self._step = self.nonfinite_ranks = None
+            self._reduction.begin_step(self._ledger.steps)
             self._weight = 1.0 / self._group.world_size
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:

@@ -58,6 +58,9 @@ class StrategyInForce:
         self._model = model
         self._number = number
         self._asked: _Asked | None = None
+        self._asked_before: _Asked | None = None  # when the step in progress began
+        self._takes = 0
+        self._entering = True
         self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
         self._rows: Mapping[str, CountsRows] = {}
         self._step_s: deque[float] = deque(maxlen=_KEPT_TIMES)
@@ -65,6 +68,7 @@ class StrategyInForce:
         self._stepped: tuple[int, float] | None = None
         profile = model.profile
         self._plan = lower(builder.build(profile, Topology()), profile, Topology())
+        self._digest = self._plan.digest
         self._given = self._plan.strategy.to_json()
         self._tuner = self._tuner_for(builder, self._plan.strategy)
         self._has_tuned = self._tuner is not None
@@ -121,6 +125,27 @@ class StrategyInForce:
         in_force = self._tuner.choice.settled and self._tuner.strategy == self._plan.strategy
         return f"{CHOSEN}{self._key}" if in_force else None
 
+    @property
+    def digest(self) -> int:
+        """Of the present plan."""
+        return self._digest
+
+    @property
+    def asked_digest(self) -> int:
+        """Tells what is asked for apart; 0 where nothing is."""
+        asked = self._asked.strategy if self._asked is not None else self._wanted
+        if asked is None:
+            return 0
+        chooses = self._asked is not None and self._asked.tuner is not None
+        return 1 + int.from_bytes(
+            hashlib.blake2b(f"{chooses}{asked.to_json()}".encode(), digest_size=4).digest(), "big"
+        )
+
+    @property
+    def takes(self) -> int:
+        """How often buckets were laid out anew since the present group was entered; equal on all ranks."""
+        return self._takes
+
     def works(self, plan: SyncPlan) -> bool:
         """Whether a plan can be carried out."""
         try:
@@ -142,6 +167,8 @@ class StrategyInForce:
         strategy = builder.build(self.profile, self.topology)
         self._model.check(lower(strategy, self.profile, self.topology))
         tuner = self._tuner_for(builder, strategy)
+        if tuner is None and self._tuner is None and not self.pending and strategy == self._plan.strategy:
+            return  # it is in force
         if tuner is not None:
             tuner.enter_group()
         self._asked = _Asked(strategy, tuner)
@@ -167,7 +194,8 @@ class StrategyInForce:
                 self._tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self._plan = lower(strategy, self.profile, self.topology)
-        self._key = _key(strategy)
+        self._digest, self._key = self._plan.digest, _key(strategy)
+        self._takes += 0 if self._entering else 1
         self._step_s.clear()
         self._bucket_s.clear()
         self._stepped = None
@@ -201,21 +229,23 @@ class StrategyInForce:
     def enter_group(self) -> bool:
         """A group was entered, in which all ranks hold the same state; whether buckets are to be laid out anew."""
         self._stepped = None
+        self._takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
             self._asked.tuner.enter_group()
         if self._tuner is not None:
             self._tuner.enter_group()
             self.before_forward()
-        return self.pending or lower(self._plan.strategy, self.profile, self.topology).digest != self._plan.digest
+        return self.pending or lower(self._plan.strategy, self.profile, self.topology).digest != self._digest
 
     def remember(self) -> None:
         """A step begins."""
+        self._asked_before, self._entering = self._asked, False
         if self._tuner is not None:
             self._tuner.remember()
 
     def roll_back(self) -> None:
-        """It was lost."""
-        self._stepped = None
+        """It was lost, and with it what its body has asked for."""
+        self._stepped, self._asked = None, self._asked_before
         if self._tuner is not None:
             self._tuner.roll_back()
             self._wanted = None
