@@ -144,44 +144,63 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
 
 
 def _piece(state: _State, group: _State, param: torch.nn.Parameter) -> Tensor | None:
-    denominator = _denominator(state)
-    if denominator is None or _step(state) < WARM_STEPS:
+    size = denominators(state, group, param.dtype)
+    return None if size is None else torch.reciprocal(torch.maximum(size, least_denominator(size)))
+
+
+def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
+    """What the optimizer divides gradients of this type by, in float32 at least.
+
+    Args:
+        state: of the parameter, or rows of it.
+        group: the optimizer's options.
+        dtype: of the parameter.
+
+    Returns:
+        None where it divides by nothing, or not yet by anything of worth.
+    """
+    function = _denominator(state)
+    if function is None or _step(state) < WARM_STEPS:
         return None
-    size = denominator(state, group).to(torch.promote_types(param.dtype, torch.float32))
-    floor = size.square().mean().sqrt().mul_(1e-3).clamp_(min=torch.finfo(size.dtype).tiny)
-    return torch.reciprocal(torch.maximum(size, floor))
+    return function(state, group).to(torch.promote_types(dtype, torch.float32))
+
+
+def least_denominator(size: Tensor) -> Tensor:
+    """A thousandth of the root mean square, under which a denominator counts as this."""
+    return size.square().mean().sqrt().mul_(1e-3).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 class BucketPreconditioner:
-    """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same tensor.
+    """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same.
+
+    Args:
+        compute: makes it, as :func:`preconditioner`; None for the identity.
+        interval: steps.
 
     ``at(step)`` recomputes where step // interval changes, so ranks that count the same steps refresh
-    together. The tensor does not move with the optimizer's state in between; moments with beta2 = 0.999
+    together. It does not move with the optimizer's state in between; moments with beta2 = 0.999
     hardly do either.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter], *, interval: int = 16
-    ) -> None:
+    def __init__(self, compute: Callable[[], Any], *, interval: int = 16) -> None:
         if interval < 1:
             raise ValueError(f"interval must be 1 or more steps, but got {interval}")
-        self._optimizer = optimizer
-        self._params = tuple(params)
+        self._compute = compute
         self._interval = interval
         self._round: int | None = None
-        self._flat: Tensor | None = None
+        self._flat: Any = None
 
-    def at(self, step: int) -> Tensor | None:
+    def at(self, step: int) -> Any:
         """The preconditioner for this step; None = identity."""
         current = step // self._interval
         # A fresh state must not stay the identity for a whole interval once the moments are warm.
         if current != self._round or (self._flat is None and step <= WARM_STEPS):
-            self._flat = preconditioner(self._optimizer, self._params)
+            self._flat = self._compute()
             self._round = current
         return self._flat
 
     def invalidate(self) -> None:
-        """Forget the tensor: for every rank, when the generation or the optimizer's state changes."""
+        """Forget it: for every rank, when the generation or the optimizer's state changes."""
         self._round = None
 
 
@@ -211,7 +230,7 @@ class PairNorms:
 class PartialGradient(Protocol):
     """A flat gradient most of whose elements are zero. It does not change."""
 
-    def pair_norms(self, previous: Any, precond: Tensor | None) -> Tensor:
+    def pair_norms(self, previous: Any, precond: Any) -> Tensor:
         """||P g'||^2, ||P g||^2 and <P g', P g> with the previous gradient g', which is of its kind."""
 
 
@@ -255,7 +274,7 @@ class SuccessiveGradients:
         *,
         batch_size: int,
         group: int = 0,
-        precond: Tensor | None = None,
+        precond: Any = None,
         grad_scale: float | Tensor = 1.0,
     ) -> None:
         """Take in one bucket of a step; no-op for steps that belong to no pair.
@@ -270,7 +289,7 @@ class SuccessiveGradients:
                 under different keys.
             batch_size: global batch M of the step.
             group: parameter group of the bucket.
-            precond: diagonal preconditioner, the present one for both gradients.
+            precond: diagonal preconditioner, the present one for both gradients; of the gradient's own kind.
             grad_scale: AMP's loss scale that is still in ``flat``; divided out.
         """
         phase = step % self._every
@@ -310,7 +329,8 @@ class SuccessiveGradients:
         self._rows, self._first = {}, None
 
 
-def _pair_norms(previous: FlatGradient, flat: FlatGradient, precond: Tensor | None) -> Tensor:
+def _pair_norms(previous: FlatGradient, flat: FlatGradient, precond: Any) -> Tensor:
+    """See ``PartialGradient``."""
     if not isinstance(flat, Tensor):
         return flat.pair_norms(previous, precond)
     assert isinstance(previous, Tensor)

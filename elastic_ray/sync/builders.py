@@ -9,8 +9,10 @@ import dataclasses
 import re
 from typing import Protocol
 
+from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import NATIVE, Average, Owner, Reduce, Rows, Rule, Strategy, Wire
+from placement.checks import check_whole
 
 
 class StrategyBuilder(Protocol):
@@ -32,9 +34,16 @@ class AllReduce:
     bucket_bytes: int = 25 << 20
     wire: Wire = NATIVE
 
+    def __post_init__(self) -> None:
+        _ = self._reduce  # refuses what is out of range
+
+    @property
+    def _reduce(self) -> Reduce:
+        return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire), profile, "all_reduce")
+        return _dense(self._reduce, profile, self.wire.name or "all_reduce")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +55,9 @@ class PowerSGD:
     """
 
     rank: int = 4
+
+    def __post_init__(self) -> None:
+        check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
@@ -80,6 +92,9 @@ class PartitionedAR:
 
     parts: int = 4
 
+    def __post_init__(self) -> None:
+        Reduce(parts=self.parts)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
         return _dense(Reduce(parts=self.parts), profile, "partitioned_ar")
@@ -97,6 +112,9 @@ class RandomAxisPartitionAR:
     parts: int = 4
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        Reduce(parts=self.parts, axis=-1, seed=self.seed)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
         return _dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
@@ -113,6 +131,10 @@ class Parallax:
 
     update: str = "auto"
     wire: Wire = NATIVE
+
+    def __post_init__(self) -> None:
+        Rows(update=self.update)
+        Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
@@ -138,9 +160,16 @@ class LocalSGD:
 
     period: int = 4
 
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        return Average(algorithm="local_sgd", period=self.period)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return Strategy(average=Average(algorithm="local_sgd", period=self.period), name="local_sgd")
+        return Strategy(average=self._average, name="local_sgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +186,18 @@ class DiLoCo:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
-        average = Average(
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        return Average(
             algorithm="diloco", period=self.period, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum
         )
-        return Strategy(average=average, name="diloco")
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return Strategy(average=self._average, name="diloco")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +212,16 @@ class SMA:
     alpha: float = 0.1
     period: int = 1
 
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        return Average(algorithm="sma", alpha=self.alpha, period=self.period)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return Strategy(average=Average(algorithm="sma", alpha=self.alpha, period=self.period), name="sma")
+        return Strategy(average=self._average, name="sma")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,9 +237,16 @@ class PairAveraging:
 
     period: int = 1
 
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        return Average(algorithm="pair", period=self.period)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return Strategy(average=Average(algorithm="pair", period=self.period), name="pair")
+        return Strategy(average=self._average, name="pair")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +261,16 @@ class AdaptiveSGD:
     change_step: int
     alpha: float = 0.1
 
+    def __post_init__(self) -> None:
+        _ = self._average  # refuses what is out of range
+
+    @property
+    def _average(self) -> Average:
+        return Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
+
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        average = Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
-        return Strategy(average=average, name="adaptive_sgd")
+        return Strategy(average=self._average, name="adaptive_sgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ def resolve_strategy(given: object) -> StrategyBuilder:
         return NAMED[given]()
     if isinstance(given, type) or not callable(getattr(given, "build", None)):
         hint = "; make one of it: call it" if isinstance(given, type) else ""
+        hint = hint or ("; Strategy.from_json(json.dumps(...)) reads one" if isinstance(given, dict) else "")
         raise TypeError(f"strategy must be a name, a builder, a Strategy or a path, but got {given!r}{hint}")
     return given  # type: ignore[return-value]
 

@@ -72,7 +72,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
-    """What is done with each parameter: the first rule that matches one of its names."""
+    """What is done with each parameter: the first rule that matches one of its names, else the default."""
     matched: set[int] = set()
     found: list[Sync] = []
     for param in profile.params:
@@ -83,14 +83,12 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
                     matched.add(number)
                     ways.setdefault(rule.sync, name)
                     break
-            else:
-                ways.setdefault(strategy.default, name)
         if len(ways) > 1:
             raise StrategyError(
                 f"tied parameters need one strategy, but {' and '.join(ways.values())} are one tensor with "
-                f"{len(ways)} strategies: {' and '.join(map(str, ways))}"
+                f"{len(ways)} rules: {' and '.join(map(str, ways))}. Give all its names the same one"
             )
-        found.append(next(iter(ways)))
+        found.append(next(iter(ways), strategy.default))
     for number, rule in enumerate(strategy.rules):
         waits = any(fnmatch.fnmatchcase(name, rule.pattern) for name in profile.frozen)
         if number not in matched and not waits:

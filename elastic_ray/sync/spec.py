@@ -48,6 +48,11 @@ class Wire:
             raise StrategyError(f"Wire.rank={self.rank} needs dtype='native', but dtype is {self.dtype!r}")
 
     @property
+    def name(self) -> str:
+        """What a strategy of this form alone is called; empty for gradients as they are."""
+        return f"powersgd of rank {self.rank}" if self.rank else self.dtype if self.dtype != "native" else ""
+
+    @property
     def exact(self) -> bool:
         """Whether the mean arrives as it is."""
         return self.dtype == "native" and not self.rank

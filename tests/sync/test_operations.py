@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync import Owner, Reduce, Rows, StrategyError, Wire
+from elastic_ray.sync import Owner, Reduce, Wire
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.operations.buckets import Bucket, build_bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
@@ -293,10 +293,3 @@ def test_control_values_ride_on_nothing_that_rounds_or_divides() -> None:
     ways = [*EXACT, *ROUNDED, *COMPRESSED]
     assert [way for way in ways if carries_tail(plan(way), torch.float32)] == [Reduce()]
     assert not carries_tail(plan(Reduce()), torch.bfloat16)
-
-
-def test_a_way_that_nothing_carries_out_is_named() -> None:
-    with pytest.raises(StrategyError, match="there is no operation for Rows"):
-        make_operation(plan(Rows()))
-    with pytest.raises(StrategyError, match="parts must be 1 where the wire compresses, but got 2"):
-        Reduce(parts=2, wire=Wire(dtype="int8"))

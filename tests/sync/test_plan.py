@@ -105,11 +105,12 @@ def test_the_first_rule_that_matches_holds() -> None:
 
 def test_tied_parameters_have_one_strategy() -> None:
     tied = ParamInfo(names=("embed.weight", "head.weight"), shape=(10, 4))
-    strategy = Strategy(rules=(Rule(pattern="embed.*", sync=Rows()),))
+    for pattern in ("*.weight", "embed.*", "head.*"):
+        one = Strategy(rules=(Rule(pattern=pattern, sync=Rows()),))
+        assert lower(one, profile(tied), ranks(2)).buckets[0].sync == Rows(), "a rule for one name is for the tensor"
+    two = Strategy(rules=(Rule(pattern="embed.*", sync=Rows()), Rule(pattern="head.*", sync=Owner())))
     with pytest.raises(StrategyError, match=r"tied parameters need one strategy, but embed\.weight and head\.weight"):
-        lower(strategy, profile(tied), ranks(2))
-    both = Strategy(rules=(Rule(pattern="*.weight", sync=Rows()),))
-    assert lower(both, profile(tied), ranks(2)).buckets[0].sync == Rows()
+        lower(two, profile(tied), ranks(2))
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,28 @@ def test_a_step_that_is_drawn_again_after_its_update_owes_no_more(way: Any) -> N
     assert_all_there(total(loop), owed, wanted)
 
 
+# -- other strategies ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [*WAYS, "all_reduce", "ps", "bf16"], ids=[*NAMES, "all_reduce", "ps", "bf16"])
+@pytest.mark.parametrize("script", [[], [Kill(5, 3, "backward", last=True)], [Change(8, (1, 2, 3, 4))]])
+def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any]) -> None:
+    """Sent at once where that does not compress; a step that is lost there has sent nothing."""
+
+    def switch(step: int, wrapped: Any) -> None:
+        if step == 5:
+            wrapped.set_strategy(way)
+
+    loop = Loop("int8" if way != "int8" else WAYS[1], inside=switch)
+    outcome, applied, owed = run(loop, script, (1, 2, 3))
+    killed = bool(script) and isinstance(script[0], Kill)
+    assert len(outcome.told) == int(killed and way in WAYS)
+    assert bool(owed.any()) == (way in WAYS)
+    lost = loop.before[3][5] if killed else torch.zeros(())
+    wanted = exact().sum(0)
+    assert float((applied + owed + lost - wanted).norm()) < (1e-6 if way != "bf16" else 1e-2) * float(wanted.norm())
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 

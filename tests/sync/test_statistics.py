@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.sync import PowerSGD
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import Change, run_job
 
@@ -52,9 +53,13 @@ def measured(train: Any, script: Any = (), workers: int = 2) -> tuple[NoiseScale
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("strategy", ["bf16", "fp16", "ps_balanced", "partitioned_ar", "int8", "powersgd"])
+@pytest.mark.parametrize(
+    "strategy", ["bf16", "fp16", "ps_balanced", "partitioned_ar", "int8", PowerSGD(rank=1)], ids=str
+)
 def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 4)
+    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 8)
+    if optimizer == "adam" and isinstance(strategy, PowerSGD):
+        pytest.skip("Adam's units are others where a matrix's small elements are sent late")
     wanted, gain = measured(loop("all_reduce", optimizer))
     noise, theirs = measured(loop(strategy, optimizer))
     # Adam's units are from the gradients that it was given, which rounding makes others in every step.
@@ -67,5 +72,5 @@ def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, m
 @pytest.mark.parametrize("strategy", ["int8", "powersgd"])
 def test_it_is_measured_across_changes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have shares of another size each, so that estimates differ from group to group."""
-    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 4)
+    monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 8)
     measured(loop(strategy, scaling_rule="adascale"), [Change(3, (1, 2, 3)), Change(7, (1, 3))])

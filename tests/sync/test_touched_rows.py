@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.statistics import SuccessiveGradients, squared_norm
+from elastic_ray.batch.statistics import SuccessiveGradients, preconditioner, squared_norm
+from elastic_ray.sync.tables.row_preconditioner import row_preconditioner
 from elastic_ray.sync.tables.rows import pays
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense, rows_of_sparse
 
@@ -42,23 +44,55 @@ def test_sums_leave_the_parts_alone() -> None:
     assert all(torch.equal(part.values, each) for part, each in zip(parts, before, strict=True))
 
 
+class Weights:
+    """Of a whole table."""
+
+    def __init__(self) -> None:
+        self.whole = torch.rand(TABLE, WIDTH)
+
+    def of(self, ids: Tensor | None) -> Tensor:
+        return self.whole if ids is None else self.whole[ids]
+
+
 @pytest.mark.parametrize("rows", [some(0), some(1, 0), every(2)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_norms(rows: TouchedRows, weighted: bool) -> None:
-    weights = torch.rand(TABLE * WIDTH) if weighted else None
-    torch.testing.assert_close(rows.squared_norm(weights), squared_norm(rows.to_dense().reshape(-1), weights))
+@pytest.mark.parametrize("weights", [None, Weights()])
+def test_norms(rows: TouchedRows, weights: Weights | None) -> None:
+    flat = None if weights is None else weights.whole.reshape(-1)
+    torch.testing.assert_close(rows.squared_norm(weights), squared_norm(rows.to_dense().reshape(-1), flat))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("rows", [some(0), every(2)])
+def test_preconditioners(rows: TouchedRows, optimizer: Any) -> None:
+    table = torch.nn.Parameter(torch.zeros(TABLE, WIDTH))
+    made = optimizer([table])
+    assert row_preconditioner(made, table, None) is None
+    for step in range(6):
+        table.grad = some(step).to_dense()
+        made.step()
+    found = row_preconditioner(made, table, None)
+    whole = preconditioner(made, [table])
+    assert found is not None and whole is not None
+    made.step()  # what was computed stays
+    torch.testing.assert_close(found.of(rows.ids), whole.view(TABLE, WIDTH)[rows.at()])
+    again = row_preconditioner(made, table, found)
+    assert again is not None
+    torch.testing.assert_close(again.of(None), preconditioner(made, [table]).view(TABLE, WIDTH))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("previous", [some(3), some(4, 0), every(5), some(6, TABLE)])
 @pytest.mark.parametrize("rows", [some(0), some(1, 0), every(2)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_norms_of_a_pair(previous: TouchedRows, rows: TouchedRows, weighted: bool) -> None:
-    weights = torch.rand(TABLE * WIDTH) if weighted else None
+@pytest.mark.parametrize("weights", [None, Weights()])
+def test_norms_of_a_pair(previous: TouchedRows, rows: TouchedRows, weights: Weights | None) -> None:
+    flat = None if weights is None else weights.whole.reshape(-1)
     sums = []
-    for first, second in ((previous, rows), (previous.to_dense().reshape(-1), rows.to_dense().reshape(-1))):
+    for first, second, of in (
+        (previous, rows, weights),
+        (previous.to_dense().reshape(-1), rows.to_dense().reshape(-1), flat),
+    ):
         pairs = SuccessiveGradients()
-        pairs.add(0, 0, first, batch_size=4, precond=weights)
-        pairs.add(1, 0, second, batch_size=4, precond=weights)
+        pairs.add(0, 0, first, batch_size=4, precond=of)
+        pairs.add(1, 0, second, batch_size=4, precond=of)
         norms = pairs.take()
         assert norms is not None
         sums.append(norms.sums)

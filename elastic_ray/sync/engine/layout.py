@@ -10,6 +10,7 @@ import torch
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.operations.owing import SettlingOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
 
@@ -75,6 +76,12 @@ class BucketLayout:
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self.digest = digest((layout, size, plan.digest, sequel.agenda))
+
+    def settle_first(self, index: int, owed: torch.Tensor) -> SettlingOperation:
+        """Have a bucket's first pass add what a strategy before has left owed, without a loss scale."""
+        settling = SettlingOperation(self.operations[index], owed)
+        self.operations[index] = settling
+        return settling
 
     @property
     def tail(self) -> torch.Tensor:

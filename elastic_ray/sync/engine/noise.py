@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,13 +95,16 @@ class NoiseTracker:
         """Squared norm of a gradient that lies in the bucket, times ``weight``."""
         return bucket.squared_norm(self._preconditioner(bucket)) / (weight * weight)
 
-    def _preconditioner(self, bucket: GradientBucket) -> torch.Tensor | None:
+    def _preconditioner(self, bucket: GradientBucket) -> Any:
+        """The bucket's present one; None where the optimizer is not of Adam's kind."""
         if self._adam_like is None and self._optimizer.state:
             self._adam_like = is_adam_like(self._optimizer)
         if not self._adam_like:
             return None
         if bucket.index not in self._preconditioners:
-            self._preconditioners[bucket.index] = BucketPreconditioner(self._optimizer, bucket.params)
+            self._preconditioners[bucket.index] = BucketPreconditioner(
+                functools.partial(bucket.preconditioner, self._optimizer)
+            )
         return self._preconditioners[bucket.index].at(self._step)
 
     def collect(

@@ -10,7 +10,8 @@ import torch
 
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.buckets import Bucket
+from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.operations.residual import Residual
 from elastic_ray.sync.profile import ParamInfo
@@ -20,16 +21,19 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """A bucket that is compressed, with names for its parameters that hold in every layout."""
+    """A bucket that owes, with names for its parameters that hold in every layout.
+
+    Attributes:
+        bucket: it.
+        names: of its parameters.
+        residual: what it owes.
+        compression: what has left that out; None where a strategy before has.
+    """
 
     bucket: GradientBucket
-    operation: CompressedOperation
     names: Sequence[str]
-
-    @property
-    def residual(self) -> Residual:
-        """What it has left out."""
-        return self.operation.residual
+    residual: Residual
+    compression: Compression | None
 
     @property
     def owes(self) -> bool:
@@ -63,7 +67,8 @@ class _Debtor:
 
     def factors(self) -> dict[str, torch.Tensor]:
         """Those of its compression."""
-        return {self.names[place]: each for place, each in self.operation.compression.factors().items()}
+        known = self.compression.factors() if self.compression is not None else {}
+        return {self.names[place]: each for place, each in known.items()}
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
         """Go on from these."""
@@ -71,9 +76,10 @@ class _Debtor:
         self.residual.become(self.flat(owed) if mine & owed.keys() else None)
         if mine & folded.keys():
             self.residual.fold(self.flat(folded))
-        self.operation.compression.take_factors(
-            {place: factors[name] for place, name in enumerate(self.names) if name in factors}
-        )
+        if self.compression is not None:
+            self.compression.take_factors(
+                {place: factors[name] for place, name in enumerate(self.names) if name in factors}
+            )
 
 
 class OwedGradients:
@@ -81,7 +87,8 @@ class OwedGradients:
 
     Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
-    own with it, and so does one that was behind and takes over another's state: that is told.
+    own with it, and so does one that was behind and takes over another's state: that is told. Where the next strategy
+    does not compress, each rank adds its own to the first step.
 
     Args:
         context: the run.
@@ -90,11 +97,12 @@ class OwedGradients:
     def __init__(self, context: SyncContext) -> None:
         self._context = context
         self._debtors: list[_Debtor] = []
+        self._settling: list[_Debtor] = []  # which owe for one step, and only some ranks do
         self._members = 0  # ranks of the group that owes
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Other buckets: what is owed, and factors, go on by parameter; what nothing takes is gone.
+        """Other buckets: what is owed, and factors, go on by parameter.
 
         Args:
             layout: of the buckets.
@@ -104,19 +112,22 @@ class OwedGradients:
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
         factors: dict[str, torch.Tensor] = {}
-        for each in self._debtors:
+        for each in (*self._debtors, *self._settling):
             factors |= each.factors()
             if each.owes:
                 owed |= each.by_name(each.owed())
             if each.residual.folded is not None:
                 folded |= each.by_name(each.residual.folded)
-        self._debtors = [
-            _Debtor(bucket, operation, [params[place].name for place in mine])
-            for bucket, operation, mine in zip(layout.buckets, layout.operations, places, strict=True)
-            if isinstance(operation, CompressedOperation)
-        ]
-        for each in self._debtors:
-            each.take(owed, folded, factors)
+        self._debtors, self._settling = [], []
+        for index, (bucket, mine) in enumerate(zip(layout.buckets, places, strict=True)):
+            operation, names = layout.operations[index], [params[place].name for place in mine]
+            if isinstance(operation, CompressedOperation):
+                self._debtors.append(_Debtor(bucket, names, operation.residual, operation.compression))
+                self._debtors[-1].take(owed, folded, factors)
+            elif isinstance(bucket, Bucket) and owed.keys() & set(names):
+                debtor = _Debtor(bucket, names, Residual(), None)
+                residual = layout.settle_first(index, debtor.flat(owed)).residual
+                self._settling.append(dataclasses.replace(debtor, residual=residual))
 
     def before_change(self) -> None:
         """Add up over all ranks what is owed.

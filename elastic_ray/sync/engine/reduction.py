@@ -10,6 +10,7 @@ from elastic_ray.sync.engine.context import SyncConsensus, SyncGroup
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
+from elastic_ray.sync.operations.owing import OwingOperation
 from elastic_ray.sync.operations.protocol import GradientCollectives
 
 PROBE_EVERY = 32
@@ -38,7 +39,8 @@ class Reduction:
         self._layout = layout
         self._grad_scale = grad_scale
         self._works: list[Any] = []
-        self._compressed = [each for each in layout.operations if isinstance(each, CompressedOperation)]
+        self._owing = [each for each in layout.operations if isinstance(each, OwingOperation)]
+        self._compresses = any(isinstance(each, CompressedOperation) for each in self._owing)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None while nobody has looked
@@ -60,7 +62,7 @@ class Reduction:
         """
         self.end_step()
         self._plain = steps % PROBE_EVERY == 0
-        return self._plain or not self._compressed or self._group.world_size == 1
+        return self._plain or not self._compresses or self._group.world_size == 1
 
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
@@ -68,8 +70,8 @@ class Reduction:
         self._began_s[index] = time.perf_counter()
         if index == 0:
             self._asked, self._finite = False, None
-            for compressed in self._compressed:
-                compressed.prepare(plain=self._plain, scale=self._grad_scale())
+            for owing in self._owing:
+                owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         self._works += layout.operations[index].launch(layout.buckets[index], self._gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works.append(self._gradients.all_reduce(layout.tail))
@@ -92,9 +94,9 @@ class Reduction:
         ]:
             self.wait()
             finished += 1
-        if self._compressed and not self.is_finite():
-            for compressed in self._compressed:
-                compressed.drop()
+        if self._owing and not self.is_finite():
+            for owing in self._owing:
+                owing.drop()
         self._layout.sequel.reduced(self._took_s)
 
     def is_finite(self) -> bool:
@@ -105,9 +107,9 @@ class Reduction:
 
     def settle(self) -> None:
         """A group of one rank reduces nothing: what compressions owe goes into its gradients."""
-        if self._compressed and self._group.world_size == 1:
+        if self._owing and self._group.world_size == 1:
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
-                if isinstance(operation, CompressedOperation):
+                if isinstance(operation, OwingOperation):
                     operation.settle(bucket, self._grad_scale())
 
     def _started(self, index: int, works: Sequence[Any]) -> bool:

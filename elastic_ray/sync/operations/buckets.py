@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from elastic_ray.batch.statistics import squared_norm
+from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.operations.protocol import GradientBucket
 
@@ -93,6 +93,10 @@ class Bucket:
     def add(self, share: torch.Tensor) -> None:
         """Add a share to what it holds."""
         self.body.add_(share)
+
+    def preconditioner(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """What the optimizer multiplies these gradients with."""
+        return preconditioner(optimizer, self.params)
 
     def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
         """Of what it holds, each element times the preconditioner's."""

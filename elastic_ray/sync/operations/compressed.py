@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.sync.operations.owing import OwingOperation
 from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
-from elastic_ray.sync.operations.residual import Residual
 
 
 class Compression(Protocol):
@@ -43,7 +43,7 @@ class Compression(Protocol):
         """Go on from these."""
 
 
-class CompressedOperation:
+class CompressedOperation(OwingOperation):
     """See ``BucketOperation``, which this is.
 
     Args:
@@ -53,27 +53,16 @@ class CompressedOperation:
 
     Attributes:
         compression: the form.
-        residual: what it has left out.
         places: as given.
     """
 
     def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:
+        super().__init__()
         self.compression = compression
-        self.residual = Residual()
         self.places = tuple(places)
         self._feeds_back = feeds_back
-        self._plain, self._scale = False, 1.0
         self._vector: torch.Tensor | None = None
         self._left_out: torch.Tensor | None = None
-
-    def prepare(self, *, plain: bool, scale: float) -> None:
-        """A pass begins.
-
-        Args:
-            plain: send its gradients as they are, for statistics; what is owed waits.
-            scale: AMP's loss scale in them.
-        """
-        self._plain, self._scale = plain, scale
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
         """What is owed and the gradients, compressed."""
@@ -104,35 +93,18 @@ class CompressedOperation:
         self._vector = self._left_out = None
         return ()
 
-    def settle(self, bucket: GradientBucket, scale: float) -> None:
-        """A group of one rank compresses nothing: what is owed is added to its gradients, where all of them are there.
-
-        Args:
-            bucket: of the parameters.
-            scale: AMP's loss scale in their gradients.
-        """
-        owed = self.residual.owed
-        if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
-            return
-        vector = torch.zeros_like(owed.flat)
-        self.residual.add_to(vector, scale)
-        for param, piece in zip(bucket.params, torch.split(vector, [p.numel() for p in bucket.params]), strict=True):
-            if param.grad is not None:
-                param.grad.add_(piece.view(param.shape))
-        self.residual.leave(None, scale)
-
     def commit(self) -> None:
         """The step counts."""
-        self.residual.commit()
+        super().commit()
         self.compression.commit()
 
     def void(self) -> None:
         """It does not."""
-        self.residual.void()
+        super().void()
         self.compression.void()
         self._vector = self._left_out = None
 
     def drop(self) -> None:
         """The last pass counts for nothing: its sum was not finite."""
-        self.residual.drop()
+        super().drop()
         self.compression.drop()

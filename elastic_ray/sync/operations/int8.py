@@ -15,6 +15,7 @@ BLOCK = 2048
 # A scale below this would have no reciprocal; gradients that small round to zero.
 _SMALLEST = 1e-30
 _SCALE_BYTES = 4
+_AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 
 
 class Int8Compression:
@@ -45,7 +46,6 @@ class Int8Compression:
         self._work.view(-1)[: vector.numel()].copy_(vector)
         self._work.view(-1)[vector.numel() :].zero_()
         _quantise(self._work, self._sent)
-        self._work.sub_(_dequantised(self._sent, blocks))
         return (group.all_to_all(self._received, self._sent),)
 
     def go_on(
@@ -54,13 +54,18 @@ class Int8Compression:
         """The sum of this rank's share to all of them; then everything is there."""
         blocks = self._work.shape[1]
         if finished == 1:
-            share = _dequantised(self._received, blocks).sum(0)
-            _quantise(share, self._mine)
-            self._work[self._rank].add_(share).sub_(_dequantised(self._mine, blocks))
+            share = torch.zeros(1, blocks, BLOCK, device=vector.device)
+            for each in self._received:
+                _add_dequantised(each, share[0])
+            _quantise(share, self._mine.unsqueeze(0))
+            self._work[self._rank].add_(share[0])
             return (group.all_gather(self._received.view(-1), self._mine),)
-        vector.copy_(_dequantised(self._received, blocks).view(-1)[: vector.numel()])
         if left_out is not None:
             left_out.copy_(self._work.view(-1)[: vector.numel()])
+        self._work.zero_()
+        for each, place in zip(self._received, self._work, strict=True):
+            _add_dequantised(each, place)
+        vector.copy_(self._work.view(-1)[: vector.numel()])
         return ()
 
     def commit(self) -> None:
@@ -82,17 +87,30 @@ class Int8Compression:
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
-    """[..., blocks, BLOCK] float32 into [..., blocks * (BLOCK + 4)] bytes: the numbers, then the blocks' scales."""
-    blocks = values.shape[-2]
-    # Faster than the largest absolute value in one, by 7 times on CPUs; either is NaN where a value is.
-    largest = torch.maximum(values.amax(-1, keepdim=True), -values.amin(-1, keepdim=True)).clamp_(min=_SMALLEST)
-    numbers = (values * (127.0 / largest)).round_()
-    packed[..., : blocks * BLOCK].view(torch.int8).copy_(numbers.view(*values.shape[:-2], blocks * BLOCK))
-    packed[..., blocks * BLOCK :].view(torch.float32).copy_((largest / 127.0).squeeze(-1))
+    """[ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; in ``values`` stays what is left out.
+
+    The numbers come first, then the blocks' scales.
+    """
+    blocks = values.shape[1]
+    for row, place in zip(values, packed, strict=True):
+        numbers = place[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
+        scales = place[blocks * BLOCK :].view(torch.float32)
+        for first in range(0, blocks, _AT_ONCE):
+            piece = row[first : first + _AT_ONCE]
+            # Faster than the largest absolute value in one, by 7 times on CPUs; either is NaN where a value is.
+            largest = torch.maximum(piece.amax(1, keepdim=True), -piece.amin(1, keepdim=True)).clamp_(min=_SMALLEST)
+            rounded = (piece * (127.0 / largest)).round_()
+            numbers[first : first + _AT_ONCE].copy_(rounded)
+            scale = largest.div_(127.0)
+            scales[first : first + _AT_ONCE].copy_(scale.squeeze(1))
+            piece.sub_(rounded.mul_(scale))
 
 
-def _dequantised(packed: torch.Tensor, blocks: int) -> torch.Tensor:
-    """The inverse, but for the rounding."""
-    numbers = packed[..., : blocks * BLOCK].view(torch.int8).to(torch.float32)
-    scales = packed[..., blocks * BLOCK :].view(torch.float32)
-    return numbers.view(*packed.shape[:-1], blocks, BLOCK).mul_(scales.unsqueeze(-1))
+def _add_dequantised(packed: torch.Tensor, values: torch.Tensor) -> None:
+    """Add one rank's numbers, times their scales, to [blocks, BLOCK] of zeros or of other ranks'."""
+    blocks = values.shape[0]
+    numbers = packed[: blocks * BLOCK].view(torch.int8).view(blocks, BLOCK)
+    scales = packed[blocks * BLOCK :].view(torch.float32).unsqueeze(1)
+    for first in range(0, blocks, _AT_ONCE):
+        piece = numbers[first : first + _AT_ONCE].to(torch.float32)
+        values[first : first + _AT_ONCE].add_(piece.mul_(scales[first : first + _AT_ONCE]))

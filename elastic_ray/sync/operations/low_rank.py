@@ -54,7 +54,7 @@ class LowRankCompression:
         self._fresh: list[torch.Tensor] = []  # of the pass in progress
         self._given: dict[int, torch.Tensor] = {}  # before the first pass
         self._laid_out = 0
-        self._first = self._second = torch.empty(0)
+        self._first = self._second = self._product = torch.empty(0)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
         """P of all matrices, and what travels whole."""
@@ -81,17 +81,18 @@ class LowRankCompression:
                 # M^T P as (P^T M)^T: on CPUs the former takes 12 times as long.
                 torch.mm(basis.t(), matrix.of(vector), out=factor)
             return (group.all_reduce(self._second),)
-        if left_out is not None:
-            left_out.zero_()
         old = self._factors
         for number, (matrix, basis, factor) in enumerate(zip(self._matrices, self._bases(), self._fresh, strict=True)):
-            product = torch.mm(basis, factor)
             mine = matrix.of(vector)
+            product = torch.mm(basis, factor, out=self._product[: mine.numel()].view(mine.shape))
             if left_out is not None:
                 torch.sub(mine, product, alpha=1.0 / group.world_size, out=matrix.of(left_out))
             mine.copy_(product)
             self._fresh[number] = torch.where(factor.abs().sum() > 0, factor, old[number])
         self._copy_whole(vector, back=True)
+        if left_out is not None:
+            for each in self._whole:
+                left_out[each].zero_()
         return ()
 
     def commit(self) -> None:
@@ -133,6 +134,7 @@ class LowRankCompression:
                 self._whole.append(slice(first, first + numel))
             first += numel
         self._laid_out = vector.numel()
+        self._product = vector.new_empty(max((m.rows * m.columns for m in self._matrices), default=0))
 
     def _beginning(self, place: int, rank: int, columns: int, like: torch.Tensor) -> torch.Tensor:
         """A factor that was given, or a random one by the matrix's place."""

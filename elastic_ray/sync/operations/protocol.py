@@ -121,7 +121,10 @@ class GradientBucket(Protocol):
     def note_used(self) -> None:
         """Remember for the step's later micro-steps which parameters had a gradient."""
 
-    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+    def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What the optimizer multiplies these gradients with, for :meth:`squared_norm`; None is the identity."""
+
+    def squared_norm(self, preconditioner: Any) -> torch.Tensor:
         """Of what it holds, each element times the preconditioner's; a scalar tensor."""
 
     def total(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic_ray.sync.operations.gradient_checks import check_gradients
+from elastic_ray.sync.tables.row_preconditioner import RowPreconditioner, row_preconditioner
 from elastic_ray.sync.tables.table_gradient import TableGradient
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 
@@ -44,6 +45,7 @@ class RowBucket:
         self._used: list[bool] = []
         self._written: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._flat: torch.Tensor | None = None
+        self._preconditioner: RowPreconditioner | None = None
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
@@ -98,7 +100,12 @@ class RowBucket:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])
 
-    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+    def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
+        """What the optimizer multiplies rows with."""
+        self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
+        return self._preconditioner
+
+    def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
         """Of what it holds, each element times the preconditioner's."""
         return self.held.squared_norm(preconditioner)
 

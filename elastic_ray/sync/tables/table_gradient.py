@@ -76,7 +76,7 @@ class TableGradient:
 
     def show_rows(self) -> None:
         """Have a dense ``.grad`` be its rows, where they are known, until :meth:`show_table`."""
-        grad = self.param.grad
+        grad, self._aside = self.param.grad, None  # an optimizer that has failed did not come to show_table
         ids = self._touched(grad)
         if grad is not None and ids is not None:
             rows = TouchedRows(table=grad.shape[0], ids=ids, values=grad.detach().index_select(0, ids))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from elastic_ray.batch.statistics import squared_norm
+
+
+class RowWeights(Protocol):
+    """Weights of a table's elements."""
+
+    def of(self, ids: torch.Tensor | None) -> torch.Tensor:
+        """Those of some rows; of all for None."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +45,11 @@ class TouchedRows:
         """All of it times ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
 
-    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+    def squared_norm(self, preconditioner: RowWeights | None) -> torch.Tensor:
         """||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
-    def pair_norms(self, previous: TouchedRows, precond: torch.Tensor | None) -> torch.Tensor:
+    def pair_norms(self, previous: TouchedRows, precond: RowWeights | None) -> torch.Tensor:
         """||P g'||^2, ||P g||^2 and <P g', P g> with the same table's gradient g' of a step before."""
         there, mine = previous.at(), self.at()
         places = torch.searchsorted(there, mine).clamp_(max=max(previous.count - 1, 0))
@@ -53,11 +61,9 @@ class TouchedRows:
             u, v = u * weights, v * weights
         return torch.stack((previous.squared_norm(precond), self.squared_norm(precond), torch.dot(u, v)))
 
-    def of(self, flat: torch.Tensor | None) -> torch.Tensor | None:
-        """Elements of a flat table that belong to these rows."""
-        if flat is None or self.ids is None:
-            return flat
-        return flat.view(self.table, -1).index_select(0, self.ids).reshape(-1)
+    def of(self, weights: RowWeights | None) -> torch.Tensor | None:
+        """A table's weights that belong to these rows, flat."""
+        return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:
         """As a whole table."""

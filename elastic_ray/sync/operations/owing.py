@@ -1,0 +1,105 @@
+"""What operations have in common that owe a part of gradients for some time, and the simplest of them (torch)."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.residual import Residual
+
+
+class OwingOperation(abc.ABC):
+    """A ``BucketOperation`` that adds what is owed to a pass's gradients.
+
+    Attributes:
+        residual: what is owed.
+    """
+
+    def __init__(self) -> None:
+        self.residual = Residual()
+        self._plain, self._scale = False, 1.0
+
+    def prepare(self, *, plain: bool, scale: float) -> None:
+        """A pass begins.
+
+        Args:
+            plain: send its gradients as they are, for statistics; what is owed waits.
+            scale: AMP's loss scale in them.
+        """
+        self._plain, self._scale = plain, scale
+
+    @abc.abstractmethod
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """See ``BucketOperation``."""
+
+    @abc.abstractmethod
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """See ``BucketOperation``."""
+
+    def settle(self, bucket: GradientBucket, scale: float) -> None:
+        """A group of one rank reduces nothing: what is owed is added to its gradients, where all of them are there.
+
+        Args:
+            bucket: of the parameters.
+            scale: AMP's loss scale in their gradients.
+        """
+        owed = self.residual.owed
+        if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
+            return
+        vector = torch.zeros_like(owed.flat)
+        self.residual.add_to(vector, scale)
+        for param, piece in zip(bucket.params, torch.split(vector, [p.numel() for p in bucket.params]), strict=True):
+            if param.grad is not None:
+                param.grad.add_(piece.view(param.shape))
+        self.residual.leave(None, scale)
+
+    def commit(self) -> None:
+        """The step counts."""
+        self.residual.commit()
+
+    def void(self) -> None:
+        """It does not."""
+        self.residual.void()
+
+    def drop(self) -> None:
+        """The last pass counts for nothing: its sum was not finite."""
+        self.residual.drop()
+
+
+class SettlingOperation(OwingOperation):
+    """Another operation, which adds once what a strategy before has left owed.
+
+    Args:
+        operation: the other one.
+        owed: it, without a loss scale.
+    """
+
+    def __init__(self, operation: BucketOperation, owed: torch.Tensor) -> None:
+        super().__init__()
+        self._operation = operation
+        self.residual.become(owed)
+
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """What is owed and the gradients."""
+        if not self._plain and self.residual.owed is not None:
+            self.residual.add_to(bucket.flat_gradient(), self._scale)
+            self.residual.leave(None, self._scale)
+        return self._operation.launch(bucket, group)
+
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """As the other."""
+        return self._operation.go_on(bucket, group, finished)
+
+    def commit(self) -> None:
+        """The step counts."""
+        super().commit()
+        self._operation.commit()
+
+    def void(self) -> None:
+        """It does not."""
+        super().void()
+        self._operation.void()

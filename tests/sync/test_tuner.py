@@ -1,0 +1,195 @@
+"""The tuner of one rank, in a group that takes no time: what it keeps, gives up, and passes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ray.sync.choosing.choice import ChoiceSettings, Phase
+from elastic_ray.sync.plan import SyncPlan, lower
+from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
+from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.switching.tuner import StrategyTuner
+
+PARAMS = (
+    ParamInfo(names=("table",), shape=(1000, 64), table=True, sparse=True),
+    ParamInfo(names=("layer",), shape=(64, 64)),
+)
+
+
+class Collectives:
+    """Of two ranks, of which the other one does what this one does."""
+
+    rank, world_size, timeout_s = 0, 2, 1.0
+
+    def __init__(self) -> None:
+        self.gradients, self.gathered = self, 0
+
+    def gather_ints(self, values: Sequence[int], *, with_gradients: bool) -> list[list[int]]:
+        assert with_gradients, "nothing else may be met there"
+        self.gathered += 1
+        return [list(values)] * 2
+
+    def __getattr__(self, operation: str) -> Any:
+        return lambda *arguments: None
+
+
+class Run:
+    """A run, and the model of which it consists."""
+
+    def __init__(self, nodes: tuple[str, ...] = ("a", "b")) -> None:
+        self.group = self.ledger = self.consensus = self
+        self.communicator = Collectives()
+        self.nodes, self.step, self.steps = nodes, object(), 0
+        self.device = torch.device("cpu")
+        self.profile = ModelProfile(params=PARAMS)
+        self.told: list[tuple[str, str, dict[str, Any]]] = []
+        self.rows = {"table": 20}
+        self.plan = lower(first(), self.profile, self.topology)
+        self.tuner = StrategyTuner(self, ChoiceSettings(trials=2), self, first(), 0)  # type: ignore[arg-type]
+        self.tuner.enter_group()
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(nodes=self.nodes)
+
+    @property
+    def touched(self) -> dict[str, int]:
+        return self.rows
+
+    def works(self, plan: SyncPlan) -> bool:
+        return True
+
+    def may_choose(self, number: int) -> bool:
+        return True
+
+    def wait(self, work: object) -> None: ...
+
+    def tell(self, *event: Any) -> None:
+        self.told.append(event)
+
+    def train(self, steps: int = 1, *, follow: bool = True) -> None:
+        """Steps as the engine takes them."""
+        for _ in range(steps):
+            self.step = object()
+            self.tuner.remember()
+            self.tuner.tell(lambda: "the table")
+            if follow:
+                self.plan = lower(self.tuner.strategy, self.profile, self.topology)
+            self.tuner.reduced()
+            self.steps += 1
+
+    def settle(self) -> None:
+        for _ in range(200):
+            self.train()
+            if self.tuner.choice.settled:
+                return self.train()
+        raise AssertionError(f"not settled: {self.tuner.choice}")
+
+    def group_of(self, *nodes: str) -> None:
+        self.nodes = nodes
+        self.tuner.enter_group()
+
+
+def first() -> Strategy:
+    from elastic_ray.sync.builders import Auto
+
+    return Auto().build(ModelProfile(params=PARAMS), Topology())
+
+
+@pytest.mark.parametrize("steps", [3, 22, 35])
+def test_a_lost_step_leaves_nothing_behind(steps: int) -> None:
+    run = Run()
+    run.train(steps)
+    before = run.tuner.capture()
+    run.train()
+    assert run.tuner.capture() != before
+    run.tuner.roll_back()
+    assert run.tuner.capture() == before
+
+
+def test_one_step_is_measured_once_however_often_it_reduces() -> None:
+    run = Run()
+    run.train()
+    gathered = run.communicator.gathered
+    run.tuner.reduced()
+    assert run.communicator.gathered == gathered
+
+
+def test_steps_of_another_strategy_than_is_tried_do_not_count() -> None:
+    run = Run()
+    while run.tuner.choice.phase is not Phase.TRYING:
+        run.train()
+    run.train(50, follow=False)
+    assert run.tuner.choice.phase is Phase.TRYING and not run.tuner.choice.times
+
+
+def test_a_choice_is_told_once_and_settles_the_group() -> None:
+    run = Run()
+    run.settle()
+    run.train(5)
+    ((kind, text, detail),) = run.told
+    assert kind == "strategy" and text.startswith("strategy for 2 workers: ") and detail["table"] == "the table"
+    gathered = run.communicator.gathered
+    run.steps = 1
+    run.train(50)
+    assert run.communicator.gathered == gathered, "nothing is measured any more"
+
+
+def test_a_group_of_another_form_is_measured_and_a_known_one_is_not() -> None:
+    run = Run()
+    run.settle()
+    there = run.tuner.choice
+    run.group_of("x", "y")
+    assert run.tuner.choice == there, "other nodes of the same form"
+    run.group_of("x", "x")
+    assert run.tuner.choice.phase is Phase.CALIBRATING, "one node is another form"
+    run.group_of("x")
+    assert run.tuner.choice.settled and run.tuner.strategy == there.strategy
+    run.group_of("a", "b")
+    assert run.tuner.choice == there
+
+
+def test_a_trial_does_not_outlast_its_group() -> None:
+    run = Run()
+    while run.tuner.choice.phase is not Phase.TRYING:
+        run.train()
+    tried = run.tuner.strategy
+    run.group_of("a", "b", "c")
+    assert run.tuner.strategy != tried and run.tuner.choice.phase is Phase.CALIBRATING
+    run.group_of("a", "b")
+    assert run.tuner.strategy == tried and run.tuner.choice.phase is Phase.TRYING
+
+
+def test_it_chooses_anew_when_other_rows_are_touched() -> None:
+    run = Run()
+    run.settle()
+    run.plan = lower(run.tuner.strategy, run.profile, run.topology)
+    run.train(130)
+    assert run.tuner.choice.settled and dict(run.tuner.choice.rows)["table"] == 20
+    run.rows = {"table": 50}
+    for _ in range(65):
+        run.train()
+        if not run.tuner.choice.settled:
+            break
+    assert run.tuner.choice.phase is Phase.PROFILING, "links are known"
+    run.settle()
+    assert dict(run.tuner.choice.rows)["table"] == 50
+
+
+@pytest.mark.parametrize("steps", [0, 5, 22, 35, 150])
+def test_a_joiner_goes_on_where_the_others_are(steps: int) -> None:
+    run, joiner = Run(), Run(("a",))
+    run.train(steps)
+    joiner.tuner.restore(json.loads(json.dumps(run.tuner.capture())))
+    assert joiner.tuner.capture() == run.tuner.capture()
+    for each in (run, joiner):
+        each.group_of("a", "b")
+    assert joiner.tuner.choice == run.tuner.choice
+    for each in (run, joiner):
+        each.group_of("a", "b", "b")
+    assert joiner.tuner.capture() == run.tuner.capture()
