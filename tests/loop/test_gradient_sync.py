@@ -17,6 +17,7 @@ class Counting:
     """Leaves gradients as they are, and notes what it is asked for."""
 
     nonfinite_ranks, is_open, local, strategy_key = None, False, False, ""
+    gives_statistics, drifts, settled, drift_layout, marker = True, False, True, 0, 0
     calls: list[str]  # of the latest
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -33,6 +34,8 @@ class Counting:
             "before_forward",
             "before_update",
             "applied",
+            "after_step",
+            "collapse",
             "enter_group",
             "rebuild",
             "remember",
@@ -61,4 +64,8 @@ def test_a_model_trains_with_another_way_of_synchronising(monkeypatch: pytest.Mo
             wrapped(x).sum().backward()
             optimizer.step()
     assert torch.allclose(model.weight, before - 0.4), "two steps of two samples"
-    assert Counting.calls == ["enter_group", *["before_forward", "before_update", "applied"] * 2]
+    assert Counting.calls == [
+        "enter_group",
+        *["before_forward", "before_update", "applied", "after_step"] * 2,
+        "collapse",
+    ]
