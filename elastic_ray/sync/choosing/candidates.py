@@ -21,7 +21,6 @@ PLAIN = Reduce()
 _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
-    "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
     "partitioned_ar": Reduce(parts=PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
@@ -33,6 +32,10 @@ _COMPRESSED: Mapping[str, Sync] = {
 _OF_SPARSE: Mapping[str, Sync | None] = {"rows": Rows(), "rows made dense": Rows(update="dense")}
 _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
 _NO_TABLES: Mapping[str, Sync | None] = {"": None}
+
+
+# For fewer bytes all ways cost a few messages: what tells them apart in a trial is chance.
+_LEAST_BYTES = 4 * _MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,9 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
         (_OF_SPARSE if sparse else _NO_TABLES).items(),
         dense.items(),
     ):
+        others = [p for p in profile.params if not (p.sparse or (of_tables[1] is not None and p in tables))]
+        if rest[1] != PLAIN and sum(p.nbytes for p in others) < _LEAST_BYTES:
+            continue
         yield Strategy(
             rules=(*_rules(sparse, of_sparse[1]), *_rules(tables, of_tables[1])),
             default=rest[1],
