@@ -39,8 +39,10 @@ class RowSteps:
         """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
         if self._tables:
             before, after = self._hooks
-            self._optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
-            self._optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            befores: Any = self._optimizer._optimizer_step_pre_hooks  # an OrderedDict, whatever torch declares
+            afters: Any = self._optimizer._optimizer_step_post_hooks
+            befores.move_to_end(before.id)
+            afters.move_to_end(after.id, last=False)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer steps."""
