@@ -266,3 +266,41 @@ def test_rows_travel_at_once_where_there_is_room(ranks: Ranks) -> None:
     assert [(touched, len(rounds)) for touched, *rounds in found[0]] == [
         (20, 2), (20, 1), (24, 1), (60, 2), (60, 1), (90, 2), (20, 2), (20, 1), (0, 1), (20, 2)
     ]  # fmt: skip
+
+
+def rounds_by_rank(each: list[list[int]], table: int) -> list[int]:
+    """How many rounds steps take in which rank r touches each[r] rows."""
+    return [len(rounds) - 1 for rounds in rounds_of(each[int(os.environ["RANK"])], table)]
+
+
+def test_all_ranks_take_as_many_rounds_whatever_each_has_touched(ranks: Ranks) -> None:
+    each = [[20, 0, 3, 0, 60, 100, 1, 0, 0, 5], [3, 21, 0, 0, 0, 2, 100, 0, 30, 30]]
+    found = ranks.run(rounds_by_rank, each, 160, world=2)
+    assert found == [[2, 1, 1, 1, 2, 2, 2, 1, 2, 1]] * 2
+
+
+def trained_by_sparse_adam(each: list[list[int]], table: int) -> tuple[list[list[int]], list[int]]:
+    """Step 1 touches all rows, later ones on rank r those of each[r]: rows of each `.grad`, and rows that stay."""
+    torch.manual_seed(0)
+    layer = nn.EmbeddingBag(table, 2, mode="sum", sparse=True)
+    optimizer = torch.optim.SparseAdam(layer.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(layer, optimizer, strategy="parallax", scaling_rule="none")
+    rank, found = int(os.environ.get("RANK", 0)), []
+    for _ in er.remaining_epochs_until(1):
+        for step, _x in enumerate(er.AdaptiveDataLoader(torch.arange(8), batch_size=2)):
+            optimizer.zero_grad()
+            wrapped(torch.tensor([each[rank] if step else list(range(table))])).sum().backward()
+            assert layer.weight.grad is not None and layer.weight.grad.is_sparse
+            found.append(layer.weight.grad._indices()[0].tolist())
+            optimizer.step()
+            if not step:
+                begun = layer.weight.detach().clone()
+    return found, (layer.weight == begun).all(1).nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("table", [11, 60], ids=["whole table", "rows"])
+def test_a_sparse_gradient_has_the_touched_rows_alone(ranks: Ranks, table: int) -> None:
+    each = [list(range(7)), [5, 6, 7, 8]]
+    for found, stay in ranks.run(trained_by_sparse_adam, each, table, world=2):
+        assert found == [list(range(table)), *[list(range(9))] * 3]
+        assert stay == list(range(9, table))

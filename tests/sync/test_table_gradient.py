@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_ray.sync.engine.model_profile import profile_of
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 TABLE, WIDTH = 30, 3
@@ -171,6 +172,50 @@ def test_an_error_in_forward_leaves_the_layer_as_it_is() -> None:
     with pytest.raises(IndexError):
         pair.layer(torch.tensor([TABLE]))
     assert pair.layer.sparse is False
+
+
+def interrupted(pair: Pair) -> None:
+    """The layer's forward ends by an interrupt, which torch tells no hooks of."""
+
+    def stop(layer: Any, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = pair.layer.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        pair.layer(ids())
+    handle.remove()
+
+
+def test_an_interrupted_forward_is_no_setting_of_the_user_s() -> None:
+    pair = Pair()
+    param = pair.layer.weight
+    interrupted(pair)
+    assert not profile_of(pair.layer, [[param]], torch.optim.SGD([param])).params[0].sparse
+    assert pair.layer.sparse is False and pair.layer.weight is param
+    interrupted(pair)
+    pair.backward(ids())
+    pair.check()
+    interrupted(pair)
+    pair.table.close()
+    assert pair.layer.sparse is False and pair.layer.weight is param
+
+
+def test_what_is_known_of_another_gradient_does_not_count() -> None:
+    pair = Pair("dense")
+    table, param = pair.table, pair.layer.weight
+    pair.layer(torch.tensor([1, 2])).sum().backward()
+    assert param.grad is not None
+    param.grad.mul_(0.5).mul_(0.5)
+    version = param.grad._version
+    param.grad = torch.zeros_like(param)
+    param.grad[7] = 1.0
+    while param.grad._version < version:
+        table.write(table.rows(), sparse=False)
+    assert param.grad._version == version
+    param.grad = None
+    pair.layer(torch.tensor([5])).sum().backward()
+    grad: Any = param.grad
+    assert grad.abs().sum(1).nonzero().flatten().tolist() == [5]
 
 
 def test_closing_leaves_everything_as_it_was() -> None:

@@ -185,6 +185,7 @@ class GradientEngine:
         """What backward adds from here on is another loss's."""
         self._reducer.close()
         self._in_force.stepped()
+        self._row_steps.stand_inside()
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo
+from elastic_ray.sync.tables.sparse_backward import switch_off
 
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -21,6 +22,8 @@ def profile_of(
         groups: its trainable parameters by parameter group of the optimizer, in the model's order.
         optimizer: steps them.
     """
+    for layer in module.modules():
+        switch_off(layer)
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)

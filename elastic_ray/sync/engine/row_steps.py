@@ -13,9 +13,13 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 class RowSteps:
     """See the module's text. Optimizers whose step of a zero gradient changes nothing step rows; others the table.
 
+    Both give the same step, but not always the same bits. So nothing that may be on one rank only, such as a hook of
+    the user's, decides between them: hooks see the dense gradients, whatever is stepped.
+
     A momentum buffer that torch keeps as a sparse tensor grows with every step by the rows of its gradient, though most
     of them are there already: rows are put together after each step, so that it is the same on all ranks, and once
-    half of the table's are there, it becomes dense.
+    half of the table's are there, it becomes dense. It also does before the step of a dense gradient, which torch
+    cannot add to it; such a gradient comes where another strategy takes over.
 
     Args:
         optimizer: steps the tables.
@@ -24,23 +28,26 @@ class RowSteps:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._tables: Sequence[TableGradient] = ()
-        self._hooks: list[Any] = []
+        # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
+        self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
         """From now on there are these tables."""
         self._tables = tables
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if tables:
-            self._hooks = [
-                self._optimizer.register_step_pre_hook(self._before),
-                self._optimizer.register_step_post_hook(self._after),
-            ]
+
+    def stand_inside(self) -> None:
+        """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
+        if self._tables:
+            before, after = self._hooks
+            befores: Any = self._optimizer._optimizer_step_pre_hooks  # an OrderedDict, whatever torch declares
+            afters: Any = self._optimizer._optimizer_step_post_hooks
+            befores.move_to_end(before.id)
+            afters.move_to_end(after.id, last=False)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer steps; a hook of the user's that looks at gradients is to find them as always."""
-        if len(optimizer._optimizer_step_pre_hooks) > 1 or type(optimizer) not in _EXACT:
+        """The optimizer steps."""
+        _suit_momentum(optimizer)
+        if type(optimizer) not in _EXACT:
             return
         by_rows = {id(p) for group in optimizer.param_groups if _is_exact(group) for p in group["params"]}
         for table in self._tables:
@@ -50,6 +57,8 @@ class RowSteps:
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """It has stepped."""
+        if not self._tables:
+            return
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for table in self._tables:
             table.show_table()
@@ -66,6 +75,23 @@ def _is_exact(group: Mapping[str, Any]) -> bool:
     """Whether steps of sparse gradients equal those of dense ones: rows whose gradient is zero stay as they are."""
     moves_all = group.get("weight_decay", 0) or group.get("momentum", 0)
     return not (moves_all or group.get("fused") or group.get("differentiable"))
+
+
+@torch.no_grad()
+def _suit_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give SGD's momentum buffers a layout that torch can add to that of their gradients."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        for p in group["params"] if group["momentum"] else ():
+            state = optimizer.state.get(p, {})
+            buffer, grad = state.get("momentum_buffer"), p.grad
+            if buffer is None or grad is None or buffer.is_sparse == grad.is_sparse:
+                continue
+            if buffer.is_sparse:
+                state["momentum_buffer"] = buffer.to_dense()
+            elif group["nesterov"]:  # adds the buffer to the gradient
+                state["momentum_buffer"] = buffer.to_sparse(1)
 
 
 def _tidy(value: torch.Tensor, *, may_be_dense: bool) -> torch.Tensor:

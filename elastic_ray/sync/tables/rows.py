@@ -2,8 +2,9 @@
 
 Every rank tells how many rows it has, and sends them with that where they fit into the room that all expect from
 the step before. Rows that do not fit are gathered in a second round, padded to the most that one rank has; and where
-they are so many that this does not pay, the whole table is all-reduced instead. Every rank adds rows up in the order
-of ranks: equal bits everywhere.
+they are so many that this does not pay, the whole table is all-reduced instead, and, where the gradient is sparse,
+which rows were touched: an optimizer such as SparseAdam moves each row that the gradient names. Every rank adds rows up
+in the order of ranks: equal bits everywhere.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class RowsOperation:
         self._group: weakref.ref[GradientCollectives] | None = None
         self._room = 0
         self._gathered: torch.Tensor | None = None
+        self._marks: torch.Tensor | None = None
         self._counts: list[int] = []
         self._sparse: bool | None = None
 
@@ -49,7 +51,9 @@ class RowsOperation:
         if finished == 1:
             return self._look(bucket, group)
         if self._gathered is None:  # the whole table was reduced
-            bucket.take(bucket.held, sparse=self._sparse)
+            marks, self._marks = self._marks, None
+            rows = bucket.held if marks is None else bucket.held.only(marks)
+            bucket.take(rows, sparse=self._sparse)
         else:
             self._add_up(bucket, group)
         return ()
@@ -68,7 +72,9 @@ class RowsOperation:
             bucket.take(no_rows(bucket.table.param), sparse=self._sparse)
         elif not worth_it:
             self._gathered = None
-            return (group.all_reduce(bucket.fill_flat()),)
+            self._marks = bucket.held.marks() if self._sparse else None
+            works = [group.all_reduce(bucket.fill_flat())]
+            return works if self._marks is None else [*works, group.all_reduce(self._marks)]
         elif most > room:
             return self._gather(bucket, group, most)
         else:
@@ -103,7 +109,7 @@ class RowsOperation:
 
     def void(self) -> None:
         """Leave all memory to works that were given up."""
-        self._gathered = None
+        self._gathered = self._marks = None
 
 
 def pays(most: int, table: int, world_size: int) -> bool:

@@ -16,6 +16,7 @@ class SparseBackward:
     """
 
     def __init__(self, layer: torch.nn.Module, param: torch.nn.Parameter) -> None:
+        self._layer = layer
         self._handles: list[Any] = []
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and not layer.sparse:
             switch = _Switch(param)
@@ -26,8 +27,17 @@ class SparseBackward:
 
     def close(self) -> None:
         """Leave the layer alone."""
+        switch_off(self._layer)
         for handle in self._handles:
             handle.remove()
+
+
+def switch_off(layer: torch.nn.Module) -> None:
+    """Have a layer be as the user has set it, though its forward was interrupted: torch calls no hooks then."""
+    for hook in layer._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Switch):
+            owner.off(layer)
 
 
 _OF_TORCH = (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward)
@@ -66,6 +76,7 @@ class _Switch:
 
     def before(self, layer: Any, args: Any) -> None:
         """Forward begins."""
+        self.off(layer)  # the one before may have been interrupted
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         if self._param is None or layer.weight is not self._param:
@@ -85,6 +96,10 @@ class _Switch:
 
     def after(self, layer: Any, args: Any, output: Any) -> None:
         """Forward has ended, perhaps with an error."""
+        self.off(layer)
+
+    def off(self, layer: Any) -> None:
+        """Undo what :meth:`before` has done."""
         if self._switched:
             layer.sparse = self._switched = False
             layer._parameters["weight"] = self._param

@@ -40,6 +40,7 @@ class TableGradient:
         self._own: torch.Tensor | None = None  # memory of dense gradients
         # The dense gradient of which all rows but these are zero, as long as its version is this.
         self._known: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
+        self._shown: weakref.ref[torch.Tensor] | None = None  # the dense gradient that was last made of that memory
         self._incoming: torch.Tensor | None = None
         self._aside: torch.Tensor | None = None
         self._pause, self._left = 0, 0
@@ -147,7 +148,9 @@ class TableGradient:
         own = self._own
         if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
             self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)
-        elif self._known is not None and self._known[1] == own._version:
+        # What is known may be of another gradient, which has the same version by chance. All weak references to one
+        # tensor are one object, also when it is gone.
+        elif self._known is not None and self._known[0] is self._shown and self._known[1] == own._version:
             own.index_fill_(0, self._known[2], 0)
         else:
             own.zero_()
@@ -157,7 +160,7 @@ class TableGradient:
             own.index_copy_(0, rows.ids, rows.values)
         grad = own.detach()
         self.param.grad = grad
-        self._known = None
+        self._known, self._shown = None, weakref.ref(grad)
         if rows.ids is not None:
             self._know(grad, rows.ids)
 

@@ -41,6 +41,18 @@ class TouchedRows:
         """``ids``, also where they are all."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
+    def marks(self) -> torch.Tensor:
+        """[table] 1 for each row that it has, 0 for others."""
+        marks = torch.zeros(self.table, dtype=torch.int32, device=self.values.device)
+        return marks.index_fill_(0, self.at(), 1)
+
+    def only(self, marks: torch.Tensor) -> TouchedRows:
+        """Of a whole table, the rows whose mark is not 0."""
+        ids = marks.nonzero().squeeze(1)
+        if ids.numel() == self.table:
+            return self
+        return dataclasses.replace(self, ids=ids, values=self.values.index_select(0, ids))
+
     def scaled(self, factor: float) -> TouchedRows:
         """All of it times ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
