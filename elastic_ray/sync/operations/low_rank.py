@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.same_bits import orthonormal, product_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class LowRankCompression:
     One step of subspace iteration on M = sum_r M_r, from the factor Q of the step before, which is the same on all
     ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. What rank r leaves out is
     M_r - P Q'^T / W, so that the sum over W ranks is what M lacks. Tensors of one dimension, and matrices of which
-    factors would be more than half, travel whole beside P. A factor that comes out as zero is not kept: from zero no
+    factors would be more than half, travel whole beside P. Rows of Q^T that come out as zero are not kept: from zero no
     iteration finds anything.
 
     Args:
@@ -77,18 +78,18 @@ class LowRankCompression:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
             for matrix, basis, factor in zip(self._matrices, self._bases(), self._fresh, strict=True):
-                basis.copy_(torch.linalg.qr(basis).Q)
+                basis.copy_(orthonormal(basis))
                 # M^T P as (P^T M)^T: on CPUs the former takes 12 times as long.
                 torch.mm(basis.t(), matrix.of(vector), out=factor)
             return (group.all_reduce(self._second),)
         old = self._factors
         for number, (matrix, basis, factor) in enumerate(zip(self._matrices, self._bases(), self._fresh, strict=True)):
             mine = matrix.of(vector)
-            product = torch.mm(basis, factor, out=self._product[: mine.numel()].view(mine.shape))
+            product = product_of(basis, factor, self._product[: mine.numel()].view(mine.shape))
             if left_out is not None:
                 torch.sub(mine, product, alpha=1.0 / group.world_size, out=matrix.of(left_out))
             mine.copy_(product)
-            self._fresh[number] = torch.where(factor.abs().sum() > 0, factor, old[number])
+            self._fresh[number] = torch.where((factor != 0).any(1, keepdim=True), factor, old[number])
         self._copy_whole(vector, back=True)
         if left_out is not None:
             for each in self._whole:
