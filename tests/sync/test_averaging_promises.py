@@ -277,7 +277,8 @@ def test_ranks_whose_loss_scales_differ_go_on_from_the_smallest(how: str) -> Non
                 models.append(weights(model))
         return scales, models
 
-    (ours, mine), (theirs, others) = run_job(train, first=(1, 2)).results.values()
+    results = run_job(train, first=(1, 2)).results
+    (ours, mine), (theirs, others) = results[1], results[2]
     assert ours == [256.0] * 4 + [128.0] * (STEPS - 4)
     assert theirs == [256.0] + [128.0] * (STEPS - 1)
     assert all(torch.equal(one, other) for one, other in zip(mine[4:], others[4:], strict=True))

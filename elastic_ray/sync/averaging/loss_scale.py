@@ -1,4 +1,4 @@
-"""The loss scale with which all ranks go on where each has updated AMP's ``GradScaler`` by its own gradients (torch)."""
+"""The loss scale of all ranks where each has updated AMP's ``GradScaler`` by its own gradients (torch)."""
 
 from __future__ import annotations
 
