@@ -130,6 +130,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._grad_scale,
             self._index,
             check_finite=self._finite.looks,
+            scaler=self._scaler,
         )
         if not self._by_default and isinstance(self._rule, (AdaScale, AdamScale)):
             self._sync.require_statistics(f"scaling_rule {type(self._rule).__name__}")

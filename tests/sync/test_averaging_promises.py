@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,43 @@ def test_an_update_that_one_rank_s_scaler_leaves_out_disturbs_nobody(ranks: Rank
     (ours, applied, scale), (theirs, others, less) = ranks.run(with_a_scaler, strategy, world=2)
     assert torch.equal(ours, theirs) and ours.isfinite().all()
     assert all(applied) and [step for step, made in enumerate(others) if not made] == [3]
-    assert scale == 2 * less, "each unscales its own gradients by its own scale"
+    assert scale == less == 128.0, "all end with the smaller scale"
+
+
+@pytest.mark.parametrize("how", ["until", "switch"])
+def test_ranks_whose_loss_scales_differ_go_on_from_the_smallest(how: str) -> None:
+    """Gradients that are added up afterwards are scaled alike."""
+
+    def train() -> Any:
+        model = net()
+        optimizer = sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+        strategy = AdaptiveSGD(change_step=4) if how == "until" else "sma"
+        wrapped = er.AdaptiveDataParallel(
+            model, optimizer, grad_scaler=scaler, strategy=strategy, nonfinite="ignore", scaling_rule="none"
+        )
+        context, scales, models = er.get_context(), [], []
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for x, _ in er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3):
+                step = context.get_global_step()
+                if how == "switch" and step == 3:
+                    wrapped.set_strategy("all_reduce")
+                optimizer.zero_grad()
+                loss = wrapped(x).square().mean()
+                if current_session().rank == 1 and step == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                scales.append(scaler.get_scale())
+                models.append(weights(model))
+        return scales, models
+
+    results = run_job(train, first=(1, 2)).results
+    (ours, mine), (theirs, others) = results[1], results[2]
+    assert ours == [256.0] * 4 + [128.0] * (STEPS - 4)
+    assert theirs == [256.0] + [128.0] * (STEPS - 1)
+    assert all(torch.equal(one, other) for one, other in zip(mine[4:], others[4:], strict=True))
 
 
 def two_models(first: str, second: str) -> Any:
@@ -298,6 +335,39 @@ def differing() -> Any:
 def test_ranks_that_average_otherwise_learn_it_in_the_first_step(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match="the ranks do different things in step 0"):
         ranks.run(differing, world=2)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_strategy_that_one_rank_alone_asks_for_is_refused_on_all(moment: str) -> None:
+    """Before the backward pass of a step, or behind its update."""
+    told: list[str] = []
+    both = threading.Barrier(2)  # the job ends with the first error
+
+    def train() -> None:
+        model = net()
+        optimizer = sgd(model)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, strategy="local_sgd", scaling_rule="none")
+
+        def ask(now: str) -> None:
+            if now == moment and current_session().rank == 0 and er.get_context().get_global_step() == 2:
+                wrapped.set_strategy("all_reduce")
+
+        try:
+            for _ in er.remaining_epochs_until(EPOCHS):
+                for x, _ in er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3):
+                    ask("before")
+                    optimizer.zero_grad()
+                    wrapped(x).square().mean().backward()
+                    optimizer.step()
+                    ask("after")
+        except er.RanksDisagreeError as error:
+            told.append(str(error))
+            both.wait(20)
+            raise
+
+    with pytest.raises(er.RanksDisagreeError):
+        run_job(train, first=(1, 2))
+    assert len(told) == 2 and all("the ranks do different things in step" in each for each in told)
 
 
 @pytest.mark.parametrize("rule", ["adascale", "adamscale"])

@@ -311,6 +311,32 @@ def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any
     assert float((applied + owed + lost - wanted).norm()) < (1e-6 if way != "bf16" else 1e-2) * float(wanted.norm())
 
 
+@ways
+@pytest.mark.parametrize(
+    "script", [[Change(8, (1, 2))], [Change(4, (1, 2))], [Change(4, (1, 2, 4)), Change(7, (2, 4))]]
+)
+def test_what_a_leaver_owes_stays_where_the_strategy_was_set_in_training(way: Any, script: list[Change]) -> None:
+    """Also where it takes effect with the next group's first step."""
+
+    def switch(step: int, wrapped: Any) -> None:
+        if step == 4:
+            wrapped.set_strategy(way)
+
+    outcome, applied, owed = run(Loop("all_reduce", inside=switch), script, (1, 2, 3))
+    assert outcome.told == []
+    assert_all_there(applied, owed, exact().sum(0))
+
+
+@ways
+def test_what_a_dead_worker_owed_is_told_where_the_strategy_was_set_in_training(way: Any) -> None:
+    def switch(step: int, wrapped: Any) -> None:
+        if step == 2:
+            wrapped.set_strategy(way)
+
+    outcome = run_job(Loop("all_reduce", inside=switch), [Kill(6, 2, "backward", last=True)], first=(1, 2, 3))
+    assert [detail for _, _, detail in outcome.told] == [{"workers": 1}]
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 

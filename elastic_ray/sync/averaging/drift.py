@@ -9,6 +9,7 @@ import torch
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.averaging.algorithms import make_averager
 from elastic_ray.sync.averaging.consensus import agree
+from elastic_ray.sync.averaging.loss_scale import smallest_scale, take_scale
 from elastic_ray.sync.averaging.protocol import Averager, AveragingRun, TrainedParameters
 from elastic_ray.sync.averaging.replica import Replica
 from elastic_ray.sync.spec import Average
@@ -27,7 +28,8 @@ class Drift:
 
     Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
     ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
-    mean of parameters alone would leave each with moments of its own.
+    mean of parameters alone would leave each with moments of its own. AMP's scalers go on from the smallest loss scale:
+    gradients that are added up must be scaled alike.
 
     Args:
         context: the run.
@@ -35,6 +37,7 @@ class Drift:
         trainable: its trained parameters.
         optimizer: steps them.
         number: of the model.
+        scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class Drift:
         trainable: TrainedParameters,
         optimizer: torch.optim.Optimizer,
         number: int,
+        scaler: Any = None,
     ) -> None:
         self._context = context
         self._trainable = trainable
         self._optimizer = optimizer
         self._number = number
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._replica = Replica(module, trainable, context)
         self._average: Average | None = None
         self._averager: Averager | None = None
@@ -127,7 +132,9 @@ class Drift:
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
+            amp = smallest_scale(communicator, self._scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
+            take_scale(self._scaler, amp)
         steps = self._context.ledger.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
@@ -147,12 +154,14 @@ class Drift:
         trees = self._trees()
         if self._averager is not None:
             trees["averager"] = self._averager.capture()
+        amp = smallest_scale(communicator, self._scaler, counts=counts)
         agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
         self._take(agreed)
         if agreed is not None and self._averager is not None and "averager" in agreed:
             self._averager.restore(agreed["averager"])
         if holds:
             self._marker = marker
+            take_scale(self._scaler, amp)
 
     def entered(self) -> None:
         """A group was entered, and all its ranks hold the same."""

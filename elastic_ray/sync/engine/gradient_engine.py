@@ -49,6 +49,7 @@ class GradientEngine:
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
+        scaler: AMP's ``GradScaler``; None without AMP.
 
     Raises:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
@@ -66,6 +67,7 @@ class GradientEngine:
         number: int,
         *,
         check_finite: bool,
+        scaler: Any = None,
     ) -> None:
         self._context = context
         self._module = module
@@ -76,7 +78,8 @@ class GradientEngine:
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
-        self._drift = Drift(context, module, trainable, optimizer, number)
+        self._drift = Drift(context, module, trainable, optimizer, number, scaler)
+        self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
         self._row_steps = RowSteps(optimizer)
         self._reducer = GradientReducer(
             trainable,
@@ -214,8 +217,13 @@ class GradientEngine:
 
     @property
     def drift_layout(self) -> int:
-        """A digest of how they are averaged, and of what; equal on all ranks."""
-        return digest(self.plan.digest)
+        """A digest of how they are averaged, of what, and of what comes next; equal on all ranks.
+
+        Ranks agree on it before they commit a step. What is asked for later than that waits for the next one, for only
+        some ranks may have come so far when the step ends.
+        """
+        self._ends = self._in_force.pending
+        return digest((self.plan.digest, self._in_force.asked_digest))
 
     @property
     def marker(self) -> int:
@@ -224,7 +232,7 @@ class GradientEngine:
 
     def after_step(self) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
-        self._drift.after_step(ends=self._in_force.pending)
+        self._drift.after_step(ends=self._ends)
 
     def collapse(self) -> None:
         """Where models differ from rank to rank: make them one."""

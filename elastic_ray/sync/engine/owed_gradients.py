@@ -98,7 +98,7 @@ class OwedGradients:
         self._context = context
         self._debtors: list[_Debtor] = []
         self._settling: list[_Debtor] = []  # which owe for one step, and only some ranks do
-        self._members = 0  # ranks of the group that owes
+        self._members = 0  # ranks of the group that owes, or would under another strategy
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
@@ -146,23 +146,22 @@ class OwedGradients:
     def enter_group(self) -> None:
         """A group was entered: begin with an equal part of the sum, or go on with one's own where that is not known.
 
+        All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
+        begun with a strategy that compresses, and others not yet.
+
         Raises:
             CommunicationFailedError: the group broke again.
         """
-        if not self._debtors:
-            self._members = 0
-            return
         world_size = self._context.group.world_size
-        if self._members:
-            owes = any(each.owes for each in self._debtors)
-            known = all(each.residual.folded is not None for each in self._debtors)
-            row = [int(known), int(self._holds), int(owes), self._members]
-            rows = self._context.group.communicator.gather_ints(row) if world_size > 1 else [row]
-            if all(row[0] for row in rows):
-                for each in self._debtors:
-                    each.residual.share(world_size)
-            elif any(row[2] for row in rows):
-                self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
+        owes = any(each.owes for each in self._debtors)
+        known = all(each.residual.folded is not None for each in self._debtors)
+        row = [int(known), int(self._holds), int(owes), self._members]
+        rows = self._context.group.communicator.gather_ints(row) if world_size > 1 else [row]
+        if all(row[0] for row in rows):
+            for each in self._debtors:
+                each.residual.share(world_size)
+        elif any(row[2] for row in rows):
+            self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
         self._members, self._holds = world_size, True
 
     def _tell_lost(self, workers: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.reports import CHOSEN
+from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.choice import ChoiceSettings
@@ -108,6 +109,15 @@ class StrategyInForce:
     def pending(self) -> bool:
         """Whether another strategy, or another tuner, is to take effect."""
         return self._asked is not None or self._wanted is not None
+
+    @property
+    def asked_digest(self) -> int:
+        """A digest of the strategy that is to take effect, and of whether it is being chosen; 0 for none."""
+        asked = self._asked
+        strategy = asked.strategy if asked is not None else self._wanted
+        if strategy is None:
+            return 0
+        return digest((strategy.to_json(), asked is not None, asked is not None and asked.tuner is not None))
 
     @property
     def agenda(self) -> str:
