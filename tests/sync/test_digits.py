@@ -11,6 +11,8 @@ from torch import nn
 import elastic_ray as er
 from tests.loop.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 EPOCHS, BATCH, HELD_OUT = 12, 64, 360
 
 

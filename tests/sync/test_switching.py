@@ -174,7 +174,9 @@ def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("moment", ["allreduce", "edge", "after_step"])
-@pytest.mark.parametrize("step", [4, 28, 34])
+@pytest.mark.parametrize(
+    "step", [pytest.param(4, marks=pytest.mark.slow), pytest.param(28, marks=pytest.mark.slow), 34]
+)
 def test_a_worker_that_dies_in_the_middle_of_measuring(moment: str, step: int) -> None:
     outcome = run_job(growing, [Kill(step, 3, moment), Change(step + 20, (1, 2, 4))], first=(1, 2, 3))
     assert set(outcome.results) == {1, 2, 4}

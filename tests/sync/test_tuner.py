@@ -17,7 +17,7 @@ from elastic_ray.sync.switching.tuner import StrategyTuner
 
 PARAMS = (
     ParamInfo(names=("table",), shape=(1000, 64), table=True, sparse=True),
-    ParamInfo(names=("layer",), shape=(64, 64)),
+    ParamInfo(names=("layer",), shape=(1024, 1024)),
 )
 
 

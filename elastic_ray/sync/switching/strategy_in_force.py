@@ -141,17 +141,6 @@ class StrategyInForce:
         return self._digest
 
     @property
-    def asked_digest(self) -> int:
-        """Tells what is asked for apart; 0 where nothing is."""
-        asked = self._asked.strategy if self._asked is not None else self._wanted
-        if asked is None:
-            return 0
-        chooses = self._asked is not None and self._asked.tuner is not None
-        return 1 + int.from_bytes(
-            hashlib.blake2b(f"{chooses}{asked.to_json()}".encode(), digest_size=4).digest(), "big"
-        )
-
-    @property
     def takes(self) -> int:
         """How often buckets were laid out anew since the present group was entered; equal on all ranks."""
         return self._takes
