@@ -21,6 +21,7 @@ PLAIN = Reduce()
 _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
+    "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
     "partitioned_ar": Reduce(parts=PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
