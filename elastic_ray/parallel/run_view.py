@@ -11,6 +11,7 @@ import torch
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
 from elastic_ray.sync.engine.context import SyncContext, SyncLedger
 from placement.goodput.model import NoiseScale
@@ -47,49 +48,6 @@ class SharedStates(Protocol):
         """Undo for small state that user code moves on even when its step is lost."""
 
 
-class GroupGradients(Protocol):
-    """Gradients, and models that are averaged, which a change of group concerns."""
-
-    @property
-    def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether they do not after the steps that are committed."""
-
-    @property
-    def drift_layout(self) -> int:
-        """A digest of how they are averaged."""
-
-    @property
-    def marker(self) -> int:
-        """Which average was the last to end on this rank."""
-
-    def after_step(self) -> None:
-        """All ranks have committed a step that trained."""
-
-    def collapse(self) -> None:
-        """Make models one that differ."""
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """The same in a new group."""
-
-    @property
-    def local(self) -> bool:
-        """Whether they differ from rank to rank."""
-
-    def before_change(self) -> None:
-        """The group is about to change."""
-
-    @property
-    def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
-
-    def enter_group(self) -> None:
-        """A group was entered."""
-
-
 class LeadingLoader(Protocol):
     """The loader that leads."""
 
@@ -114,7 +72,7 @@ class ModelParts(Protocol):
     def add_buffers(self, buffers: SyncedBuffers) -> None:
         """A model's buffers."""
 
-    def add_gradients(self, gradients: GroupGradients) -> None:
+    def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""
 
 

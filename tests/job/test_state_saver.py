@@ -27,6 +27,9 @@ class Rank0:
         self.captures = 0
         self.told: list[str] = []
 
+    def may_save(self) -> bool:
+        return True
+
     def tell(self, kind: str, text: str) -> None:
         self.told.append(f"{kind}: {text}")
 

@@ -15,6 +15,8 @@ from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.drifting import BATCH, EPOCHS, SAMPLES, STEPS, Loop, Seen, adam, sgd
 from tests.sync.test_averaging import AVERAGES
 
+pytestmark = pytest.mark.slow  # each of many scripted kills leaves gloo threads behind in this process
+
 BEFORE = ("forward", "backward", "allreduce")
 AFTER = ("optimizer_step", "after_step", "edge", "average")
 

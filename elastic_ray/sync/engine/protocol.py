@@ -1,4 +1,4 @@
-"""The protocol between a wrapped model and the way its gradients are synchronised; today's only one is all-reduce."""
+"""The protocol between a wrapped model and the way its gradients are synchronised."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.group_dependent import GroupDependent
 
 
-class GradientSync(Protocol):
+class GradientSync(GroupDependent, Protocol):
     """How the gradients of one model become the same on all ranks.
 
     In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
@@ -33,14 +33,6 @@ class GradientSync(Protocol):
     def is_open(self) -> bool:
         """Whether gradients wait for the optimizer."""
 
-    @property
-    def local(self) -> bool:
-        """Whether what waits differs from rank to rank."""
-
-    @property
-    def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
-
     def before_forward(self) -> None:
         """The model is about to be called."""
 
@@ -62,48 +54,6 @@ class GradientSync(Protocol):
 
     def require_statistics(self, user: str) -> None:
         """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
-
-    @property
-    def drifts(self) -> bool:
-        """Whether models differ from rank to rank by design."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether they do not after the steps that are committed."""
-
-    @property
-    def drift_layout(self) -> int:
-        """A digest of how they are averaged, and of what; equal on all ranks."""
-
-    @property
-    def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later."""
-
-    def after_step(self) -> None:
-        """All ranks have committed a step that trained; raises CommunicationFailedError."""
-
-    def collapse(self) -> None:
-        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Make models one that differ among those that hold a state, in a new group; raises CommunicationFailedError.
-
-        Args:
-            communicator: the group.
-            marker: the latest of their markers.
-            holds: whether this rank holds a trained state.
-            counts: whether it has that marker, and adds to the one model.
-        """
-
-    def before_change(self) -> None:
-        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
-
-        Raises:
-            CommunicationFailedError: the group broke meanwhile.
-        """
-
-    def enter_group(self) -> None:
-        """A group was entered, in which all ranks hold the same state."""
 
     def remember(self) -> Any:
         """A step begins: what it takes to undo it."""

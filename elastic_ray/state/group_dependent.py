@@ -1,0 +1,73 @@
+"""What of a model depends on the group: gradients between two steps, and replicas that drift (pure)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
+
+
+class GroupDependent(Protocol):
+    """One model's gradients between two optimizer steps, as far as a change of group concerns them."""
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank, so that a planned change had better wait."""
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design, until they are averaged."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed."""
+
+    @property
+    def drift_layout(self) -> int:
+        """A digest of how they are averaged; equal on all ranks."""
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+
+    def after_step(self) -> None:
+        """All ranks have committed a step that trained: average models, where it is time.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def collapse(self) -> None:
+        """Make models one that differ from rank to rank.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """The same in a new group, before its ranks exchange state, among those that hold a trained one.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds such a state.
+            counts: whether it has that marker, and adds to the one model.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def before_change(self) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Raises:
+            CommunicationFailedError: the present group broke meanwhile.
+        """
+
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+
+    def enter_group(self) -> None:
+        """A group was entered, and all ranks hold the same state."""
