@@ -185,7 +185,7 @@ class Registry:
 
     def drift_layout(self, *, trained: bool) -> int:
         """A digest of what the ranks must have in common to average models after a step; 0 where none is averaged."""
-        layouts = [(number, each.drift_layout) for number, each in enumerate(self._gradients) if each.drifts]
+        layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 
     def after_step(self) -> None:

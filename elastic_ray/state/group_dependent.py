@@ -23,9 +23,8 @@ class GroupDependent(Protocol):
     def settled(self) -> bool:
         """Whether they do not after the steps that are committed."""
 
-    @property
-    def drift_layout(self) -> int:
-        """A digest of how they are averaged; equal on all ranks."""
+    def fix_drift(self) -> int:
+        """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
 
     @property
     def marker(self) -> int:

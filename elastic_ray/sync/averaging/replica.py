@@ -88,7 +88,7 @@ class Replica:
         try:
             works = []
             for own, theirs in zip(self._flats, self._received, strict=True):
-                # Whoever rests takes part as well: what is sent and received one to one cannot be called off.
+                # A rank that rests takes part as well: what is sent and received one to one cannot be called off.
                 splits = [own.flat.numel() if rank == partner else 0 for rank in range(group.world_size)]
                 size = sum(splits)
                 works.append(group.gradients.all_to_all(theirs.flat[:size], own.flat[:size], splits, splits))

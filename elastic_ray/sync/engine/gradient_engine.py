@@ -86,7 +86,7 @@ class GradientEngine:
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, lambda: self.drift_layout),
+            SummingGroup(context, self._drift, number, self.fix_drift),
             noise,
             grad_scale,
             number,
@@ -123,7 +123,7 @@ class GradientEngine:
     def nonfinite_ranks(self) -> Sequence[int] | None:
         """Ranks whose gradients were NaN or infinite when this step reduced them; None where all were finite.
 
-        Where they are not reduced nobody has looked yet: this rank's own may be.
+        Where they are not reduced none was looked at yet: this rank's own may be.
         """
         return [self._context.group.rank] if self._drift.on else self._reducer.nonfinite_ranks
 
@@ -215,9 +215,8 @@ class GradientEngine:
         """Whether they do not after the steps that are committed."""
         return self._drift.settled
 
-    @property
-    def drift_layout(self) -> int:
-        """A digest of how they are averaged, of what, and of what comes next; equal on all ranks.
+    def fix_drift(self) -> int:
+        """Settle what comes after the step; a digest of how models are averaged, of what, and of what comes next.
 
         Ranks agree on it before they commit a step. What is asked for later than that waits for the next one, for only
         some ranks may have come so far when the step ends.
@@ -281,6 +280,7 @@ class GradientEngine:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
+        self._row_steps.look_again()
         self._owed.restore(tree)
         self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)

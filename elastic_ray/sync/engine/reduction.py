@@ -43,7 +43,7 @@ class Reduction:
         self._compresses = any(isinstance(each, CompressedOperation) for each in self._owing)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
-        self._finite: bool | None = None  # what that pass gave; None while nobody has looked
+        self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 

@@ -28,12 +28,19 @@ class RowSteps:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._tables: Sequence[TableGradient] = ()
+        self._looks = True  # sparse buffers may be there without tables
+        optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
         """From now on there are these tables."""
         self._tables = tables
+        self.look_again()
+
+    def look_again(self) -> None:
+        """The optimizer's state, or the layout of gradients, may be another from now on."""
+        self._looks = True
 
     def stand_inside(self) -> None:
         """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
@@ -46,7 +53,8 @@ class RowSteps:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer steps."""
-        _suit_momentum(optimizer)
+        if self._tables or self._looks:  # else a walk over all parameters in every step, for nothing
+            self._looks = _suit_momentum(optimizer)
         if type(optimizer) not in _EXACT:
             return
         by_rows = {id(p) for group in optimizer.param_groups if _is_exact(group) for p in group["params"]}
@@ -78,20 +86,27 @@ def _is_exact(group: Mapping[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _suit_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give SGD's momentum buffers a layout that torch can add to that of their gradients."""
+def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Give SGD's momentum buffers a layout that torch can add to that of their gradients.
+
+    Returns:
+        Whether any is sparse still, so that another layout of its gradient would make it unsuited again.
+    """
     if not isinstance(optimizer, torch.optim.SGD):
-        return
+        return False
+    sparse = False
     for group in optimizer.param_groups:
         for p in group["params"] if group["momentum"] else ():
             state = optimizer.state.get(p, {})
             buffer, grad = state.get("momentum_buffer"), p.grad
-            if buffer is None or grad is None or buffer.is_sparse == grad.is_sparse:
-                continue
-            if buffer.is_sparse:
-                state["momentum_buffer"] = buffer.to_dense()
-            elif group["nesterov"]:  # adds the buffer to the gradient
-                state["momentum_buffer"] = buffer.to_sparse(1)
+            if buffer is not None and grad is not None and buffer.is_sparse != grad.is_sparse:
+                if buffer.is_sparse:
+                    state["momentum_buffer"] = buffer.to_dense()
+                elif group["nesterov"]:  # adds the buffer to the gradient
+                    state["momentum_buffer"] = buffer.to_sparse(1)
+            kept = state.get("momentum_buffer")
+            sparse = sparse or (kept is not None and kept.is_sparse)
+    return sparse
 
 
 def _tidy(value: torch.Tensor, *, may_be_dense: bool) -> torch.Tensor:

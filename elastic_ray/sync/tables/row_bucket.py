@@ -176,7 +176,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, nobody zeroed it."""
+        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, and nothing zeroed it."""
         grad = self.table.param.grad
         if self._written is None or grad is None:
             return False

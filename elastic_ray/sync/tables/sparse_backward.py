@@ -8,7 +8,7 @@ import torch
 
 
 class SparseBackward:
-    """Sets one layer to ``sparse=True`` while its forward runs, where nobody but the table's ``.grad`` can tell.
+    """Sets one layer to ``sparse=True`` while its forward runs, where only the table's ``.grad`` can tell.
 
     Args:
         layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.

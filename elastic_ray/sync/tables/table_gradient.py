@@ -144,7 +144,7 @@ class TableGradient:
                 self._know(grad, torch.unique(torch.cat([ids, incoming])))
 
     def _show(self, rows: TouchedRows) -> None:
-        """Rows as a dense gradient, in the memory of the one before where nobody else has a hold of that."""
+        """Rows as a dense gradient, in the memory of the one before where nothing else has a hold of that."""
         own = self._own
         if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
             self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)
@@ -168,7 +168,7 @@ class TableGradient:
         self._known = weakref.ref(grad), grad._version, ids
 
     def _touched(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of a dense gradient that may not be zero; None where nobody knows."""
+        """The rows of a dense gradient that may not be zero; None where that is not known."""
         if self._known is None or grad is None:
             return None
         known, version, ids = self._known
