@@ -15,7 +15,7 @@ import torch
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, RanksDisagreeError, disagreement
 
-# Values that ride along, added up over the ranks.
+# Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
 PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
@@ -37,12 +37,13 @@ class Announcer:
 
     Args:
         communicator: the group, of at least two.
+        room: most values that ride along; the same on all ranks.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, room: int = PAYLOAD_SIZE) -> None:
         self.communicator = communicator
         self._world = communicator.world_size
-        self._tensor = torch.zeros(4 * self._world + PAYLOAD_SIZE, dtype=torch.float64)
+        self._tensor = torch.zeros(4 * self._world + room, dtype=torch.float64)
         self._values = self._tensor.numpy()
         self._work: Any = None
         self._phase = 0

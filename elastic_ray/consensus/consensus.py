@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.consensus.announcer import Announcer
+from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
 from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent
 
@@ -39,26 +39,50 @@ class ReplicaCheck(Protocol):
         """Whether all ranks announced the same."""
 
 
+class ControlPart(Protocol):
+    """Numbers of this rank that ride on the control sums, and what all ranks conclude from their sums.
+
+    They ride on what commits a step of training only: a rank that hears a conclusion and one that does not are then
+    never equally far.
+    """
+
+    def begin(self) -> None:
+        """A group was entered: what another one concluded does not count in it."""
+
+    def size(self, world_size: int) -> int:
+        """How many; the same on all ranks of a group."""
+
+    def values(self, rank: int, world_size: int) -> Sequence[float]:
+        """This rank's contribution; sums of it are exact in float32 where they must be."""
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks, the same on every rank that hears them."""
+
+
 class RankConsensus:
     """See the module's text.
 
     Args:
         communicator: gives that of the present group.
+        world_size: gives its size, 1 before the first group.
         changes: what is agreed on and not carried out.
         replicas: compares parameters.
         position: how far this rank is.
+        parts: what else rides on the control sums.
     """
-
-    control_size = CONTROL_SIZE
 
     def __init__(
         self,
         communicator: Callable[[], Communicator],
+        world_size: Callable[[], int],
         changes: AgreedChanges,
         replicas: ReplicaCheck,
         position: Position,
+        parts: Sequence[ControlPart] = (),
     ) -> None:
         self._communicator = communicator
+        self._world_size = world_size
+        self._parts = parts
         self._changes = changes
         self._replicas = replicas
         self._position = position
@@ -69,13 +93,15 @@ class RankConsensus:
         """What the ranks of the present generation tell each other before collectives."""
         communicator = self._communicator()
         if self._announcer is None or self._announcer.communicator is not communicator:
-            self._announcer = Announcer(communicator)
+            self._announcer = Announcer(communicator, room=PAYLOAD_SIZE + self._parts_size)
         return self._announcer
 
     def enter_group(self) -> None:
         """A group was entered: what was agreed on, or compared, in another one does not count in it."""
         self._replicas.begin()
         self._changes.begin()
+        for part in self._parts:
+            part.begin()
 
     def announce(self, what: Announced, payload: Sequence[float] = ()) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
@@ -146,13 +172,35 @@ class RankConsensus:
         """Wait for a reduction; see :meth:`Announcer.wait`."""
         self.announcer.wait(work)
 
+    @property
+    def control_size(self) -> int:
+        """How many control values every reduction of gradients carries in the present group."""
+        return CONTROL_SIZE + self._parts_size
+
+    @property
+    def _parts_size(self) -> int:
+        world_size = self._world_size()
+        return sum(part.size(world_size) for part in self._parts)
+
     def control_values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
-        return self._changes.values(rank)
+        return [*self._changes.values(rank), *self._part_values(rank)]
+
+    def _part_values(self, rank: int) -> list[float]:
+        world_size = self._world_size()
+        return [value for part in self._parts for value in part.values(rank, world_size)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Every rank draws the same conclusions from the sums of all ranks' control values."""
-        self._changes.conclude(sums, world_size)
+        self._changes.conclude(sums[:CONTROL_SIZE], world_size)
+        self._conclude_parts(sums[CONTROL_SIZE:], world_size)
+
+    def _conclude_parts(self, sums: Sequence[float], world_size: int) -> None:
+        first = 0
+        for part in self._parts:
+            last = first + part.size(world_size)
+            part.conclude(sums[first:last], world_size)
+            first = last
 
     def step_tag(self) -> tuple[float, float]:
         """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step."""
@@ -184,4 +232,16 @@ class RankConsensus:
         if some_are_idle:
             self.agree_on(what)
             added = with_names_of_first_rank(communicator, added)
-        return self._changes.vote(communicator, added, lambda payload: self.agree_on(what, payload))
+        commits = what.intent is Intent.EDGE and what.index == 1
+        own = self._part_values(communicator.rank) if commits else []
+
+        def agree(payload: Sequence[float]) -> Sequence[float]:
+            padding = [0.0] * (PAYLOAD_SIZE - len(payload))
+            sums = self.agree_on(what, [*payload, *padding, *own])
+            if commits:
+                self._conclude_parts(sums[PAYLOAD_SIZE:], communicator.world_size)
+            return sums[: len(payload)]
+
+        if commits and communicator.world_size == 1:
+            self._conclude_parts(own, 1)
+        return self._changes.vote(communicator, added, agree)

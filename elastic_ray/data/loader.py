@@ -321,7 +321,7 @@ class AdaptiveDataLoader:
         assert step is not None, "a step was begun"
         for micro, fetch in enumerate(batches):
             step.begin_micro(micro)
-            yield fetch()
+            yield self._session.passes.fetched(fetch)
             if micro < len(batches) - 1:
                 self._session.passes.end_micro_step()
 

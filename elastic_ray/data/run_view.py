@@ -23,6 +23,9 @@ class PassesView(Protocol):
     def next_ordinal(self) -> int:
         """Ordinal that the next pass of this epoch would get."""
 
+    def fetched(self, fetch: Callable[[], Any]) -> Any:
+        """The micro-batch that ``fetch`` gives."""
+
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""
 

@@ -2,206 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Any
 
-from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.session.pass_view import PassChanges, PassRun
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.steps.ledger import LostStep
 from elastic_ray.steps.step import LoaderStep
-
-
-class Changes(Protocol):
-    """Changes of group and batch."""
-
-    def between_steps(self, can_switch: Callable[[int], bool]) -> None:
-        """Carry out what the ranks have agreed on."""
-
-    def regroup(self, cause: str) -> int:
-        """Find a group to go on with; returns the loader passes that its furthest rank has ended."""
-
-
-class PassState(Protocol):
-    """The state that all ranks share."""
-
-    @property
-    def progress(self) -> RunProgress:
-        """Where the run stands."""
-
-
-class PassLedger(Protocol):
-    """Which step this rank is in, and what of it counts."""
-
-    @property
-    def step(self) -> LoaderStep | None:
-        """The innermost step in progress."""
-
-    @property
-    def depth(self) -> int:
-        """How many steps are in progress, one within the other."""
-
-    @property
-    def next_ordinal(self) -> int:
-        """Ordinal that the next loader pass of this epoch would get."""
-
-    @property
-    def loader_steps(self) -> int:
-        """Committed steps of any loader."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why the step in progress is lost; None where it is not."""
-
-    @property
-    def needs_vote(self) -> bool:
-        """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether the outermost step has trained."""
-
-    def begin_pass(self) -> int:
-        """The epoch's next loader pass begins; returns its number in the epoch."""
-
-    def end_pass(self, ended: PassProgress) -> None:
-        """All ranks have left a pass."""
-
-    def begin(self, step: LoaderStep) -> None:
-        """A loader is about to hand out the first micro-batch of a step."""
-
-    def end(self, expected: PassProgress | None = None) -> LoaderStep:
-        """The body of the innermost step has run; returns it, to be committed or undone."""
-
-    def commit(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> bool:
-        """Count a step that has ended; returns whether it trained."""
-
-    def undo(self, step: LoaderStep) -> LostStep:
-        """A step that has ended was lost: take back what user code moved on in it."""
-
-    def resume(self, lost: LostStep, cause: str) -> None:
-        """A group was found after :meth:`undo`."""
-
-    def abandon(self, left: PassProgress) -> None:
-        """User code left a pass in the middle of a step."""
-
-    def abandon_all(self) -> None:
-        """The epoch is over, and with it passes whose iterators still wait for their ``next``."""
-
-    def take_abandoned(self) -> LoaderStep | None:
-        """The innermost of the steps that were left, to be committed now; None when there is no more."""
-
-
-class PassSums(Protocol):
-    """What accumulators were given in steps that are not committed yet."""
-
-    def expected(self, epoch: int) -> bool:
-        """Whether any rank may have added to one."""
-
-    def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """What the step at ``depth`` has added, once."""
-
-    def undo_beyond(self, depth: int) -> None:
-        """Steps deeper than ``depth`` were lost."""
-
-
-class PassVotes(Protocol):
-    """This rank's votes."""
-
-    def vote(
-        self, what: Announced, added: Mapping[tuple[int, int], Mapping[str, float]], *, some_are_idle: bool = False
-    ) -> Iterable[tuple[tuple[int, int], str, float]]:
-        """Agree, and add up what the ranks' accumulators were given; raises ``CommunicationFailedError``."""
-
-
-class PassGroup(Protocol):
-    """The present group."""
-
-    @property
-    def generation(self) -> int:
-        """Its number."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Its communicator."""
-
-
-class StepGains(Protocol):
-    """The wrapped models, as far as they say what a step is worth."""
-
-    def gain(self, scale: float) -> float:
-        """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
-
-
-class PassParts(Protocol):
-    """What the train function has registered."""
-
-    @property
-    def models(self) -> StepGains:
-        """The wrapped models."""
-
-    @property
-    def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
-
-    @property
-    def buffer_layout(self) -> int:
-        """What the ranks must have in common to synchronise buffers."""
-
-    def sync_buffers(self, communicator: Communicator) -> None:
-        """Make all buffers equal on all ranks."""
-
-    def drift_layout(self, *, trained: bool) -> int:
-        """What the ranks must have in common to average them after a step."""
-
-    def after_step(self) -> None:
-        """All ranks have committed a step that trained; raises CommunicationFailedError."""
-
-    def collapse(self) -> None:
-        """Make models one that differ from rank to rank; raises CommunicationFailedError."""
-
-
-class PassClock(Protocol):
-    """Times of steps."""
-
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
-        """A step was committed; ``shape`` None when it trained nothing, ``strategy`` while one is being chosen."""
-
-    def micro(self) -> None:
-        """A micro-step that does not synchronise was done."""
-
-
-class PassRun(Protocol):
-    """The parts of a run that its loaders' passes go through."""
-
-    @property
-    def states(self) -> PassState:
-        """What all ranks share."""
-
-    @property
-    def ledger(self) -> PassLedger:
-        """Which step this rank is in."""
-
-    @property
-    def sums(self) -> PassSums:
-        """What accumulators were given in steps that are not committed yet."""
-
-    @property
-    def consensus(self) -> PassVotes:
-        """This rank's votes."""
-
-    @property
-    def group(self) -> PassGroup:
-        """The present group."""
-
-    @property
-    def registry(self) -> PassParts:
-        """What the train function has built."""
-
-    @property
-    def clock(self) -> PassClock:
-        """Times of steps."""
 
 
 class LoaderPasses:
@@ -213,7 +22,7 @@ class LoaderPasses:
         moment: a named moment of the run, for scripted faults.
     """
 
-    def __init__(self, parts: PassRun, changes: Changes, moment: Callable[[str], None]) -> None:
+    def __init__(self, parts: PassRun, changes: PassChanges, moment: Callable[[str], None]) -> None:
         self._parts = parts
         self._changes = changes
         self._moment = moment
@@ -236,6 +45,17 @@ class LoaderPasses:
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
         self._parts.ledger.begin(step)
+        if self._parts.ledger.depth == 1:
+            self._parts.meter.begin_step()
+
+    def fetched(self, fetch: Callable[[], Any]) -> Any:
+        """The micro-batch that ``fetch`` gives."""
+        if not self._parts.meter.on or self._parts.ledger.depth > 1:
+            return fetch()
+        since_s = time.perf_counter()
+        batch = fetch()
+        self._parts.meter.waited_for_data(time.perf_counter() - since_s)
+        return batch
 
     def end_micro_step(self) -> None:
         """A micro-step that does not synchronise was done."""
@@ -299,6 +119,7 @@ class LoaderPasses:
         if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
             parts.clock.edge(shape, step.micro_steps, step.count, parts.registry.strategy_key)
+            parts.meter.end_step()
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)
         return True

@@ -6,6 +6,7 @@ import dataclasses
 
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.group import Group
 from elastic_ray.session.registry import Registry
 from elastic_ray.state.shared_state import SharedState
@@ -27,6 +28,7 @@ class RunState:
         agreed: what the ranks have agreed on and not yet carried out.
         consensus: this rank's announcements and votes.
         clock: times of steps.
+        meter: what all ranks know of each other's.
     """
 
     group: Group
@@ -37,3 +39,4 @@ class RunState:
     agreed: AgreedChanges
     consensus: RankConsensus
     clock: StepClock
+    meter: StepMeter

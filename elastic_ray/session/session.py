@@ -18,6 +18,7 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
@@ -119,6 +120,7 @@ class Session:
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)
+        meter = StepMeter()
         return RunState(
             group=group,
             states=states,
@@ -126,8 +128,11 @@ class Session:
             ledger=ledger,
             sums=StepSums(),
             agreed=agreed,
-            consensus=RankConsensus(lambda: group.communicator, agreed, self._replicas, ledger),
+            consensus=RankConsensus(
+                lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, parts=(meter,)
+            ),
             clock=StepClock(),
+            meter=meter,
         )
 
     @property

@@ -10,6 +10,7 @@ import pytest
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger
@@ -105,7 +106,7 @@ class Run:
     """The parts that the passes go through; a step may be begun in them."""
 
     def __init__(self, failing: int = 0) -> None:
-        self.states, self.sums, self.clock = State(), StepSums(), Clock()
+        self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()
         self.ledger = StepLedger(self.states, recoverable=True)
         self.consensus, self.group = Votes(failing), Parts()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()

@@ -217,7 +217,8 @@ def test_one_rank_agrees_with_itself_and_takes_each_wish_once() -> None:
     worker = Worker()
     worker.wanted_batch, worker.prepared_ahead = BatchChoice(atomic_bsz=3, accum_steps=1), 2
     agreed = AgreedChanges(worker)
-    consensus = RankConsensus(Peers, agreed, NoCheck(), StepLedger(SharedState(RunProgress()), recoverable=False))  # type: ignore[arg-type]
+    ledger = StepLedger(SharedState(RunProgress()), recoverable=False)
+    consensus = RankConsensus(Peers, lambda: 1, agreed, NoCheck(), ledger)  # type: ignore[arg-type]
     ballot = consensus.vote(Announced(Intent.EDGE, 1), {(0, 0): {"b": 1.0, "a": 2.0}})
     assert ballot == [((0, 0), "a", 2.0), ((0, 0), "b", 1.0)]
     assert agreed.take_generation() == 3 and agreed.take_generation() == 0

@@ -78,6 +78,7 @@ class GradientEngine:
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
+        self._control_size = 0
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
         self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
         self._row_steps = RowSteps(optimizer)
@@ -253,7 +254,7 @@ class GradientEngine:
         self._reducer.reduction.end_step()
         self._drift.entered()
         self._carried.enter_group()
-        if self._in_force.enter_group():
+        if self._in_force.enter_group() or self._control_size != self._context.consensus.control_size:
             self._reducer.rebuild()
         self._reducer.enter_group()
         self._owed.enter_group()
@@ -293,7 +294,8 @@ class GradientEngine:
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
-        layout = BucketLayout(trainable.groups, plan, self._context.consensus.control_size, self._in_force)
+        self._control_size = self._context.consensus.control_size
+        layout = BucketLayout(trainable.groups, plan, self._control_size, self._in_force)
         self._drift.follow(plan.strategy.average)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}

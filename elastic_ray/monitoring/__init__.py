@@ -1,0 +1,1 @@
+"""Monitoring inside the step: what each worker measures of it, known to all of them."""
