@@ -30,6 +30,7 @@ class EventKind(str, enum.Enum):
     RECOVERED = "recovered"
     STORAGE = "storage"
     NOT_FINITE = "not_finite"
+    POLICY = "policy"
     WARNING = "warning"
     FINISHED = "finished"
 

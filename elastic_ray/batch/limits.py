@@ -138,6 +138,18 @@ def split(
     return BatchChoice(atomic_bsz=m, accum_steps=k - 1)
 
 
+def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
+    """The cut of a global batch over R workers that comes nearest to it and that ``limits`` allow."""
+    return split(
+        batch_size,
+        replicas,
+        lower=limits.lower,
+        upper=limits.upper,
+        accumulation=limits.gradient_accumulation,
+        limit=limits.max_batch_size,
+    )
+
+
 def _positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number of samples, but got {value!r}")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
 from placement.goodput.fitting import Observation
@@ -66,6 +66,7 @@ class BatchPlanner:
         self._fresh = False
         self._fitted_s = 0.0
         self._choice: BatchChoice | None = None
+        self._held: int | None = None  # global batch that a policy of the user's has set
         self._replicas = 1
         self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
         self._chosen_for = 0
@@ -139,11 +140,12 @@ class BatchPlanner:
         self._before = (self._choice, self._replicas, self._gpu)
         tuner = self._tuner_on(gpu, self.loader.limits)
         decision = tuner.decide(group.nodes, group.world_size, self._choice, current_replicas=self._replicas)
-        self._choice, self._replicas, self._chosen_for = decision.choice, group.world_size, group.generation
+        choice = decision.choice if self._held is None else cut_within(self.loader.limits, self._held, group.world_size)
+        self._choice, self._replicas, self._chosen_for = choice, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
         for generation in sorted(self._gpus)[:-_GENERATIONS]:
             del self._gpus[generation]
-        return decision.choice
+        return choice
 
     def take_over(self, group: PlannedGroup, gpu: str | None) -> None:
         """The generation in effect was chosen for by a controller before this one."""
@@ -168,7 +170,7 @@ class BatchPlanner:
         """Take rank 0's report; returns the batch size before, where the same workers train with another one now."""
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
-        self.latest = report
+        self.latest, self._held = report, report.held_batch
         if report.shape is None or report.steps == 0:
             return None
         before, self._measured = self._measured, report
@@ -231,7 +233,7 @@ class BatchPlanner:
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None
-        if report.replicas != self._replicas or tuner.limits.fixed:
+        if report.replicas != self._replicas or tuner.limits.fixed or report.held_batch is not None:
             return None
         decision = tuner.decide(report.nodes, report.replicas, report.shape)
         if not decision.changed or decision.choice == self._choice != report.shape:

@@ -70,7 +70,8 @@ class StepReport:
 
     ``step_time`` and ``grad_time`` are medians over ``steps`` undisturbed steps of one shape; 0 where none was seen.
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
-    synchronising gradients apart; while one is being chosen no steps are reported.
+    synchronising gradients apart; while one is being chosen no steps are reported. ``held_batch`` is the global batch
+    that a policy of the user's has set, ``wish`` the fewest and most workers that it asks for; None without.
     """
 
     generation: int
@@ -87,3 +88,5 @@ class StepReport:
     batch_size: int
     progress: Progress | None = None
     strategy: str = ""
+    held_batch: int | None = None
+    wish: tuple[int | None, int | None] | None = None

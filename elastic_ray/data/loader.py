@@ -343,7 +343,7 @@ class AdaptiveDataLoader:
             self._source.begin(epoch, loader_pass.position, cut, new_pass=new_pass)
             self._reading = loader_pass, session.shape_changes
         step = self._source.step(epoch, loader_pass.position, cut)
-        if not step.sizes or loader_pass.done:
+        if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
             return None
         init_batch_size = self._limits.init_batch_size
         session.passes.begin_step(
@@ -356,6 +356,7 @@ class AdaptiveDataLoader:
                 shape=shape,
                 ordinal=session.passes.next_ordinal,
                 can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
+                leads=self._leads,
                 whole=self._given.whole_batches,
             )
         )

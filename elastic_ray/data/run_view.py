@@ -23,6 +23,9 @@ class PassesView(Protocol):
     def next_ordinal(self) -> int:
         """Ordinal that the next pass of this epoch would get."""
 
+    def stopped(self, loader_pass: PassProgress) -> bool:
+        """Whether a policy has ended the training in this pass."""
+
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """The micro-batch that ``fetch`` gives."""
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -19,6 +19,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join
+from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.display import JobDisplay
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _ARGUMENTS = (
     "train_loop_per_worker",
+    "adaptation",
     "train_loop_config",
     "scaling_config",
     "run_config",
@@ -77,6 +79,7 @@ class ElasticTrainer:
         scheduling_config: SchedulingConfig | None = None,
         model_fingerprint: str | None = None,
         policy: Any = None,
+        adaptation: Policy | Sequence[Policy] | None = None,
         **unsupported: Any,
     ) -> None:
         """Check everything; nothing is started and Ray is not needed yet.
@@ -93,6 +96,8 @@ class ElasticTrainer:
                 default it is derived from the model, see ``elastic_ray.record.fingerprint``.
             policy: deprecated, for it holds for all jobs of the cluster: say it with ``elastic-ray allocator set``
                 or ``placement.get_or_create_allocator(policy)`` before the first job. None takes what there is.
+            adaptation: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order,
+                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``.
             **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
 
         Raises:
@@ -102,7 +107,7 @@ class ElasticTrainer:
         refuse_arguments(unsupported, _ARGUMENTS)
         _check_config("elastic_config", elastic_config, ElasticConfig)
         _check_config("scheduling_config", scheduling_config, SchedulingConfig)
-        self._train_loop = pack(train_loop_per_worker, train_loop_config)
+        self._train_loop = pack(train_loop_per_worker, train_loop_config, check_policies(adaptation))
         told = read_overrides(os.environ)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)

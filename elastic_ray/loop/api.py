@@ -8,9 +8,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.loop.metrics import plain_metrics
 from elastic_ray.session.current import check_present, session_of_thread, set_session
 from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.plain_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -143,6 +143,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     number = session.count_report()
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
+        session.adaptation.runner.watched.reported(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
 
 
@@ -174,7 +175,7 @@ def remaining_epochs_until(epochs: int) -> Iterator[int]:
 
 def _epochs(session: Session, epochs: int) -> Iterator[int]:
     session.begin_epochs(epochs)
-    while session.progress.epoch < epochs:
+    while session.progress.epoch < epochs and not session.adaptation.stopped:
         session.ledger.begin_epoch()
         yield session.progress.epoch
         check_present(session)

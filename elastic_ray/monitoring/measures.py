@@ -16,12 +16,14 @@ class WorkerMeasures:
         data_s: waiting for the loader's batches in that step [s].
         sync_s: waiting for reductions to end, in the step before [s].
         step_s: the whole step before, from its end to that of its predecessor [s]; 0 for the first of a group.
+        passed_s: since the same place in the last step that was committed, pauses included [s]; 0 for the first.
     """
 
     compute_s: float = 0.0
     data_s: float = 0.0
     sync_s: float = 0.0
     step_s: float = 0.0
+    passed_s: float = 0.0
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(WorkerMeasures))

@@ -29,6 +29,7 @@ class StepMeter:
         self._ended_s: float | None = None
         self._data_s = self._sync_s = self._step_s = 0.0
         self._ready_s: float | None = None
+        self._committed_s: float | None = None
         self._own = WorkerMeasures()
 
     @property
@@ -56,6 +57,7 @@ class StepMeter:
         now_s = self._clock()
         self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
         self._ended_s, self._began_s = now_s, None
+        self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
         """A group was entered: what lies between two groups is no step."""
@@ -78,6 +80,7 @@ class StepMeter:
                 data_s=self._data_s,
                 sync_s=self._sync_s,
                 step_s=self._step_s,
+                passed_s=self._ready_s - self._committed_s if self._committed_s is not None else 0.0,
             )
         return packed(self._own, rank, world_size)
 

@@ -48,6 +48,14 @@ class SharedStates(Protocol):
         """Undo for small state that user code moves on even when its step is lost."""
 
 
+class Rates(Protocol):
+    """Policies of the user's."""
+
+    @property
+    def rate_factor(self) -> float:
+        """What they have multiplied learning rates by."""
+
+
 class LeadingLoader(Protocol):
     """The loader that leads."""
 
@@ -97,6 +105,10 @@ class ModelRun(SyncContext, Protocol):
     @property
     def states(self) -> SharedStates:
         """States that all ranks share."""
+
+    @property
+    def adaptation(self) -> Rates:
+        """Policies of the user's."""
 
     @property
     def registry(self) -> ModelParts:

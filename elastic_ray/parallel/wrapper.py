@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.loop.api import session_of_new_model
@@ -68,6 +69,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             fails. What AMP's scaler leaves out is no fault.
         strategy: how the replicas are kept together: a name (``"all_reduce"``, ``"parallax"``, ``"powersgd"``, ... see
             ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of one as JSON. None is ``"all_reduce"``.
+        policy: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -85,12 +87,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         scaling_rule: ScalingRule | str | None = None,
         nonfinite: str = "warn",
         strategy: str | os.PathLike[str] | Strategy | StrategyBuilder | None = None,
+        policy: Policy | Sequence[Policy] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
+        policies = check_policies(policy)
         refuse_steps_in_backward(module)
         self.module = module
         session = session_of_new_model()
@@ -108,6 +112,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
+        session.add_policies(policies)
         patch_step(optimizer, self._step)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
@@ -276,10 +281,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
         with ledger.updating():
-            if (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics):
+            as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics)
+            if as_it_is and self._run.adaptation.rate_factor == 1.0:
                 result = apply(**kwargs)
             else:
-                with self._scaled_rates(scale):
+                with self._scaled_rates(None if as_it_is else scale):
                     result = apply(**kwargs)
         ledger.applied()
         return result
@@ -308,13 +314,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         return not left_out
 
     @contextmanager
-    def _scaled_rates(self, scale: float) -> Iterator[None]:
-        """Learning rates for the present batch size, restored afterwards."""
+    def _scaled_rates(self, scale: float | None) -> Iterator[None]:
+        """Learning rates for the present batch size, None for the initial one, restored afterwards."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
-            for group, rate, factor in zip(groups, rates, self._rate_factors(scale), strict=True):
-                group["lr"] = rate * factor
+            factors = self._rate_factors(scale) if scale is not None else [1.0] * len(groups)
+            for group, rate, factor in zip(groups, rates, factors, strict=True):
+                group["lr"] = rate * factor * self._run.adaptation.rate_factor
             yield
         finally:
             for group, rate in zip(groups, rates, strict=True):

@@ -88,6 +88,13 @@ class Agreements(Protocol):
         """Batch shape to change to, once; None to go on as it is."""
 
 
+class HeldBatch(Protocol):
+    """A batch that policies of the user's have set."""
+
+    def held_shape(self) -> BatchChoice | None:
+        """How it is cut in the present group; None where the job chooses."""
+
+
 class PauseClock(Protocol):
     """Times the pauses between groups."""
 
@@ -121,6 +128,10 @@ class ChangedRun(Protocol):
     @property
     def consensus(self) -> EntryConsensus:
         """This rank's announcements."""
+
+    @property
+    def adaptation(self) -> HeldBatch:
+        """Policies of the user's."""
 
     @property
     def clock(self) -> PauseClock:
@@ -183,7 +194,7 @@ class GroupChanges:
             parts.registry,
             parts.consensus,
             begin=self._begin_group,
-            set_shape=self._set_shape,
+            set_shape=self.set_shape,
             switched=controller.switched,
             moment=moment,
         )
@@ -231,7 +242,7 @@ class GroupChanges:
             if not self._waits_for_gradients():
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
-            self._set_shape(batch)
+            self.set_shape(batch)
 
     def _make_equal(self) -> None:
         """Have all ranks hold the same model, those of another group if this one breaks."""
@@ -271,7 +282,8 @@ class GroupChanges:
         self._parts.ledger.clear_failure()
         return pause_s
 
-    def _set_shape(self, shape: BatchChoice | None) -> None:
-        self._parts.states.set_shape(shape)
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        """Take another batch shape from the next step on, None for the loader's own; that of a policy goes first."""
+        self._parts.states.set_shape(self._parts.adaptation.held_shape() or shape)
         self.shape_changes += 1
         self._parts.registry.call(HookPoint.SHAPE_CHANGED)

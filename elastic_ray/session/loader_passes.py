@@ -47,6 +47,11 @@ class LoaderPasses:
         self._parts.ledger.begin(step)
         if self._parts.ledger.depth == 1:
             self._parts.meter.begin_step()
+            self._parts.adaptation.before_step(step)
+
+    def stopped(self, loader_pass: PassProgress) -> bool:
+        """Whether a policy has ended the training in this pass."""
+        return self._parts.adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """The micro-batch that ``fetch`` gives."""
@@ -82,6 +87,7 @@ class LoaderPasses:
         """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
         self._parts.ledger.abandon_all()
         self.settle()
+        self._parts.adaptation.end_epoch()
         self._progress.keep_sums()
         self._progress.end_epoch()
         self._catch_up()
@@ -120,6 +126,8 @@ class LoaderPasses:
             shape = step.shape if trained else None
             parts.clock.edge(shape, step.micro_steps, step.count, parts.registry.strategy_key)
             parts.meter.end_step()
+            if trained:
+                parts.adaptation.after_step(step)
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)
         return True

@@ -189,6 +189,22 @@ class PassMeter(Protocol):
         """The step was committed."""
 
 
+class PassPolicies(Protocol):
+    """Policies of the user's, asked between steps."""
+
+    def before_step(self, step: LoaderStep) -> None:
+        """A step has begun."""
+
+    def after_step(self, step: LoaderStep) -> None:
+        """A step that trained was committed."""
+
+    def end_epoch(self) -> None:
+        """The epoch in progress is about to end."""
+
+    def ends(self, loader_pass: PassProgress) -> bool:
+        """Whether they have ended the training in this pass."""
+
+
 class PassRun(Protocol):
     """The parts of a run that its loaders' passes go through."""
 
@@ -223,3 +239,7 @@ class PassRun(Protocol):
     @property
     def meter(self) -> PassMeter:
         """What all ranks know of each other's."""
+
+    @property
+    def adaptation(self) -> PassPolicies:
+        """Policies of the user's."""

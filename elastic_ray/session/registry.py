@@ -37,6 +37,7 @@ class HookPoint(enum.Enum):
     BETWEEN_STEPS = enum.auto()
     UPDATE_LEFT_OUT = enum.auto()  # of whichever model
     SHAPE_CHANGED = enum.auto()  # of the batch, or of the group
+    CHECKPOINT_ASKED = enum.auto()  # by a policy
     BEFORE_END = enum.auto()  # of the train function
 
 
@@ -46,6 +47,7 @@ class ModelRegistry:
     def __init__(self) -> None:
         self._noises: list[Noise] = []
         self._infos: list[ModelInfo] = []
+        self._rates: list[Callable[[], tuple[float, ...]]] = []
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
@@ -55,8 +57,14 @@ class ModelRegistry:
     def __len__(self) -> int:
         return len(self._infos)
 
-    def add(self, info: ModelInfo, noise: Noise) -> int:
-        """A newly wrapped model; returns its number."""
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Of the first model's parameter groups, as user code and schedulers set them; empty before there is one."""
+        return self._rates[0]() if self._rates else ()
+
+    def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
+        """A newly wrapped model, with what gives its noise scale and its learning rates; returns its number."""
+        self._rates.append(rates)
         self._infos.append(info)
         self._noises.append(noise)
         return len(self._noises) - 1
@@ -126,6 +134,10 @@ class Registry:
         """Have ``hook`` called at every such point."""
         self._hooks[point].append(hook)
 
+    def has_hook(self, point: HookPoint) -> bool:
+        """Whether anything is called at such a point."""
+        return bool(self._hooks[point])
+
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""
         for hook in self._hooks[point]:
@@ -152,6 +164,21 @@ class Registry:
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""
         self._gradients.append(gradients)
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the models' strategies."""
+        return tuple(each.strategy_name for each in self._gradients)
+
+    def set_strategy(self, model: int, strategy: object) -> None:
+        """Have a model go on with another strategy; all ranks ask for the same between the same two steps.
+
+        Raises:
+            ValueError, TypeError: there is no such model or strategy, or the model cannot have it.
+        """
+        if model >= len(self._gradients):
+            raise ValueError(f"there is no model {model}: the loop has wrapped {len(self._gradients)}")
+        self._gradients[model].set_strategy(strategy)
 
     @property
     def strategy_key(self) -> str | None:

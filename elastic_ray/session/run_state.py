@@ -7,6 +7,7 @@ import dataclasses
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.monitoring.step_meter import StepMeter
+from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group import Group
 from elastic_ray.session.registry import Registry
 from elastic_ray.state.shared_state import SharedState
@@ -29,6 +30,7 @@ class RunState:
         consensus: this rank's announcements and votes.
         clock: times of steps.
         meter: what all ranks know of each other's.
+        adaptation: policies of the user's.
     """
 
     group: Group
@@ -40,3 +42,4 @@ class RunState:
     consensus: RankConsensus
     clock: StepClock
     meter: StepMeter
+    adaptation: Adaptation

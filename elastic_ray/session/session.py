@@ -7,9 +7,10 @@ code between them never sees membership, batch size or learning rate move.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo, StepReport
 from elastic_ray.consensus.changes import AgreedChanges
@@ -19,6 +20,7 @@ from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.step_meter import StepMeter
+from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
@@ -26,6 +28,7 @@ from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
 from elastic_ray.session.run_state import RunState
+from elastic_ray.session.step_reports import step_report
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
@@ -70,6 +73,7 @@ class Session:
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         checkpoint: what ``get_checkpoint`` gives.
+        sizes: fewest and most workers of the job; None where the group cannot change.
 
     Attributes:
         passes: of its loaders.
@@ -93,6 +97,7 @@ class Session:
         expected: RankInfo | None = None,
         explain: Callable[[str], str] = str,
         checkpoint: Any = None,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
         self.worker, self.job, self.elastic, self.checkpoint = worker, job, elastic, checkpoint
         self.membership, self.controller = membership, controller
@@ -101,7 +106,7 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._faults = faults
         self._replicas = Replicas(lambda: self.registry.drifts)
-        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo())
+        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo(), sizes)
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
             self._parts,
@@ -112,15 +117,18 @@ class Session:
             explain=explain,
             regroup_timeout_s=regroup_timeout_s,
         )
+        self._parts.adaptation.bind(self._parts, self._changes.set_shape)
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
 
-    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunState:
+    def _make_parts(self, progress: RunProgress, expected: RankInfo, sizes: tuple[int, int] | None) -> RunState:
         """The parts of a run that begins there."""
         group = Group(self.worker, self.membership, expected)
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)
         meter = StepMeter()
+        adaptation = Adaptation(self, sizes)
+        riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
         return RunState(
             group=group,
             states=states,
@@ -129,10 +137,11 @@ class Session:
             sums=StepSums(),
             agreed=agreed,
             consensus=RankConsensus(
-                lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, parts=(meter,)
+                lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, riders
             ),
             clock=StepClock(),
             meter=meter,
+            adaptation=adaptation,
         )
 
     @property
@@ -243,7 +252,8 @@ class Session:
                 "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
                 "fold, epoch = divmod(count, epochs)`; or submit a job each"
             )
-        number = self.registry.models.add(info, noise)
+        rates = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
+        number = self.registry.models.add(info, noise, rates)
         self._replicas.add(module)
         self.optimizers.add(optimizer)
         return number
@@ -256,6 +266,21 @@ class Session:
         """Add to an accumulator's sum in the innermost step in progress."""
         self._parts.sums.add(self.ledger.depth, key, name, value)
 
+    def add_policies(self, policies: Sequence[Policy]) -> None:
+        """Ask these policies between steps.
+
+        Raises:
+            RuntimeError: training has begun. PolicyError: the state of one is not plain.
+        """
+        if policies and self.synced:
+            raise RuntimeError("policies must be given before the first epoch, so that all workers have the same")
+        self._parts.adaptation.add(policies)
+
+    @property
+    def adaptation(self) -> Adaptation:
+        """Policies of the user's."""
+        return self._parts.adaptation
+
     def sync_point(self) -> None:
         """Where a worker becomes part of the job: everything is built, nothing has been trained.
 
@@ -266,6 +291,7 @@ class Session:
         if self.synced:
             return
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
+        self._parts.adaptation.register(self.states)
         if self.elastic:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
@@ -354,27 +380,7 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""
-        spec = self.group.generation_spec
-        if spec is None:
-            return None
-        shape, steps, step_time, grad_time = self._parts.clock.take()
-        progress = self.progress
-        return StepReport(
-            generation=spec.generation,
-            nodes=spec.nodes,
-            replicas=spec.world_size,
-            shape=shape,
-            steps=steps,
-            step_time=step_time,
-            grad_time=grad_time,
-            noise=self.registry.models.noise(),
-            epoch=progress.epoch,
-            epochs=progress.epochs,
-            total_steps=progress.steps,
-            batch_size=self._parts.clock.batch_size,
-            progress=progress.summary(),
-            strategy=self._parts.clock.strategy,
-        )
+        return step_report(self._parts)
 
     def finish(self) -> None:
         """The train function returned.
@@ -389,5 +395,6 @@ class Session:
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
         self.registry.call(HookPoint.BEFORE_END)
+        self._parts.adaptation.end_train()
         if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
             self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S)

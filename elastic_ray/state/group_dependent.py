@@ -65,6 +65,13 @@ class GroupDependent(Protocol):
         """
 
     @property
+    def strategy_name(self) -> str:
+        """Of the strategy in force."""
+
+    def set_strategy(self, strategy: object) -> None:
+        """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+
+    @property
     def strategy_key(self) -> str | None:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
 

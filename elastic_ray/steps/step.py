@@ -65,6 +65,7 @@ class LoaderStep:
         shape: how the loader cuts its full steps on each rank.
         ordinal: how many loader passes of the epoch had begun when the step did.
         can_switch: whether a group of a given size may begin after the step.
+        leads: the loader leads the job: its steps are the training's.
         whole: each rank takes one whole batch, for evaluation; some may have none.
         micro: the micro-step in progress.
         count: samples of the whole step.
@@ -78,6 +79,7 @@ class LoaderStep:
     shape: BatchChoice
     ordinal: int
     can_switch: Callable[[int], bool]
+    leads: bool = False
     whole: bool = False
     micro: int = 0
     count: int = dataclasses.field(init=False)

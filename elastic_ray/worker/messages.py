@@ -1,7 +1,7 @@
 """What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
 
-What a user's train function makes is told as plain data of bounded size (``elastic_ray.loop.metrics``), or closed
-(``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
+What a user's train function makes is told as plain data of bounded size (``elastic_ray.state.plain_metrics``), or
+closed (``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
 """
 
 from __future__ import annotations

@@ -70,6 +70,7 @@ class Assignment:
         token: what messages to this run carry.
         gpu_ids: GPUs of its reservation; empty without CUDA.
         group: hex id of the placement group that is its reservation.
+        sizes: fewest and most workers that the job may have.
         expected: where it will stand in the group that it is to join.
     """
 
@@ -87,6 +88,7 @@ class Assignment:
     token: str = ""
     gpu_ids: tuple[int, ...] = ()
     group: str = ""
+    sizes: tuple[int, int] | None = None
     expected: RankInfo = dataclasses.field(default_factory=RankInfo)
 
 

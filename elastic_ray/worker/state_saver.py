@@ -70,11 +70,17 @@ class StateSaver:
         self._closed = threading.Event()
         self._off = False
         self._failing = False
+        self._asked = False
+
+    def ask(self) -> None:
+        """A policy wants a checkpoint of this step, or of the first one after it that can be saved."""
+        self._asked = True
 
     def between_steps(self) -> None:
         """Begin a checkpoint if one is due. Costs nothing otherwise."""
         now_s = time.monotonic()
-        if self._off or now_s - self._since_s < self._interval_s or self._session.rank != 0:
+        due = self._asked or now_s - self._since_s >= self._interval_s
+        if self._off or not due or self._session.rank != 0:
             return
         if self._busy() or not self._session.may_save():
             return
@@ -88,6 +94,7 @@ class StateSaver:
                 self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
                 self._since_s = now_s - self._interval_s
                 return
+            self._asked = False
             _copy(buffers, tensors)
             copied = unpack(skeleton, buffers)
             pause_s = time.monotonic() - now_s

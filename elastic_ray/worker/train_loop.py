@@ -6,12 +6,14 @@ import contextlib
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray.cloudpickle
 from ray.util import inspect_serializability
 
+from elastic_ray.adaptation.policy import Policy, name_of
+from elastic_ray.session.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
 
 _KINDS = inspect.Parameter
@@ -20,8 +22,13 @@ _VARIADIC = (_KINDS.VAR_POSITIONAL, _KINDS.VAR_KEYWORD)
 _RUNS_NOTHING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
-def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> bytes:
+def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, policies: Sequence[Policy] = ()) -> bytes:
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
+
+    Args:
+        train_loop: the function.
+        config: what it is called with.
+        policies: what the run asks between steps, before those of its models.
 
     Raises:
         TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message
@@ -36,10 +43,26 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None) -> by
             "give it one parameter for the config, or leave train_loop_config out"
         )
     passed = dict(config or {}) if takes_config else None
+    _check_policies(policies)
+    called = AdaptedTrainLoop(train_loop, policies) if policies else train_loop
     try:
-        return bytes(ray.cloudpickle.dumps((train_loop, passed)))  # type: ignore[no-untyped-call]
+        return bytes(ray.cloudpickle.dumps((called, passed)))  # type: ignore[no-untyped-call]
     except Exception as error:
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
+
+
+class AdaptedTrainLoop:
+    """A train function whose run asks policies between steps."""
+
+    def __init__(self, train_loop: Callable[..., Any], policies: Sequence[Policy]) -> None:
+        self._train_loop = train_loop
+        self._policies = tuple(policies)
+
+    def __call__(self, *config: Any) -> Any:
+        session = session_of_thread()
+        assert session is not None, "a worker makes one before it calls the function"
+        session.add_policies(self._policies)
+        return self._train_loop(*config)
 
 
 class PickledTrainLoop:
@@ -95,6 +118,14 @@ def _takes_config(train_loop: Any, has_config: bool) -> bool:
             "train_loop_config"
         )
     return any(p.kind in _POSITIONAL for p in parameters)
+
+
+def _check_policies(policies: Sequence[Policy]) -> None:
+    """Raise TypeError for one that cannot be sent to the workers."""
+    for policy in policies:
+        why = _pickling_error(policy)
+        if why is not None:
+            raise TypeError(f"policy {name_of(policy)} of adaptation cannot be sent to the workers: {why}")
 
 
 def _name(train_loop: Any) -> str:

@@ -263,6 +263,7 @@ class Worker:
             timeout_s=elastic.storage_timeout_s,
         )
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
+        session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
         return saver
 
     def _session(
@@ -306,6 +307,7 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
             checkpoint=checkpoint or _stored_checkpoint(assignment, link),
+            sizes=assignment.sizes,
         )
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.loop.metrics import MOST_CHARACTERS, plain_metrics
 from elastic_ray.session.current import set_session
+from elastic_ray.state.plain_metrics import MOST_CHARACTERS, plain_metrics
 
 
 class Phase(str, enum.Enum):

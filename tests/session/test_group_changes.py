@@ -149,13 +149,22 @@ class Controller:
         self.switches.append((number, pause_s))
 
 
+class Held:
+    """A batch that a policy has set."""
+
+    shape: BatchChoice | None = None
+
+    def held_shape(self) -> BatchChoice | None:
+        return self.shape
+
+
 class Run:
     """The parts that changes go through, and the changes themselves."""
 
     def __init__(self, *, elastic: bool = True, failing: int = 0) -> None:
         self.states, self.registry, self.agreed = States(failing), Registered(), Agreed()
         self.ledger = self.clock = self.consensus = Steps()
-        self.group = Group()
+        self.group, self.adaptation = Group(), Held()
         self.membership, self.controller = Membership(), Controller()
         self.changes = GroupChanges(
             self,
@@ -292,3 +301,13 @@ def test_a_rank_that_cannot_enter_a_group_that_cannot_change_gives_up() -> None:
     run = Run(elastic=False, failing=1)
     run.changes.join(timeout_s=1.0)  # this membership gives another group all the same
     assert run.membership.gave_up == "explained: broke"
+
+
+def test_the_batch_of_a_policy_goes_before_the_generations_and_the_jobs_choice() -> None:
+    run = Run()
+    run.adaptation.shape = BatchChoice(atomic_bsz=7)
+    run.changes.set_shape(BatchChoice(atomic_bsz=3))
+    assert run.states.shape == BatchChoice(atomic_bsz=7)
+    run.adaptation.shape = None
+    run.changes.set_shape(BatchChoice(atomic_bsz=3))
+    assert run.states.shape == BatchChoice(atomic_bsz=3)

@@ -14,6 +14,7 @@ from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.step import LoaderStep
 from elastic_ray.steps.sums import StepSums
 from tests.session.steps import step_of
 
@@ -102,13 +103,33 @@ class Clock:
         self.micros += 1
 
 
+class Policies:
+    """Notes what is asked."""
+
+    def __init__(self) -> None:
+        self.asked = list[str]()
+        self.ended: PassProgress | None = None
+
+    def before_step(self, step: LoaderStep) -> None:
+        self.asked.append("before_step")
+
+    def after_step(self, step: LoaderStep) -> None:
+        self.asked.append("after_step")
+
+    def end_epoch(self) -> None:
+        self.asked.append("end_epoch")
+
+    def ends(self, loader_pass: PassProgress) -> bool:
+        return self.ended is loader_pass
+
+
 class Run:
     """The parts that the passes go through; a step may be begun in them."""
 
     def __init__(self, failing: int = 0) -> None:
         self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()
         self.ledger = StepLedger(self.states, recoverable=True)
-        self.consensus, self.group = Votes(failing), Parts()
+        self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.passes = LoaderPasses(self, self.changes, self.moments.append)
 

@@ -100,6 +100,11 @@ class GradientEngine:
         return self._in_force.plan
 
     @property
+    def strategy_name(self) -> str:
+        """Of the strategy in force."""
+        return self.plan.strategy.name or "by hand"
+
+    @property
     def strategy_key(self) -> str | None:
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
         return self._in_force.key

@@ -1,0 +1,106 @@
+"""The base class of adaptation policies (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from elastic_ray.adaptation.requests import Request
+from elastic_ray.adaptation.view import PolicyView
+
+Answer: TypeAlias = "Request | Iterable[Request] | None"
+
+HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
+"""In the order in which a run calls them."""
+
+
+class PolicyError(RuntimeError):
+    """A strict policy raised, answered what cannot be done, took too long, or decided differently on some rank."""
+
+
+class Policy:
+    """A control loop over a run (KungFu's ``BasePolicy``); override the hooks that it needs.
+
+    Each hook gets a :class:`PolicyView` and returns a request, several, or None. Every rank asks its own copy with an
+    equal view, so a hook must decide by the view and by its own attributes alone: neither by a clock nor by chance. The
+    view has both times and samples. What a hook asks for rides on the next step's reduction. When all ranks ask alike
+    it is applied on all of them after that step, otherwise on none, and a policy that differs is not asked again.
+
+    Attributes that a hook changes are the policy's state: workers that join get it, checkpoints keep it, and a lost
+    step takes it back. They must be numbers, strings, None, or lists, tuples and dicts of these; override
+    :meth:`state_dict` and :meth:`load_state_dict` for others.
+
+    Attributes:
+        watches: names of metrics, as given to ``elastic_ray.report``, that the view is to hold (numbers only).
+        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it goes on without that
+            request, and an event of kind ``policy`` says so.
+        deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
+    """
+
+    watches: Sequence[str] = ()
+    strict: bool = False
+    deadline_s: float = 2.0
+
+    def before_train(self, view: PolicyView) -> Answer:
+        """The run is about to train its first step; not called again where it goes on from a checkpoint."""
+        return None
+
+    def before_epoch(self, view: PolicyView) -> Answer:
+        """An epoch is about to begin, once for each."""
+        return None
+
+    def before_step(self, view: PolicyView) -> Answer:
+        """A step of the training loader is about to begin; again, if it is lost and drawn again."""
+        return None
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """A step was committed on all ranks."""
+        return None
+
+    def after_epoch(self, view: PolicyView) -> Answer:
+        """An epoch is over."""
+        return None
+
+    def after_train(self, view: PolicyView) -> Answer:
+        """The train function has returned; only ``Report`` has an effect here."""
+        return None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state, as plain values; the instance's attributes unless overridden."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, here or on another rank."""
+        vars(self).update(state)
+
+
+def overrides(policy: Policy, hook: str) -> bool:
+    """Whether a policy has a hook of its own."""
+    return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
+
+
+def check_policies(given: object) -> tuple[Policy, ...]:
+    """The policies that a user gave: one or several.
+
+    Raises:
+        TypeError: something else is among them.
+        ValueError: a deadline is not above 0.
+    """
+    if given is None:
+        return ()
+    listed = (given,) if isinstance(given, (Policy, type)) or not isinstance(given, Iterable) else tuple(given)
+    for policy in listed:
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            raise TypeError(f"policies must be instances of Policy, but got the class {policy.__name__}: call it")
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policies must be instances of elastic_ray.adaptation.Policy, but got {policy!r}")
+        if not policy.deadline_s > 0:
+            raise ValueError(f"{name_of(policy)}.deadline_s must be above 0 seconds, but got {policy.deadline_s}")
+        if isinstance(policy.watches, str):
+            raise TypeError(f"{name_of(policy)}.watches must be a tuple of names, but got {policy.watches!r}")
+    return listed
+
+
+def name_of(policy: Policy) -> str:
+    """What events call it."""
+    return type(policy).__name__

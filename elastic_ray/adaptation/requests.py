@@ -1,0 +1,178 @@
+"""What a policy may ask for, as plain values that travel (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from elastic_ray.state.plain_metrics import plain_metrics
+from elastic_ray.sync.naming import NAMED
+from elastic_ray.sync.spec import Strategy
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Resize:
+    """Ask the allocator for another number of workers, inside the job's own limits.
+
+    The allocator grants what the other jobs' goodput allows: a wish raises no job above its price.
+
+    Attributes:
+        to: workers wanted; with it neither ``min`` nor ``max``.
+        min: fewest workers wanted; None leaves the job's own limit.
+        max: most workers wanted; None leaves the job's own limit.
+
+    Raises:
+        TypeError: a value is no whole number.
+        ValueError: a value is below 1, ``min`` is above ``max``, or ``to`` stands beside another one.
+    """
+
+    to: int | None = None
+    min: int | None = None
+    max: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("to", "min", "max"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_whole(f"Resize({name})", value, "workers")
+        if self.to is not None and (self.min is not None or self.max is not None):
+            raise ValueError(f"Resize takes either to, or min and max, but got {self}")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"Resize(min) must be at most Resize(max), but got {self.min} and {self.max}")
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Fewest and most workers wanted; None leaves the job's own limit."""
+        return (self.min, self.max) if self.to is None else (self.to, self.to)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetBatch:
+    """Train with this global batch from the next step on, whatever the number of workers.
+
+    The loader must allow it (``AdaptiveDataLoader.autoscale_batch_size``). From then on the policy decides about the
+    batch, and the job's own choice for goodput does not.
+
+    Attributes:
+        batch_size: global batch [samples]; None gives the choice back to the job.
+    """
+
+    batch_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            _check_whole("SetBatch(batch_size)", self.batch_size, "samples")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScaleRate:
+    """Multiply the learning rates of all models by a factor, on top of schedules and of the rule for the batch size.
+
+    Attributes:
+        factor: above 0; it multiplies what earlier requests have left (``PolicyView.rate_factor``).
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.factor, bool) or not isinstance(self.factor, (int, float)):
+            raise TypeError(f"ScaleRate(factor) must be a number, but got {self.factor!r}")
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ValueError(f"ScaleRate(factor) must be above 0 and finite, but got {self.factor}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SetStrategy:
+    """Synchronise with another strategy from the next step on.
+
+    Attributes:
+        strategy: a name that ``AdaptiveDataParallel(strategy=...)`` takes, or a ``Strategy``.
+        model: number of the model, in the order in which the loop wraps them.
+    """
+
+    strategy: str | Strategy
+    model: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.strategy, str):
+            if self.strategy not in NAMED:
+                raise ValueError(
+                    f"SetStrategy(strategy) must be one of {', '.join(NAMED)}, or a Strategy, but got {self.strategy!r}"
+                )
+        elif not isinstance(self.strategy, Strategy):
+            raise TypeError(f"SetStrategy(strategy) must be a name or a Strategy, but got {self.strategy!r}")
+        _check_whole("SetStrategy(model)", self.model, "", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Save an automatic checkpoint after the present step, as soon as storage is free."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stop:
+    """End the training after the present step: its loop ends as if all epochs were done, and the code after it runs.
+
+    Attributes:
+        reason: a sentence for the job's events.
+    """
+
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise TypeError(f"Stop(reason) must be a sentence, but got {self.reason!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the job's user something, as an event of kind ``policy``.
+
+    Attributes:
+        metrics: numbers and strings by name, as ``elastic_ray.report`` takes them.
+    """
+
+    metrics: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metrics, Mapping):
+            raise TypeError(f"Report(metrics) must be a mapping of names to values, but got {self.metrics!r}")
+        object.__setattr__(self, "metrics", plain_metrics(self.metrics))
+
+
+Request: TypeAlias = Resize | SetBatch | ScaleRate | SetStrategy | Checkpoint | Stop | Report
+
+_KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (Resize, SetBatch, ScaleRate, SetStrategy, Checkpoint, Stop, Report)
+}
+
+
+def is_request(value: object) -> bool:
+    """Whether a policy may return it."""
+    return isinstance(value, tuple(_KINDS.values()))
+
+
+def to_plain(request: Request) -> dict[str, Any]:
+    """As plain values, for other ranks and checkpoints."""
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    if isinstance(request, SetStrategy) and isinstance(request.strategy, Strategy):
+        values["strategy"] = {"json": request.strategy.to_json()}
+    return {"kind": type(request).__name__, **values}
+
+
+def from_plain(values: Mapping[str, Any]) -> Request:
+    """The inverse of :func:`to_plain`."""
+    given = {name: value for name, value in values.items() if name != "kind"}
+    if isinstance(given.get("strategy"), Mapping):
+        given["strategy"] = Strategy.from_json(given["strategy"]["json"])
+    request: Request = _KINDS[values["kind"]](**given)
+    return request
+
+
+def _check_whole(name: str, value: Any, unit: str, *, at_least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number{' of ' + unit if unit else ''}, but got {value!r}")
+    if value < at_least:
+        raise ValueError(f"{name} must be {at_least} or more{' ' + unit if unit else ''}, but got {value}")

@@ -1,0 +1,272 @@
+"""The policies of one run on one rank: asks them, keeps their state, and finds out what all ranks ask for.
+
+Every rank asks its own copies with equal views. What they say is pending until the sums of a step that is committed
+tell that all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from elastic_ray.adaptation.ballot import PolicyBallot, Verdict
+from elastic_ray.adaptation.hook_caller import HookCaller, HookTimeoutError
+from elastic_ray.adaptation.pending import Pending
+from elastic_ray.adaptation.policy import Policy, PolicyError, name_of, overrides
+from elastic_ray.adaptation.requests import Report, Request, from_plain, is_request, to_plain
+from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.view import PolicyView
+from elastic_ray.adaptation.watched import WatchedMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class Applies(Protocol):
+    """Carries out requests on this rank, as every rank does between the same two steps."""
+
+    def apply(self, request: Request, values: SharedValues) -> str:
+        """Carry one out; returns why it cannot be, empty where it was."""
+
+
+class PolicyRunner:
+    """See the module's text. It is also the state of the policies, for joiners, checkpoints and lost steps.
+
+    Args:
+        applies: carries out requests.
+        tell: tells the job's user something from rank 0.
+        tell_here: the same from whichever rank it is.
+
+    Attributes:
+        values: what policies have brought about.
+        ballot: what this rank's policies say, for the control sums.
+        watched: metrics that they watch, for the control sums.
+    """
+
+    def __init__(
+        self,
+        applies: Applies,
+        tell: Callable[[str, str, Mapping[str, Any]], None],
+        tell_here: Callable[[str, str, Mapping[str, Any]], None],
+    ) -> None:
+        self._applies = applies
+        self._tell = tell
+        self._tell_here = tell_here
+        self._policies: list[Policy] = []
+        self._initial: list[dict[str, Any]] = []
+        self._pending: list[Pending] = []
+        self._told: set[str] = set()
+        self._caller = HookCaller()
+        self.values = SharedValues()
+        self.watched = WatchedMetrics()
+        self.ballot = PolicyBallot(self._said)
+
+    def __bool__(self) -> bool:
+        """Whether there are any policies."""
+        return bool(self._policies)
+
+    def add(self, policies: Iterable[Policy]) -> None:
+        """Ask these as well, after those there are.
+
+        Raises:
+            PolicyError: the state of one is not plain.
+        """
+        for policy in policies:
+            self._policies.append(policy)
+            self._initial.append(_state_of(policy))
+            self._pending.append(Pending())
+            self.watched.watch(policy.watches)
+        self.ballot.have(len(self._policies))
+
+    def wants(self, hook: str) -> bool:
+        """Whether a policy that is still asked has this hook."""
+        return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
+
+    def call(self, hook: str, view: PolicyView) -> None:
+        """Ask every policy that has this hook, in order."""
+        for number, policy in enumerate(self._policies):
+            if self._is_asked(number) and overrides(policy, hook):
+                self._ask(number, policy, hook, view)
+
+    def _is_asked(self, number: int) -> bool:
+        return number not in self.values.off and not self._pending[number].is_off
+
+    def _ask(self, number: int, policy: Policy, hook: str, view: PolicyView) -> None:
+        """Call one hook, and note its requests or its failure."""
+        pending = self._pending[number]
+        try:
+            answer = self._caller.call(lambda: _requests(getattr(policy, hook)(view)), policy.deadline_s)
+        except HookTimeoutError as error:
+            pending.fail(f"{hook}: {error}", ends=True)  # its thread may still be changing it
+        except Exception as error:
+            pending.fail(f"{hook}: {type(error).__name__}: {error}")
+            logger.warning("policy %s failed in %s", name_of(policy), hook, exc_info=True)
+        else:
+            pending.ask(hook, [to_plain(request) for request in answer])
+
+    def _said(self) -> Sequence[Any]:
+        """By policy, what it has to say and what it says it from; None for nothing."""
+        said: list[Any] = []
+        for number, (policy, pending) in enumerate(zip(self._policies, self._pending, strict=True)):
+            if not pending or number in self.values.off:
+                said.append(None)
+            elif pending.is_off:
+                said.append(["took too long"])
+            else:
+                said.append([pending.requests, pending.failures, self._changed(number, policy)])
+        return said
+
+    def settle(self, step: int) -> None:
+        """A step was committed: apply what all ranks have agreed on with it.
+
+        Raises:
+            PolicyError: of a strict policy; on every rank.
+        """
+        verdicts = self.ballot.take()
+        for number, verdict in enumerate(verdicts):
+            pending, policy = self._pending[number], self._policies[number]
+            if verdict is Verdict.NOTHING:
+                continue
+            self._pending[number] = Pending(is_off=pending.is_off)
+            if verdict is Verdict.DIFFERENT:
+                self._differs(number, policy, pending, step)
+                continue
+            for failure in pending.failures:
+                self._failed(number, policy, failure, step, ends=pending.is_off)
+            for hook, plain in zip(pending.hooks, pending.requests, strict=True):
+                self._apply(policy, hook, from_plain(plain), step)
+
+    def _apply(self, policy: Policy, hook: str, request: Request, step: int) -> None:
+        """Carry out what all ranks ask for, and tell what became of it; raises PolicyError of a strict policy."""
+        name = name_of(policy)
+        refused = self._applies.apply(request, self.values)
+        detail = {"policy": name, "hook": hook, "request": to_plain(request), "step": step, "refused": refused}
+        if not refused:
+            self._tell("policy", f"{name}.{hook} after step {step}: {request}", detail)
+        elif policy.strict:
+            raise PolicyError(f"policy {name} asked in {hook} for {request}, which is refused: {refused}")
+        elif self._is_news(f"{name} {hook} {request} {refused}"):
+            self._tell("policy", f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
+
+    def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
+        """All ranks' copies have failed alike."""
+        name = name_of(policy)
+        if policy.strict:
+            raise PolicyError(f"policy {name} failed in {failure}")
+        if ends:
+            self.values.switch_off(number, failure)
+        if ends or self._is_news(f"{name} {failure}"):
+            after = "; it is not asked any more" if ends else ""
+            self._tell("policy", f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
+
+    def _differs(self, number: int, policy: Policy, pending: Pending, step: int) -> None:
+        """The ranks' copies say different things."""
+        name = name_of(policy)
+        own = "; ".join(pending.failures) or ", ".join(str(from_plain(each)) for each in pending.requests) or "nothing"
+        what = (
+            f"policy {name} does not say the same on all ranks in step {step}: here {own}. A policy must decide by its "
+            "view and its own attributes alone, neither by chance, nor by a clock or a rank"
+        )
+        if policy.strict:
+            raise PolicyError(what)
+        self.values.switch_off(number, what)
+        self._tell("policy", f"{what}; it is not asked any more", {"policy": name, "step": step, "failure": "differs"})
+        if pending.failures:  # which rank 0 need not know of
+            self._tell_here("policy", f"policy {name} failed on a rank: {own}", {"policy": name, "failure": own})
+
+    def _is_news(self, text: str) -> bool:
+        known = text in self._told
+        self._told.add(text)
+        return not known
+
+    def check_plain(self) -> None:
+        """Whether the policies' states can be sent to other ranks.
+
+        Raises:
+            PolicyError: one cannot; the message names the attribute.
+        """
+        for policy in self._policies:
+            for name, value in policy.state_dict().items():
+                _check_plain(value, f"{name_of(policy)}.{name}")
+
+    def end(self, steps: int) -> None:
+        """The run is over after so many steps: what is only to be told is told, without another step to agree in."""
+        for policy, pending in zip(self._policies, self._pending, strict=True):
+            for hook, plain in zip(pending.hooks, pending.requests, strict=True):
+                request = from_plain(plain)
+                if isinstance(request, Report):
+                    self._apply(policy, hook, request, steps)
+        self._caller.close()
+
+    def capture(self) -> dict[str, Any]:
+        """What policies keep and have pending, and what they have brought about."""
+        return {
+            "values": self.values.to_state(),
+            "states": [self._changed(number, policy) for number, policy in enumerate(self._policies)],
+            "names": [name_of(policy) for policy in self._policies],
+            "pending": [dataclasses.asdict(pending) for pending in self._pending],
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Take over a captured state; that of policies that this run does not have is left behind."""
+        self.values = SharedValues.from_state(tree["values"])
+        same = list(tree["names"]) == [name_of(policy) for policy in self._policies]
+        if not same:
+            self.values.ask_again()
+        self._pending = [Pending() for _ in self._policies]
+        for number, policy in enumerate(self._policies):
+            state = dict(tree["states"][number]) if same else {}
+            if same:
+                self._pending[number] = Pending(**tree["pending"][number])
+            self._load(number, policy, state)
+        self.watched.restore(self.values.metrics, self.values.reports)
+
+    def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
+        """What of a policy's state is another than at the beginning: its settings are those of each run."""
+        initial = self._initial[number]
+        state = policy.state_dict()
+        return {name: value for name, value in state.items() if name not in initial or initial[name] != value}
+
+    def _load(self, number: int, policy: Policy, changed: Mapping[str, Any]) -> None:
+        if number not in self.values.off:
+            policy.load_state_dict(copy.deepcopy({**self._initial[number], **changed}))
+
+
+def _requests(answer: Any) -> list[Request]:
+    """A hook's answer as a list.
+
+    Raises:
+        TypeError: it is something else than a request, several, or None.
+    """
+    if answer is None:
+        return []
+    listed = [answer] if is_request(answer) or not isinstance(answer, Iterable) else list(answer)
+    for each in listed:
+        if not is_request(each):
+            raise TypeError(
+                f"a hook returns a request of elastic_ray.adaptation, several, or None, but returned {each!r}"
+            )
+    return listed
+
+
+def _state_of(policy: Policy) -> dict[str, Any]:
+    return copy.deepcopy(dict(policy.state_dict()))
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise PolicyError unless the value consists of plain ones."""
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_plain(item, f"{where}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, (str, int)):
+                raise PolicyError(f"the state of a policy is plain values, but {where} has the key {key!r}")
+            _check_plain(item, f"{where}[{key!r}]")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise PolicyError(
+            f"the state of a policy is numbers, strings, None, and lists, tuples and dicts of these, but {where} is "
+            f"{value!r} of type {type(value).__name__}: keep a plain value, or override state_dict and load_state_dict"
+        )

@@ -1,0 +1,99 @@
+"""What a policy sees of the run: one frozen value, equal on all ranks (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ray.monitoring.measures import WorkerMeasures
+from placement.goodput.model import NoiseScale
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyView:
+    """A run between two steps.
+
+    Everything in it is the same on all ranks, clock included. Times are of the step before the one that has just
+    ended where the workers' own measures say so.
+
+    Attributes:
+        step: committed optimizer steps.
+        epoch: epoch in progress, from 0.
+        epochs: declared number of epochs, None without.
+        epoch_progress: part of the epoch's samples that are used, 0..1; of the pass in progress.
+        samples: samples trained on since the run began.
+        workers: ranks of the present group.
+        generation: number of the present group; another one after each resize.
+        nodes: nodes that they are on.
+        batch_size: global batch of a full step [samples].
+        initial_batch_size: global batch that the learning rate belongs to [samples].
+        max_batch_size: largest batch that the loader allows [samples]; None for a fixed one.
+        learning_rates: of the first model's parameter groups, as user code and schedulers set them.
+        rate_factor: what ``ScaleRate`` requests have multiplied them by.
+        noise: gradient noise of the first model, None before it is measured.
+        step_s: time of a step on rank 0 [s], 0 before one was measured in this group.
+        sync_s: rank 0's wait for reductions in it [s].
+        worker_measures: each rank's times; empty before the first step of a group.
+        elapsed_s: since the run's first step, pauses included [s].
+        worker_s: the same, summed over the workers [worker-seconds].
+        strategies: names of the models' strategies.
+        metrics: the watched metrics (``Policy.watches``) that rank 0 reported last, as far as it did.
+        reports: how many reports these stand for.
+        sums: what the accumulators of this epoch hold, in the order in which the loop made them.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    epochs: int | None = None
+    epoch_progress: float = 0.0
+    samples: int = 0
+    workers: int = 1
+    generation: int = 0
+    nodes: int = 1
+    batch_size: int = 0
+    initial_batch_size: int = 0
+    max_batch_size: int | None = None
+    learning_rates: tuple[float, ...] = ()
+    rate_factor: float = 1.0
+    noise: NoiseScale | None = None
+    step_s: float = 0.0
+    sync_s: float = 0.0
+    worker_measures: tuple[WorkerMeasures, ...] = ()
+    elapsed_s: float = 0.0
+    worker_s: float = 0.0
+    strategies: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    reports: int = 0
+    sums: Sequence[Mapping[str, float]] = ()
+
+    @property
+    def progress(self) -> float | None:
+        """Part of the declared epochs that is done, 0..1; None where none are declared."""
+        if not self.epochs:
+            return None
+        return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second at the present batch and step time; 0 before a step was measured."""
+        return self.batch_size / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The simple noise scale B = tr(Sigma) / |G|^2 [samples] (McCandlish et al. 2018, eq. 2.9).
+
+        None before it is measured, and while the estimate of the gradient's norm is not above 0.
+        """
+        if self.noise is None or self.noise.sqr <= 0:
+            return None
+        return max(0.0, self.noise.var) * self.initial_batch_size / self.noise.sqr
+
+    @property
+    def gradient_variance(self) -> float | None:
+        """Trace of the covariance of one sample's gradient, tr(Sigma); None before it is measured."""
+        return None if self.noise is None else max(0.0, self.noise.var) * self.initial_batch_size
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for logs."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,365 @@
+"""What policies may see of a run, and how their requests are carried out in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from elastic_ray.adaptation.policy import Policy
+from elastic_ray.adaptation.requests import (
+    Checkpoint,
+    Report,
+    Request,
+    Resize,
+    ScaleRate,
+    SetBatch,
+    SetStrategy,
+    Stop,
+)
+from elastic_ray.adaptation.runner import PolicyRunner
+from elastic_ray.adaptation.shared_values import SharedValues
+from elastic_ray.adaptation.view import PolicyView
+from elastic_ray.batch.limits import BatchChoice, cut_within
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.session.controller_client import ControllerClient
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.tree import Stateful
+from elastic_ray.steps.step import LoaderStep
+from placement.goodput.model import NoiseScale
+
+
+class AdaptedGroup(Protocol):
+    """The present group."""
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+
+    @property
+    def world_size(self) -> int:
+        """Its ranks."""
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The node of each rank."""
+
+
+class AdaptedModels(Protocol):
+    """The wrapped models."""
+
+    def noise(self) -> NoiseScale | None:
+        """Of the first model; None before an estimate."""
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Of the first model's parameter groups."""
+
+
+class AdaptedLoaders(Protocol):
+    """The loader that leads."""
+
+    @property
+    def info(self) -> LoaderInfo | None:
+        """What it tells the job, None before there is one."""
+
+
+class AdaptedParts(Protocol):
+    """What the train function has built."""
+
+    @property
+    def models(self) -> AdaptedModels:
+        """The wrapped models."""
+
+    @property
+    def loaders(self) -> AdaptedLoaders:
+        """The loaders."""
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the models' strategies."""
+
+    def set_strategy(self, model: int, strategy: object) -> None:
+        """Go on with another strategy; raises ValueError or TypeError where a model cannot have it."""
+
+    def has_hook(self, point: HookPoint) -> bool:
+        """Whether anything is called at such a point."""
+
+    def call(self, point: HookPoint) -> None:
+        """The run is at such a point."""
+
+
+class AdaptedState(Protocol):
+    """The state that all ranks share."""
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+
+
+class AdaptedMeter(Protocol):
+    """What all ranks know of each other's steps."""
+
+    @property
+    def workers(self) -> tuple[WorkerMeasures, ...]:
+        """By rank."""
+
+    def ask(self) -> None:
+        """Measure from now on."""
+
+
+class AdaptedRun(Protocol):
+    """The parts of a run that policies look at, and change."""
+
+    @property
+    def group(self) -> AdaptedGroup:
+        """The present group."""
+
+    @property
+    def registry(self) -> AdaptedParts:
+        """What the train function has built."""
+
+    @property
+    def states(self) -> AdaptedState:
+        """What all ranks share."""
+
+    @property
+    def meter(self) -> AdaptedMeter:
+        """What all ranks know of each other's steps."""
+
+
+class RegisteredStates(Protocol):
+    """States that all ranks share."""
+
+    def register(self, key: str, state: Stateful) -> None:
+        """Make ``state`` part of what joiners receive."""
+
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+        """Undo for small state that user code moves on even when its step is lost."""
+
+
+class AdaptedSession(Protocol):
+    """The way out of a run."""
+
+    @property
+    def controller(self) -> ControllerClient:
+        """Whom it tells of itself."""
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
+        """Tell the job's user something, from rank 0; all ranks come by here."""
+
+
+class Adaptation:
+    """See the module's text; one for each run.
+
+    Args:
+        session: the way out of the run.
+        sizes: fewest and most workers of the job; None where the group cannot change.
+
+    Attributes:
+        runner: the policies.
+    """
+
+    def __init__(self, session: AdaptedSession, sizes: tuple[int, int] | None) -> None:
+        self.runner = PolicyRunner(self, session.tell, session.controller.tell)
+        self._sizes = sizes
+        self._run: AdaptedRun | None = None
+        self._set_shape: Callable[[BatchChoice | None], None] = lambda shape: None
+        self._step: LoaderStep | None = None
+
+    def bind(self, run: AdaptedRun, set_shape: Callable[[BatchChoice | None], None]) -> None:
+        """The run is made; ``set_shape`` takes another batch shape on this rank."""
+        self._run, self._set_shape = run, set_shape
+
+    @property
+    def _bound(self) -> AdaptedRun:
+        assert self._run is not None, "bind() comes first"
+        return self._run
+
+    @property
+    def _progress(self) -> RunProgress:
+        return self._bound.states.progress
+
+    def add(self, policies: Iterable[Policy]) -> None:
+        """Ask these policies as well.
+
+        Raises:
+            PolicyError: the state of one is not plain.
+        """
+        self.runner.add(policies)
+        if self.runner:
+            self._bound.meter.ask()
+
+    def register(self, states: RegisteredStates) -> None:
+        """Have what policies keep travel, and be undone with a lost step.
+
+        Raises:
+            PolicyError: it cannot be sent to other ranks.
+        """
+        if self.runner:
+            self.runner.check_plain()
+            states.register("adaptation", self.runner)
+            states.register_rollback(self.runner.capture, self.runner.restore)
+
+    @property
+    def rate_factor(self) -> float:
+        """What policies have multiplied learning rates by."""
+        return self.runner.values.rate_factor
+
+    @property
+    def wish(self) -> tuple[int | None, int | None] | None:
+        """Fewest and most workers that they ask for."""
+        return self.runner.values.wish
+
+    @property
+    def held_batch(self) -> int | None:
+        """The global batch that they have set; None where the job chooses."""
+        return self.runner.values.batch_size
+
+    @property
+    def stopped(self) -> bool:
+        """Whether they have ended the training."""
+        return self.runner.values.stopped is not None
+
+    def ends(self, loader_pass: PassProgress) -> bool:
+        """Whether they have ended it in this pass."""
+        stopped, progress = self.runner.values.stopped, self._progress
+        if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
+            return False
+        return progress.passes[stopped[1]] is loader_pass
+
+    def held_shape(self) -> BatchChoice | None:
+        """How the batch that they have set is cut in the present group; None where the job chooses."""
+        info, batch_size = self._bound.registry.loaders.info, self.held_batch
+        if info is None or batch_size is None:
+            return None
+        return cut_within(info.limits, batch_size, self._bound.group.world_size)
+
+    def before_step(self, step: LoaderStep) -> None:
+        """A step has begun; ``before_train`` and ``before_epoch`` come before the first of a run and an epoch."""
+        if not self.runner or not step.leads:
+            return
+        values, self._step = self.runner.values, step
+        if values.begin_train():
+            self._call("before_train")
+        if values.begin_epoch(self._progress.epoch):
+            self._call("before_epoch")
+        self._call("before_step")
+
+    def after_step(self, step: LoaderStep) -> None:
+        """A step that trained was committed: apply what all ranks have agreed on with it, and ask anew.
+
+        Raises:
+            PolicyError: of a strict policy, on every rank.
+        """
+        if not self.runner:
+            return
+        values, watched, workers = self.runner.values, self.runner.watched, self._bound.meter.workers
+        if workers:
+            values.advance(workers[0].passed_s, len(workers), step.count)
+        values.take_metrics(watched.latest, watched.reports)
+        self._step = step
+        self.runner.settle(self._progress.steps)
+        self._call("after_step")
+
+    def end_epoch(self) -> None:
+        """The epoch in progress is about to end."""
+        if self.runner and self.runner.values.end_epoch(self._progress.epoch):
+            self._call("after_epoch")
+
+    def end_train(self) -> None:
+        """The train function has returned."""
+        if self.runner:
+            self._call("after_train")
+            self.runner.end(self._progress.steps)
+
+    def _call(self, hook: str) -> None:
+        if self.runner.wants(hook):
+            self.runner.call(hook, self._view())
+
+    def _view(self) -> PolicyView:
+        """The run as policies see it now."""
+        run, values, progress, step = self._bound, self.runner.values, self._progress, self._step
+        info, workers = run.registry.loaders.info, run.meter.workers
+        limits = info.limits if info is not None else None
+        initial = limits.init_batch_size if limits is not None else 0
+        sums = [dict(progress.sums[key]) for key in sorted(progress.sums) if key[0] == progress.epoch]
+        return PolicyView(
+            step=progress.steps,
+            epoch=progress.epoch,
+            epochs=progress.epochs,
+            epoch_progress=step.loader_pass.position / step.total if step is not None and step.total else 0.0,
+            samples=values.samples,
+            workers=run.group.world_size,
+            generation=run.group.generation,
+            nodes=len(set(run.group.nodes)),
+            batch_size=round(step.scale * step.init_batch_size) if step is not None else initial,
+            initial_batch_size=initial,
+            max_batch_size=limits.max_batch_size if limits is not None else None,
+            learning_rates=run.registry.models.learning_rates,
+            rate_factor=values.rate_factor,
+            noise=run.registry.models.noise(),
+            step_s=workers[0].step_s if workers else 0.0,
+            sync_s=workers[0].sync_s if workers else 0.0,
+            worker_measures=workers,
+            elapsed_s=values.elapsed_s,
+            worker_s=values.worker_s,
+            strategies=run.registry.strategies,
+            metrics=values.metrics,
+            reports=values.reports,
+            sums=sums,
+        )
+
+    def apply(self, request: Request, values: SharedValues) -> str:
+        """Carry a request out on this rank; returns why it cannot be, empty where it was."""
+        match request:
+            case SetBatch():
+                return self._set_batch(request, values)
+            case Resize():
+                return self._resize(request, values)
+            case SetStrategy():
+                return self._set_strategy(request)
+            case ScaleRate():
+                values.scale_rate(request.factor)
+            case Stop():
+                values.stop_in(self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0)
+            case Report():
+                pass  # its event is all there is to it
+            case Checkpoint():
+                if not self._bound.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
+                    return "this run makes no automatic checkpoints"
+                self._bound.registry.call(HookPoint.CHECKPOINT_ASKED)
+        return ""
+
+    def _set_batch(self, request: SetBatch, values: SharedValues) -> str:
+        """Have steps of this many samples, in every group from now on."""
+        info = self._bound.registry.loaders.info
+        if info is None or info.limits.fixed or info.limits.max_batch_size is None:
+            return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
+        most, batch_size = info.limits.max_batch_size, request.batch_size
+        if batch_size is not None and batch_size > most:
+            return f"max_batch_size is {most}"
+        values.hold_batch(batch_size)
+        shape = self.held_shape()
+        if shape is not None:
+            self._set_shape(shape)
+        return ""
+
+    def _resize(self, request: Resize, values: SharedValues) -> str:
+        """Have the controller hear of the wish with the next report."""
+        if self._sizes is None:
+            return "the group cannot change: there is no allocator to ask"
+        least, most = self._sizes
+        for wanted in request.bounds:
+            if wanted is not None and not least <= wanted <= most:
+                return f"the job has {least} to {most} workers"
+        values.wish_for(request.bounds)
+        return ""
+
+    def _set_strategy(self, request: SetStrategy) -> str:
+        try:
+            self._bound.registry.set_strategy(request.model, request.strategy)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return ""

@@ -1,0 +1,33 @@
+"""Rank 0's account of its steps, as its controller hears it."""
+
+from __future__ import annotations
+
+from elastic_ray.batch.reports import StepReport
+from elastic_ray.session.run_state import RunState
+
+
+def step_report(run: RunState) -> StepReport | None:
+    """Measurements since the last call; None before the first generation."""
+    spec = run.group.generation_spec
+    if spec is None:
+        return None
+    shape, steps, step_time, grad_time = run.clock.take()
+    progress = run.states.progress
+    return StepReport(
+        generation=spec.generation,
+        nodes=spec.nodes,
+        replicas=spec.world_size,
+        shape=shape,
+        steps=steps,
+        step_time=step_time,
+        grad_time=grad_time,
+        noise=run.registry.models.noise(),
+        epoch=progress.epoch,
+        epochs=progress.epochs,
+        total_steps=progress.steps,
+        batch_size=run.clock.batch_size,
+        progress=progress.summary(),
+        strategy=run.clock.strategy,
+        held_batch=run.adaptation.held_batch,
+        wish=run.adaptation.wish,
+    )
