@@ -39,7 +39,7 @@ class Policy:
 
     watches: Sequence[str] = ()
     strict: bool = False
-    deadline_s: float = 2.0
+    deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
         """The run is about to train its first step; not called again where it goes on from a checkpoint."""

@@ -1,0 +1,257 @@
+"""Policies on several ranks in lockstep: all apply a request, or none; failures and differences are told by name."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ray.adaptation import Policy, PolicyError, PolicyView, Report, Request, ScaleRate, SetBatch, Stop
+from elastic_ray.adaptation.policy import Answer, check_policies
+from elastic_ray.adaptation.runner import PolicyRunner
+from elastic_ray.adaptation.shared_values import SharedValues
+
+
+class Rank:
+    """One rank's runner, what it has applied and told."""
+
+    def __init__(self, *policies: Policy) -> None:
+        self.applied = list[Request]()
+        self.told = list[str]()
+        self.told_here = list[str]()
+        self.refuses = ""
+        self.runner = PolicyRunner(self, self._tell, self._tell_here)
+        self.runner.add(policies)
+
+    def _tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        assert kind == "policy"
+        self.told.append(text)
+
+    def _tell_here(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
+        self.told_here.append(text)
+
+    def apply(self, request: Request, values: SharedValues) -> str:
+        if not self.refuses:
+            self.applied.append(request)
+            if isinstance(request, ScaleRate):
+                values.scale_rate(request.factor)
+        return self.refuses
+
+
+def step(ranks: list[Rank], number: int, *, lost: bool = False) -> None:
+    """One step of all ranks: their sums, then, unless it is lost, its end."""
+    remembered = [copy.deepcopy(rank.runner.capture()) for rank in ranks]
+    for rank in ranks:
+        rank.runner.call("before_step", PolicyView(step=number - 1))
+    rows = [rank.runner.ballot.values(at, len(ranks)) for at, rank in enumerate(ranks)]
+    sums = [sum(column) for column in zip(*rows, strict=True)]
+    for rank, before in zip(ranks, remembered, strict=True):
+        rank.runner.ballot.conclude(sums, len(ranks))
+        if lost:
+            rank.runner.ballot.begin()
+            rank.runner.restore(before)
+        else:
+            rank.runner.settle(number)
+            rank.runner.call("after_step", PolicyView(step=number))
+
+
+class Asks(Policy):
+    """Asks after one step."""
+
+    def __init__(self, at: int, what: Callable[[], Answer]) -> None:
+        self.at, self.seen = at, 0
+        self._what = what
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def after_step(self, view: PolicyView) -> Answer:
+        self.seen += 1
+        return self._what() if view.step == self.at else None
+
+
+def test_a_request_is_applied_on_all_ranks_after_the_next_step() -> None:
+    ranks = [Rank(Asks(2, lambda: [SetBatch(64), ScaleRate(0.5)])) for _ in range(3)]
+    for number in (1, 2):
+        step(ranks, number)
+        assert not any(rank.applied for rank in ranks)
+    step(ranks, 3)
+    assert all(rank.applied == [SetBatch(64), ScaleRate(0.5)] for rank in ranks)
+    assert all(rank.runner.values.rate_factor == 0.5 for rank in ranks)
+    assert ranks[0].told == [
+        "Asks.after_step after step 3: SetBatch(batch_size=64)",
+        "Asks.after_step after step 3: ScaleRate(factor=0.5)",
+    ]
+    step(ranks, 4)
+    assert len(ranks[0].applied) == 2
+
+
+def test_a_lost_step_leaves_the_request_pending_and_the_policys_state_as_it_was() -> None:
+    ranks = [Rank(Asks(1, lambda: SetBatch(64))) for _ in range(2)]
+    step(ranks, 1)
+    for _ in range(3):
+        step(ranks, 2, lost=True)
+        assert not ranks[0].applied
+    joiner = Rank(Asks(1, lambda: SetBatch(64)))
+    joiner.runner.restore(copy.deepcopy(ranks[0].runner.capture()))
+    ranks.append(joiner)
+    step(ranks, 2)
+    assert all(rank.applied == [SetBatch(64)] for rank in ranks)
+    assert [rank.runner.capture()["states"] for rank in ranks] == [[{"seen": 2}]] * 3
+
+
+class Fails(Policy):
+    """Does what it should not, after step 1."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.deadline_s = 0.2
+
+    def after_step(self, view: PolicyView) -> Any:
+        if view.step != 1:
+            return None
+        if self.how == "raises":
+            raise ValueError("oops")
+        if self.how == "blocks":
+            threading.Event().wait(2.0)
+        return 3 if self.how == "type" else None
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raises", "Fails.after_step: ValueError: oops"),
+        ("type", "Fails.after_step: TypeError: a hook returns a request"),
+        ("blocks", "Fails.after_step: it has not returned within 0.2 s; it is not asked any more"),
+    ],
+)
+def test_failures_name_policy_hook_and_reason_and_the_run_goes_on(how: str, text: str) -> None:
+    ranks = [Rank(Fails(how), Asks(1, lambda: SetBatch(8))) for _ in range(2)]
+    for number in (1, 2, 3):
+        step(ranks, number)
+    assert len([told for told in ranks[0].told if told.startswith(text)]) == 1
+    assert all(rank.applied == [SetBatch(8)] for rank in ranks)
+    assert all(bool(rank.runner.values.off) == (how == "blocks") for rank in ranks)
+
+
+@pytest.mark.parametrize("how", ["raises", "type", "blocks"])
+def test_a_strict_policy_ends_the_run_on_every_rank(how: str) -> None:
+    ranks = [Rank(Fails(how)) for _ in range(2)]
+    for rank in ranks:
+        for policy in rank.runner._policies:
+            policy.strict = True
+    step(ranks, 1)
+    for rank in ranks:
+        rank.runner.ballot.conclude([2 * value for value in rank.runner.ballot.values(0, 2)], 2)
+        with pytest.raises(PolicyError, match=r"policy Fails failed in after_step"):
+            rank.runner.settle(2)
+
+
+def test_a_policy_that_differs_between_ranks_is_left_out_by_name_and_the_others_go_on() -> None:
+    ranks = [Rank(Asks(1, lambda at=at: SetBatch(8 + at)), Asks(1, lambda: Stop("done"))) for at in range(2)]  # type: ignore[misc]
+    for number in (1, 2, 3):
+        step(ranks, number)
+    assert all(rank.applied == [Stop("done")] for rank in ranks)
+    assert "does not say the same on all ranks" in ranks[0].told[0]
+    assert all(list(rank.runner.values.off) == [0] for rank in ranks)
+
+
+def test_a_policy_that_fails_on_one_rank_alone_is_told_there() -> None:
+    ranks = [Rank(Fails("")), Rank(Fails("raises"))]
+    for number in (1, 2):
+        step(ranks, number)
+    assert "does not say the same" in ranks[0].told[0] and not ranks[0].told_here
+    assert "ValueError: oops" in ranks[1].told_here[0]
+
+
+def test_a_refusal_is_told_once_and_raises_where_the_policy_is_strict() -> None:
+    always = Asks(1, lambda: None)
+    always.after_step = lambda view: SetBatch(8)  # type: ignore[method-assign]
+    rank = Rank(always)
+    rank.refuses = "the batch is fixed"
+    for number in (1, 2, 3):
+        step([rank], number)
+    assert rank.told == ["Asks.after_step asked for SetBatch(batch_size=8), which is refused: the batch is fixed"]
+    always.strict = True
+    with pytest.raises(PolicyError, match="the batch is fixed"):
+        step([rank], 4)
+
+
+class Counts(Policy):
+    """Counts steps, and asks by what it counted."""
+
+    def __init__(self, every: int, start: int = 0) -> None:
+        self.every, self.count = every, start
+
+    def after_step(self, view: PolicyView) -> Answer:
+        self.count += 1
+        return ScaleRate(2.0) if self.count % self.every == 0 else None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    every=st.integers(1, 4),
+    fates=st.lists(st.sampled_from(["kept", "lost", "grows", "shrinks"]), min_size=1, max_size=25),
+)
+def test_whatever_is_lost_and_whoever_comes_and_goes_all_ranks_have_applied_the_same(
+    every: int, fates: list[str]
+) -> None:
+    ranks, number = [Rank(Counts(every)) for _ in range(2)], 0
+    for fate in fates:
+        number += fate != "lost"
+        step(ranks, number if fate != "lost" else number + 1, lost=fate == "lost")
+        if fate == "grows":
+            joiner = Rank(Counts(every))
+            joiner.runner.restore(copy.deepcopy(ranks[0].runner.capture()))
+            ranks.append(joiner)
+        if fate == "shrinks" and len(ranks) > 1:
+            del ranks[0]
+    captured = [rank.runner.capture() for rank in ranks]
+    assert all(each == captured[0] for each in captured)
+    asked = number // every - (number > 0 and number % every == 0)
+    assert ranks[0].runner.values.rate_factor == 2.0**asked
+    assert captured[0]["states"] == ([{"count": number}] if number else [{}])
+
+
+def test_settings_of_the_run_are_not_overwritten_by_the_state_of_an_earlier_one() -> None:
+    before = Rank(Counts(every=3))
+    step([before], 1)
+    after = Rank(Counts(every=5))
+    after.runner.restore(before.runner.capture())
+    policy = after.runner._policies[0]
+    assert isinstance(policy, Counts) and (policy.every, policy.count) == (5, 1)
+
+
+def test_the_state_must_be_plain_and_says_which_attribute_is_not() -> None:
+    policy = Counts(1)
+    policy.seen = {"x": [{1, 2}]}  # type: ignore[attr-defined]
+    with pytest.raises(PolicyError, match=r"Counts.seen\['x'\]\[0\] is \{1, 2\} of type set"):
+        Rank(policy).runner.check_plain()
+
+
+@pytest.mark.parametrize("given_", [Policy, [Policy], 3, [3], "policy"])
+def test_what_is_no_policy_is_refused(given_: Any) -> None:
+    with pytest.raises(TypeError, match="polic"):
+        check_policies(given_)
+
+
+def test_one_policy_several_or_none_may_be_given() -> None:
+    policy = Policy()
+    assert check_policies(None) == () and check_policies(policy) == (policy,)
+    assert check_policies([policy, policy]) == (policy, policy)
+
+
+def test_a_report_at_the_very_end_is_still_told() -> None:
+    class Last(Policy):
+        def after_train(self, view: PolicyView) -> Answer:
+            return [Report({"steps": view.step}), SetBatch(3)]
+
+    rank = Rank(Last())
+    rank.runner.call("after_train", PolicyView(step=7))
+    rank.runner.end(7)
+    assert rank.told == ["Last.after_train after step 7: Report(metrics={'steps': 7})"]
