@@ -186,7 +186,10 @@ class Counts(Policy):
     """Counts steps, and asks by what it counted."""
 
     def __init__(self, every: int, start: int = 0) -> None:
-        self.every, self.count = every, start
+        self.every, self.count, self.begun = every, start, 0
+
+    def before_step(self, view: PolicyView) -> None:
+        self.begun += 1
 
     def after_step(self, view: PolicyView) -> Answer:
         self.count += 1
@@ -215,7 +218,7 @@ def test_whatever_is_lost_and_whoever_comes_and_goes_all_ranks_have_applied_the_
     assert all(each == captured[0] for each in captured)
     asked = number // every - (number > 0 and number % every == 0)
     assert ranks[0].runner.values.rate_factor == 2.0**asked
-    assert captured[0]["states"] == ([{"count": number}] if number else [{}])
+    assert captured[0]["states"] == ([{"count": number, "begun": number}] if number else [{}])
 
 
 def test_settings_of_the_run_are_not_overwritten_by_the_state_of_an_earlier_one() -> None:
