@@ -341,10 +341,9 @@ class GradientReducer:
         try:
             if self._unanswered:
                 self._meet()
-            self._reduction.wait()
+            self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
-            self._reduction.finish()
             if self._check_finite and not self._reduction.is_finite():
                 own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
@@ -375,7 +374,8 @@ class GradientReducer:
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
-            bucket.write_back(lambda: used()[first:last])  # noqa: B023
+            if not self._reduction.has_written(bucket.index):
+                bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
     def _statistics(self, step: StepView, local_norms: Sequence[float]) -> None:
