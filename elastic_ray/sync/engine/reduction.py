@@ -65,6 +65,11 @@ class Reduction:
         self._plain = steps % PROBE_EVERY == 0
         return self._plain or not self._compresses or self._group.world_size == 1
 
+    @property
+    def spacing(self) -> int:
+        """One in so many steps gives statistics."""
+        return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
+
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
         layout = self._layout
