@@ -67,6 +67,7 @@ class Session:
         faults: scripted faults, None outside tests.
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
+        most_workers: that the group may ever have, as far as that is known.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         checkpoint: what ``get_checkpoint`` gives.
 
@@ -90,6 +91,7 @@ class Session:
         faults: FaultInjector | None = None,
         job: str = "local",
         expected: RankInfo | None = None,
+        most_workers: int = 1,
         explain: Callable[[str], str] = str,
         checkpoint: Any = None,
     ) -> None:
@@ -100,7 +102,7 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._faults = faults
         self._replicas = Replicas(lambda: self.registry.drifts)
-        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo())
+        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo(), most_workers)
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
             self._parts,
@@ -113,9 +115,9 @@ class Session:
         )
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
 
-    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunState:
+    def _make_parts(self, progress: RunProgress, expected: RankInfo, most_workers: int) -> RunState:
         """The parts of a run that begins there."""
-        group = Group(self.worker, self.membership, expected)
+        group = Group(self.worker, self.membership, expected, most_workers)
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)

@@ -71,6 +71,7 @@ class Assignment:
         gpu_ids: GPUs of its reservation; empty without CUDA.
         group: hex id of the placement group that is its reservation.
         expected: where it will stand in the group that it is to join.
+        most_workers: that the job may ever have.
     """
 
     worker: str
@@ -88,6 +89,7 @@ class Assignment:
     gpu_ids: tuple[int, ...] = ()
     group: str = ""
     expected: RankInfo = dataclasses.field(default_factory=RankInfo)
+    most_workers: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

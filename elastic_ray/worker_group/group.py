@@ -316,6 +316,7 @@ class WorkerGroup:
             checkpoint_ref=trial.checkpoint_ref if trial is not None and path == trial.start_from else None,
             resume_point=point,
             states=self._record.states if forming else (),
+            most_workers=self._spec.max_workers,
             expected=self._places.of(
                 launch.worker,
                 {each.worker: each.node for each in self.machine.workers.values()},

@@ -88,16 +88,16 @@ class Step:
     Attributes:
         generation: that one.
         world: its ranks.
-        losses: the mean over all samples of the step.
-        samples: that the ranks have drawn, together.
+        loss: the mean over all samples of the step.
         weights: each rank's parameters at its beginning, by rank.
+        lost: those of the ranks that are left, in the group before, where that has drawn the step as well.
     """
 
     generation: int
     world: int
     loss: float
-    samples: list[int]
     weights: list[list[float]]
+    lost: list[list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,9 @@ def account(trace: Path) -> Account:
     steps, epochs, began = [], collections.defaultdict(list), -1
     for number in sorted(by_step):
         newest = max(line["generation"] for line in by_step[number])  # earlier ones were lost and drawn again
-        drawn = sorted((line for line in by_step[number] if line["generation"] == newest), key=lambda line: line["rank"])
+        drawn = sorted(
+            (line for line in by_step[number] if line["generation"] == newest), key=lambda line: line["rank"]
+        )
         world = drawn[0]["world"]
         assert [line["rank"] for line in drawn] == list(range(world)), f"step {number}"
         if newest != began:
@@ -133,7 +135,13 @@ def account(trace: Path) -> Account:
         samples = [sample for line in drawn for sample in line["samples"]]
         epochs[drawn[0]["epoch"]] += samples
         loss = sum(line["loss"] * len(line["samples"]) for line in drawn) / len(samples)
-        steps.append(Step(newest, world, loss, samples, [line["weights"] for line in drawn]))
+        left, before = (
+            {line["pid"] for line in drawn},
+            [each for each in by_step[number] if each["generation"] < newest],
+        )
+        last = max((line["generation"] for line in before), default=0)
+        lost = [each["weights"] for each in before if each["generation"] == last and each["pid"] in left]
+        steps.append(Step(newest, world, loss, [line["weights"] for line in drawn], lost))
     assert all(sorted(drawn) == list(range(SAMPLES)) for drawn in epochs.values()), "every sample once an epoch"
     return Account(steps, [line["weights"] for line in lines if line["kind"] == "final"])
 
