@@ -13,13 +13,13 @@ import ray.train
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
-from elastic_ray.sync import PS, SMA, AllReduce, LocalSGD, PairAveraging, Parallax, PowerSGD, Wire
+from elastic_ray.sync import PS, SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
 from tests.sync.killed import STEPS, Account, account, by_torch, train
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(180)]
 
 EXACT: dict[str, Any] = {"ps": PS(), "parallax": Parallax()}
-COMPRESSED: dict[str, Any] = {"powersgd": PowerSGD(rank=1), "int8": AllReduce(wire=Wire(dtype="int8"))}
+COMPRESSED: dict[str, Any] = {"powersgd": PowerSGD(rank=1)}
 AVERAGED: dict[str, Any] = {"local_sgd": LocalSGD(period=3), "pair": PairAveraging(), "sma": SMA(alpha=0.3)}
 
 
@@ -79,7 +79,8 @@ def check(strategy: str, found: Account, events: list[Any], kills: int) -> None:
         np.testing.assert_allclose(found.final[0], wanted, rtol=0, atol=1e-5)
     elif strategy in COMPRESSED:
         assert all(each == step.weights[0] for step in found.steps for each in step.weights), "bit-identical"
-    assert sum(curve[-6:]) == pytest.approx(sum(losses[-6:]), rel=0.25), "the last epoch's loss"
+    # Averages leave out what the dead have learnt since the last one.
+    assert sum(curve[-6:]) < (1.6 if strategy in AVERAGED else 1.25) * sum(losses[-6:]), "the last epoch's loss"
 
 
 def check_goes_on_from_the_mean(found: Account, at: Sequence[int]) -> None:

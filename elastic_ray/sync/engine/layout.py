@@ -85,9 +85,9 @@ class BucketLayout:
         """What must be equal on all ranks."""
         return digest((*self._layout, self.sequel.takes))
 
-    def settle_first(self, index: int, owed: torch.Tensor) -> SettlingOperation:
-        """Have a bucket's first pass add what a strategy before has left owed, without a loss scale."""
-        settling = SettlingOperation(self.operations[index], owed)
+    def settle_first(self, index: int) -> SettlingOperation:
+        """Have a bucket's next pass add what a strategy before has left owed."""
+        settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 
