@@ -124,9 +124,19 @@ def differing(given: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("given", [(SMALL, "parallax"), (SMALL, None), ("auto", None), ("auto", Auto(trial_steps=2))])
-def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("ps", "parallax"), ("ps", "parallax")),
+        ((SMALL, None), ("all_reduce", "all_reduce")),
+        (("local_sgd", "bf16"), ("local_sgd", "bf16")),
+        (("auto", None), ("auto", "all_reduce")),
+        (("auto", Auto(trial_steps=2)), ("auto", "auto")),
+    ],
+)
+def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any, named: Any) -> None:
     for kind, text, took_s in ranks.run(differing, given, world=2):
+        assert all(f"rank {rank} reduces" in text and f"strategy {name!r}" in text for rank, name in enumerate(named))
         assert kind == "RanksDisagreeError" and "in step 5" in text and "strategy" in text
         assert took_s < 20
 

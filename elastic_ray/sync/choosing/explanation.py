@@ -129,7 +129,7 @@ def explain(
         times = [bucket_s[index] for index in indices if index in bucket_s] if bucket_s else []
         rows.append(_row(what, mine, profile, links, topology.world_size, max(times, default=None)))
     return StrategyTable(
-        strategy=plan.strategy.name or "by hand",
+        strategy=plan.strategy.label,
         workers=topology.world_size,
         rows=tuple(rows),
         candidates=candidates,

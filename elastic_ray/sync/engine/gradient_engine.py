@@ -86,7 +86,7 @@ class GradientEngine:
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, self.fix_drift),
+            SummingGroup(context, self._drift, number, self._agree_on),
             noise,
             grad_scale,
             number,
@@ -223,6 +223,9 @@ class GradientEngine:
         """
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
+
+    def _agree_on(self) -> tuple[int, str]:
+        return self.fix_drift(), self._in_force.label
 
     @property
     def marker(self) -> int:

@@ -50,6 +50,7 @@ class BucketLayout:
         tail: the tail.
         tail_rides: whether the last bucket holds it.
         groups: number of parameter groups.
+        strategy: what a user calls the plan's.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
         no_norms, nothing_to_share, all_used: values for them.
     """
@@ -79,6 +80,8 @@ class BucketLayout:
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
+        name = plan.strategy.label
+        self.strategy = f"auto, now {name}" if sequel.agenda and name != "auto" else name
 
     @property
     def digest(self) -> int:

@@ -111,6 +111,13 @@ class StrategyInForce:
         return self._asked is not None or self._wanted is not None
 
     @property
+    def label(self) -> str:
+        """What a user calls the present strategy, and the one that is to take effect."""
+        asked = self._asked.strategy if self._asked is not None else self._wanted
+        present = self._plan.strategy.label
+        return present if asked is None else f"{present}, then {asked.label}"
+
+    @property
     def asked_digest(self) -> int:
         """A digest of the strategy that is to take effect, and of whether it is being chosen; 0 for none."""
         asked = self._asked
@@ -303,4 +310,4 @@ class StrategyInForce:
 
 def _key(strategy: Strategy) -> str:
     digest = hashlib.blake2b(strategy.to_json().encode(), digest_size=3).hexdigest()
-    return f"{strategy.name or 'by hand'}-{digest}"
+    return f"{strategy.label}-{digest}"
