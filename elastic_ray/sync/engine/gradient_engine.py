@@ -232,9 +232,16 @@ class GradientEngine:
         """Which average was the last to end on this rank."""
         return self._drift.marker
 
-    def after_step(self) -> None:
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP."""
+        return self._drift.scaler
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
         self._drift.after_step(ends=self._ends)
+        if agree_on_scale:
+            self._drift.agree_on_scale()
 
     def collapse(self) -> None:
         """Where models differ from rank to rank: make them one."""
