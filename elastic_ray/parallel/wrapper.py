@@ -243,7 +243,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _check_batch(self) -> None:
         """An adaptive batch needs the noise scale."""
         loader = self._run.registry.loaders.info
-        if loader is not None and not loader.limits.fixed:
+        if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _check_scheduler(self) -> None:
