@@ -14,7 +14,7 @@ from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
-from elastic_ray.sync.engine.context import SyncContext, SyncLedger
+from elastic_ray.sync.engine.context import SyncContext, SyncGroup, SyncLedger
 from placement.goodput.model import NoiseScale
 
 
@@ -100,8 +100,20 @@ class SyncedBuffers(Protocol):
         """Synchronise."""
 
 
+class ModelGroup(SyncGroup, Protocol):
+    """The present group, and what may become of it."""
+
+    @property
+    def most_workers(self) -> int:
+        """Number of ranks that it may ever have, as far as that is known."""
+
+
 class ModelRun(SyncContext, Protocol):
     """See the module's text."""
+
+    @property
+    def group(self) -> ModelGroup:
+        """The present group."""
 
     @property
     def ledger(self) -> UpdateLedger:

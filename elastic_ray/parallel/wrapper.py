@@ -21,6 +21,8 @@ from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.patches import after_step, count_optimizer_steps, keep_scale_while_accumulating, patch_step
 from elastic_ray.parallel.refusals import (
+    bounded_tables,
+    refuse_bounded_tables,
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
@@ -81,7 +83,8 @@ class AdaptiveDataParallel(torch.nn.Module):
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before; gradients are stepped within ``backward()``.
+            that was wrapped before; gradients are stepped within ``backward()``; a trained embedding has ``max_norm``
+            and there may be several workers.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -111,6 +114,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
             _check_process_group(session.group.rank_info.world_size)
+        self._bounded_tables = bounded_tables(module)
+        refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
         self._run: ModelRun = session
@@ -164,6 +169,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
             _check_process_group(self._run.group.world_size)
+        if self._bounded_tables:
+            refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -261,7 +268,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _check_batch(self) -> None:
         """An adaptive batch needs the noise scale."""
         loader = self._run.registry.loaders.info
-        if loader is not None and not loader.limits.fixed:
+        if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _check_scheduler(self) -> None:

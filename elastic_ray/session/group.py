@@ -32,12 +32,14 @@ class Group:
         worker: id of this worker.
         membership: knows the generation.
         expected: where this worker will stand in the first one, as far as that is known.
+        most_workers: that there may ever be, as far as that is known.
     """
 
-    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo) -> None:
+    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo, most_workers: int = 1) -> None:
         self._worker = worker
         self._membership = membership
         self._expected = expected
+        self._most_workers = most_workers
 
     @property
     def generation(self) -> int:
@@ -60,6 +62,11 @@ class Group:
         """Number of ranks of the present generation; 1 before the first."""
         communicator = self._membership.communicator
         return communicator.world_size if communicator is not None else 1
+
+    @property
+    def most_workers(self) -> int:
+        """Number of ranks that the group may ever have, as far as that is known."""
+        return max(self._most_workers, self.rank_info.world_size)
 
     @property
     def rank_info(self) -> RankInfo:

@@ -239,7 +239,12 @@ class GroupChanges:
         batch = self._parts.agreed.take_batch()
         if self._parts.agreed.generation:
             generation = self._parts.agreed.take_generation()
-            if not self._waits_for_gradients():
+            try:
+                waits = self._waits_for_gradients()
+            except CommunicationFailedError as error:
+                self.regroup(str(error))
+                return
+            if not waits:
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self.set_shape(batch)
@@ -253,8 +258,16 @@ class GroupChanges:
             self.regroup(str(error))
 
     def _waits_for_gradients(self) -> bool:
-        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""
-        self._steps_waited = self._steps_waited + 1 if self._parts.registry.gradients_are_local else 0
+        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.
+
+        All ranks come here. They answer alike, though one may have left out an update that others have made.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        local = int(self._parts.registry.gradients_are_local)
+        somewhere = any(row[0] for row in self._parts.group.communicator.gather_ints([local]))
+        self._steps_waited = self._steps_waited + 1 if somewhere else 0
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:

@@ -227,8 +227,10 @@ class Registry:
         Raises:
             CommunicationFailedError: the group broke.
         """
+        drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
-            each.after_step()
+            shared = not each.drifts and any(each.scaler is scaler for scaler in drifting)
+            each.after_step(agree_on_scale=shared)
 
     def collapse(self) -> None:
         """Make models one that differ from rank to rank.

@@ -122,7 +122,7 @@ class Session:
 
     def _make_parts(self, progress: RunProgress, expected: RankInfo, sizes: tuple[int, int] | None) -> RunState:
         """The parts of a run that begins there."""
-        group = Group(self.worker, self.membership, expected)
+        group = Group(self.worker, self.membership, expected, sizes[1] if sizes is not None else 1)
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)

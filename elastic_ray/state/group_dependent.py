@@ -30,8 +30,16 @@ class GroupDependent(Protocol):
     def marker(self) -> int:
         """Which average was the last to end on this rank; larger is later, 0 before the first."""
 
-    def after_step(self) -> None:
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP."""
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time.
+
+        Args:
+            agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
+                otherwise, while the gradients of this one are added up.
 
         Raises:
             CommunicationFailedError: the group broke.

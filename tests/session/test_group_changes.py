@@ -23,11 +23,25 @@ def generation(number: int) -> GenerationSpec:
     return GenerationSpec(generation=number, members=(Member(worker="a", node="n1"),))
 
 
+class Other:
+    """Collectives with another rank, which tells always the same."""
+
+    def __init__(self) -> None:
+        self.tells, self.breaks = 0, False
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        if self.breaks:
+            raise CommunicationFailedError("broke before it was known who waits")
+        return [values, [self.tells]]
+
+
 class Group:
-    """A group that consists of this rank."""
+    """A group that consists of this rank, as far as it does not ask another."""
 
     world_size = 1
-    communicator: Any = "the group"
+
+    def __init__(self) -> None:
+        self.communicator: Any = Other()
 
 
 class States:
@@ -256,6 +270,17 @@ def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
     run.agreed.generation, run.membership.standing = 4, False
     run.changes.between_steps(anywhere)
     assert run.registry.equalised == 0, "other ranks may not come"
+
+
+def test_ranks_answer_alike_whether_a_planned_change_waits() -> None:
+    run = Run()
+    run.group.communicator.tells = 1
+    run.agreed.generation = 2
+    run.changes.between_steps(anywhere)
+    assert run.controller.switches == [] and run.registry.equalised == 0
+    run.group.communicator.breaks, run.agreed.generation = True, 2
+    run.changes.between_steps(anywhere)
+    assert run.controller.failures == [(1, "broke before it was known who waits")]
 
 
 def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

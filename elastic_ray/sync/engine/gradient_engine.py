@@ -88,7 +88,7 @@ class GradientEngine:
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, self.fix_drift),
+            SummingGroup(context, self._drift, number, self._agree_on),
             statistics,
             grad_scale,
             number,
@@ -231,14 +231,24 @@ class GradientEngine:
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
+    def _agree_on(self) -> tuple[int, str]:
+        return self.fix_drift(), self._in_force.label
+
     @property
     def marker(self) -> int:
         """Which average was the last to end on this rank."""
         return self._drift.marker
 
-    def after_step(self) -> None:
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP."""
+        return self._drift.scaler
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
         self._drift.after_step(ends=self._ends)
+        if agree_on_scale:
+            self._drift.agree_on_scale()
 
     def collapse(self) -> None:
         """Where models differ from rank to rank: make them one."""

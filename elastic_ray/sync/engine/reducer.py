@@ -109,7 +109,7 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
-        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest)
+        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest, self._layout.strategy)
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
