@@ -25,6 +25,7 @@ class EventKind(str, enum.Enum):
     CANCELLED = "cancelled"
     BATCH = "batch"
     STRATEGY = "strategy"
+    STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
     RECOVERED = "recovered"

@@ -28,7 +28,7 @@ MIN_WINDOW = 16.0
 WINDOW_SHARE = 0.25
 
 
-def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
+def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: float, scale: float) -> NoiseScale:
     """Signal and noise from K gradients of equal size that were averaged into one.
 
     Where the mean of all is a gradient at batch ``scale`` x M0:
@@ -69,6 +69,23 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
     return NoiseScale(sqr=sqr, var=var)
 
 
+def equal_gradients(sizes: Sequence[int]) -> float:
+    """How many gradients of equal size stand for gradients over n_1, ..., n_K samples in :func:`estimate`.
+
+    E ||g_k||^2 = ||G||^2 + tr(Sigma) / n_k, and the mean gradient over all N = sum n_k samples has the noise
+    tr(Sigma) / N. Hence the mean of the squared norms is that of gradients over N / K' samples with
+
+        K' = N mean(1 / n_k),
+
+    which is K where all sizes are equal, and larger where they are not.
+
+    Args:
+        sizes: samples of each gradient, above 0.
+    """
+    # Never below K, for the mean of 1 / n_k is at least one over that of n_k; rounding must not say otherwise.
+    return max(float(len(sizes)), sum(sizes) * sum(1.0 / size for size in sizes) / len(sizes))
+
+
 def estimate_successive(*, prev_sq_norm: float, sq_norm: float, dot: float, scale: float) -> NoiseScale:
     """Signal and noise when there is one gradient per step: two consecutive steps serve as two samples.
 
@@ -98,7 +115,7 @@ def estimate_successive(*, prev_sq_norm: float, sq_norm: float, dot: float, scal
 
 
 def estimate_groups(
-    *, mean_sq_norms: Sequence[float], sq_norms_of_mean: Sequence[float], samples: int, scale: float
+    *, mean_sq_norms: Sequence[float], sq_norms_of_mean: Sequence[float], samples: float, scale: float
 ) -> tuple[NoiseScale, ...] | None:
     """``estimate`` for each parameter group; None where a norm is not finite (a step that overflowed)."""
     if not all(map(math.isfinite, (*mean_sq_norms, *sq_norms_of_mean))):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.stragglers.reports import SlowWorker
 from placement.cluster.progress import Progress
 from placement.goodput.model import NoiseScale
 
@@ -68,9 +69,10 @@ class LoaderInfo:
 class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
-    ``step_time`` and ``grad_time`` are medians over ``steps`` undisturbed steps of one shape; 0 where none was seen.
+    ``step_time`` and ``grad_time`` are medians over ``steps`` ununeven steps of one shape; 0 where none was seen.
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
-    synchronising gradients apart; while one is being chosen no steps are reported.
+    synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
+    out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     """
 
     generation: int
@@ -87,3 +89,5 @@ class StepReport:
     batch_size: int
     progress: Progress | None = None
     strategy: str = ""
+    uneven: bool = False
+    stragglers: tuple[SlowWorker, ...] = ()

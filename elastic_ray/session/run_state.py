@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.events import EventKind
+from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.group import Group
 from elastic_ray.session.registry import Registry
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,7 @@ class RunState:
         consensus: this rank's announcements and votes.
         clock: times of steps.
         meter: what all ranks know of each other's.
+        stragglers: which workers are slow, and what share of a step's samples each takes.
     """
 
     group: Group
@@ -40,3 +49,51 @@ class RunState:
     consensus: RankConsensus
     clock: StepClock
     meter: StepMeter
+    stragglers: StragglerWatch
+
+
+class TellUser(Protocol):
+    """Tells the job's user something, from rank 0."""
+
+    def __call__(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None: ...
+
+
+def make_run_state(
+    group: Group,
+    membership: WorkerMembership,
+    progress: RunProgress,
+    replicas: Replicas,
+    *,
+    elastic: bool,
+    stragglers: StragglerConfig,
+    moment: Callable[[str], None],
+    tell: TellUser,
+) -> RunState:
+    """The parts of a run that begins at ``progress``; see :class:`elastic_ray.session.session.Session`."""
+    states = SharedState(progress)
+    ledger = StepLedger(states, recoverable=elastic, moment=moment)
+    agreed = AgreedChanges(membership)
+    meter = StepMeter()
+    watch = StragglerWatch(
+        stragglers,
+        members=lambda: group.members,
+        measured=lambda: meter.workers,
+        tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
+    )
+    states.register("stragglers", watch)
+    if stragglers.watches:
+        meter.ask()
+    return RunState(
+        group=group,
+        states=states,
+        registry=Registry(),
+        ledger=ledger,
+        sums=StepSums(),
+        agreed=agreed,
+        consensus=RankConsensus(
+            lambda: group.communicator, lambda: group.world_size, agreed, replicas, ledger, parts=(meter,)
+        ),
+        clock=StepClock(),
+        meter=meter,
+        stragglers=watch,
+    )

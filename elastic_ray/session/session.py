@@ -12,33 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo, StepReport
-from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
-from elastic_ray.session.run_state import RunState
+from elastic_ray.session.run_state import make_run_state
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
-from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
-from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.reports import StragglerConfig
 
 if TYPE_CHECKING:
     import torch
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
+_IGNORED = StragglerConfig()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +68,7 @@ class Session:
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         checkpoint: what ``get_checkpoint`` gives.
+        stragglers: what is done about slow workers.
 
     Attributes:
         passes: of its loaders.
@@ -93,6 +92,7 @@ class Session:
         expected: RankInfo | None = None,
         explain: Callable[[str], str] = str,
         checkpoint: Any = None,
+        stragglers: StragglerConfig = _IGNORED,
     ) -> None:
         self.worker, self.job, self.elastic, self.checkpoint = worker, job, elastic, checkpoint
         self.membership, self.controller = membership, controller
@@ -101,7 +101,16 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._faults = faults
         self._replicas = Replicas(lambda: self.registry.drifts)
-        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo())
+        self._parts = make_run_state(
+            Group(worker, membership, expected or RankInfo()),
+            membership,
+            progress or RunProgress(),
+            self._replicas,
+            elastic=elastic,
+            stragglers=stragglers,
+            moment=self.moment,
+            tell=self.tell,
+        )
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
             self._parts,
@@ -113,27 +122,6 @@ class Session:
             regroup_timeout_s=regroup_timeout_s,
         )
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
-
-    def _make_parts(self, progress: RunProgress, expected: RankInfo) -> RunState:
-        """The parts of a run that begins there."""
-        group = Group(self.worker, self.membership, expected)
-        states = SharedState(progress)
-        ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
-        agreed = AgreedChanges(self.membership)
-        meter = StepMeter()
-        return RunState(
-            group=group,
-            states=states,
-            registry=Registry(),
-            ledger=ledger,
-            sums=StepSums(),
-            agreed=agreed,
-            consensus=RankConsensus(
-                lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, parts=(meter,)
-            ),
-            clock=StepClock(),
-            meter=meter,
-        )
 
     @property
     def synced(self) -> bool:
@@ -187,8 +175,13 @@ class Session:
 
     @property
     def shape_changes(self) -> int:
-        """How often the group or the batch shape has changed."""
-        return self._changes.shape_changes
+        """How often the group, the batch shape or the ranks' shares have changed."""
+        return self._changes.shape_changes + self._parts.stragglers.changes
+
+    @property
+    def share_weights(self) -> tuple[float, ...] | None:
+        """Shares of the ranks in a step's samples; None where they are equal."""
+        return self._parts.stragglers.weights
 
     @property
     def in_epochs(self) -> bool:
@@ -374,6 +367,8 @@ class Session:
             batch_size=self._parts.clock.batch_size,
             progress=progress.summary(),
             strategy=self._parts.clock.strategy,
+            uneven=self._parts.clock.uneven,
+            stragglers=self._parts.stragglers.slow,
         )
 
     def finish(self) -> None:

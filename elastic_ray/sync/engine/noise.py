@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.noise_scale import SmoothedNoise, estimate_groups
+from elastic_ray.batch.noise_scale import SmoothedNoise, equal_gradients, estimate_groups
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.batch.statistics import (
     BucketPreconditioner,
@@ -125,9 +125,6 @@ class NoiseTracker:
         before, self._pending = self._pending, None
         self._pairs.reset()
         gradients = replicas * step.micro_steps
-        sizes = [size for row in step.sizes for size in row]
-        if max(sizes) > 1.1 * min(sizes) + 1:
-            return  # the estimator wants gradients of equal size
         means = [0.0] * self._groups
         for bucket in buckets:
             means[bucket.group] += float(bucket.squared_norm(self._preconditioner(bucket)))
@@ -135,7 +132,7 @@ class NoiseTracker:
         estimates = estimate_groups(
             mean_sq_norms=[norm / gradients / squared for norm in local_norms],
             sq_norms_of_mean=[norm / squared for norm in means],
-            samples=gradients,
+            samples=equal_gradients([size for row in step.sizes for size in row]),
             scale=step.sample_scale,
         )
         if goes_on and estimates is not None:
