@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import StepReport
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
@@ -133,8 +134,12 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told))),
+        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told, *_slow(report)))),
     )
+
+
+def _slow(report: StepReport | None) -> tuple[str, ...]:
+    return tuple(map(str, report.stragglers)) if report is not None else ()
 
 
 def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, ProcessInfo]) -> tuple[WorkerInfo, ...]:

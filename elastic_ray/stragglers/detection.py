@@ -21,9 +21,9 @@ MIN_STEPS = 10
 
 _ALPHA = 0.1  # Or et al.
 _WARM_UP = 2  # steps that pay for caches and for loaders that fetch anew
-_MOST_TIMES = 10.0  # the median: longer times count as that long
+_MOST_TIMES = 4.0  # the median: longer times count as that long in averages
 _RECENT = (1 << 10) - 1
-_SLOW_STEPS = 6  # of the last ten
+_SLOW_STEPS = 7  # of the last ten
 _LAST = 5  # steps; of one that has just become slow they show by how much, while averages still rise
 # An average over steps has sqrt(alpha / (2 - alpha)) = 0.23 of their deviation, and a difference of two 0.32. The least
 # deviation of two ranks is about half a standard deviation, so this makes four to five standard deviations.
@@ -96,7 +96,7 @@ class SpeedTrace:
             data=_moved(self.data or waits, waits, part),
             deviation=self.deviation + max(_ALPHA, 1.0 / max(1, self.steps)) * (distance - self.deviation),
             recent=tuple((old << 1 | new) & _RECENT for old, new in zip(slow_steps, slow, strict=True)),
-            last=(*self.last[1 - _LAST :], tuple(now)),
+            last=(*self.last[1 - _LAST :], tuple(time / mean for time in times)),
         )
 
     def to_state(self) -> dict[str, Any]:
