@@ -55,6 +55,7 @@ def allocator_view(
     allocation: Mapping[str, int],
     may_be_stopped: bool,
     weight: float,
+    slow_nodes: Mapping[str, float],
 ) -> JobView:
     """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
@@ -91,6 +92,7 @@ def allocator_view(
         models=planner.models,
         observations=planner.observations,
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
+        slow_nodes=slow_nodes,
     )
 
 
