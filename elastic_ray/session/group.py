@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 
 
 class CurrentGeneration(Protocol):
@@ -83,6 +83,12 @@ class Group:
         if spec is None or self._membership.communicator is None:
             return ("",)
         return tuple(member.node for member in spec.members)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the present generation by rank; none before the first."""
+        spec = self._membership.current
+        return spec.members if spec is not None and self._membership.communicator is not None else ()
 
     @property
     def communicator(self) -> Communicator:

@@ -13,6 +13,7 @@ from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
+from placement.planning.slow_nodes import avoid_slow
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -47,6 +48,7 @@ def make_plan(
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
+    views, cluster = avoid_slow(views, cluster)
     problem = Problem(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
         return solve(problem)
