@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -225,7 +226,7 @@ def test_passes_of_a_few_steps_are_not_all_followed_by_a_check() -> None:
             replicas.fingerprint(steps)
             checked.append(steps)
     assert checked[:4] == [5, 10, 15, 20] and 1000 in checked
-    gaps = [after - before for before, after in zip(checked, checked[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(checked)]
     assert max(gaps) == 100 and len(checked) < 30
     replicas.begin()
     assert replicas.due(1001, at_end=True), "the first pass in a group is"
