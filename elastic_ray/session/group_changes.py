@@ -49,6 +49,10 @@ class ChangedGroup(Protocol):
     """The present group."""
 
     @property
+    def world_size(self) -> int:
+        """Its ranks."""
+
+    @property
     def communicator(self) -> Communicator:
         """Its communicator."""
 
@@ -262,9 +266,10 @@ class GroupChanges:
         Raises:
             CommunicationFailedError: the group broke.
         """
-        local = float(self._parts.registry.gradients_are_local)
-        # Announced: a rank that has waited for long may have an announcement under way, which nothing else may meet.
-        ranks = self._parts.consensus.agree_on(Announced(Intent.EDGE), [local])[0]
+        ranks = float(self._parts.registry.gradients_are_local)
+        if self._parts.group.world_size > 1:
+            # A rank that has waited for long may have an announcement under way, which nothing else may meet.
+            ranks = self._parts.consensus.agree_on(Announced(Intent.EDGE), [ranks])[0]
         self._steps_waited = self._steps_waited + 1 if ranks else 0
         return 0 < self._steps_waited <= _LONGEST_WAIT
 

@@ -255,7 +255,7 @@ def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
 
 def test_ranks_answer_alike_whether_a_planned_change_waits() -> None:
     run = Run()
-    run.consensus.others = 1.0
+    run.group.world_size, run.consensus.others = 2, 1.0
     run.agreed.generation = 2
     run.changes.between_steps(anywhere)
     assert run.controller.switches == [] and run.registry.equalised == 0
