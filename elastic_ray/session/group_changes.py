@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
 from elastic_ray.session.registry import HookPoint
@@ -46,6 +47,10 @@ class ChangedParts(GroupParts, Protocol):
 
 class ChangedGroup(Protocol):
     """The present group."""
+
+    @property
+    def world_size(self) -> int:
+        """Its ranks."""
 
     @property
     def communicator(self) -> Communicator:
@@ -95,6 +100,13 @@ class HeldBatch(Protocol):
         """How it is cut in the present group; None where the job chooses."""
 
 
+class ChangeConsensus(EntryConsensus, Protocol):
+    """Announcements of this rank, and what rides on them."""
+
+    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> Sequence[float]:
+        """Announce what comes next, and wait for the others; returns the sums of what rides along."""
+
+
 class PauseClock(Protocol):
     """Times the pauses between groups."""
 
@@ -126,7 +138,7 @@ class ChangedRun(Protocol):
         """What the ranks have agreed on and not yet carried out."""
 
     @property
-    def consensus(self) -> EntryConsensus:
+    def consensus(self) -> ChangeConsensus:
         """This rank's announcements."""
 
     @property
@@ -265,9 +277,11 @@ class GroupChanges:
         Raises:
             CommunicationFailedError: the group broke.
         """
-        local = int(self._parts.registry.gradients_are_local)
-        somewhere = any(row[0] for row in self._parts.group.communicator.gather_ints([local]))
-        self._steps_waited = self._steps_waited + 1 if somewhere else 0
+        ranks = float(self._parts.registry.gradients_are_local)
+        if self._parts.group.world_size > 1:
+            # A rank that has waited for long may have an announcement under way, which nothing else may meet.
+            ranks = self._parts.consensus.agree_on(Announced(Intent.EDGE), [ranks])[0]
+        self._steps_waited = self._steps_waited + 1 if ranks else 0
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,25 +23,11 @@ def generation(number: int) -> GenerationSpec:
     return GenerationSpec(generation=number, members=(Member(worker="a", node="n1"),))
 
 
-class Other:
-    """Collectives with another rank, which tells always the same."""
-
-    def __init__(self) -> None:
-        self.tells, self.breaks = 0, False
-
-    def gather_ints(self, values: list[int]) -> list[list[int]]:
-        if self.breaks:
-            raise CommunicationFailedError("broke before it was known who waits")
-        return [values, [self.tells]]
-
-
 class Group:
-    """A group that consists of this rank, as far as it does not ask another."""
+    """A group that consists of this rank."""
 
     world_size = 1
-
-    def __init__(self) -> None:
-        self.communicator: Any = Other()
+    communicator: Any = "the group"
 
 
 class States:
@@ -96,6 +82,7 @@ class Steps:
     """Steps in progress, and whether a failure is forgotten; also the clock and the announcements."""
 
     depth, cleared = 0, False
+    others, breaks = 0.0, False  # what other ranks add to an announcement
 
     def clear_failure(self) -> None:
         self.cleared = True
@@ -105,7 +92,10 @@ class Steps:
 
     def enter_group(self) -> None: ...
 
-    def agree_on(self, what: object) -> None: ...
+    def agree_on(self, what: object, payload: Sequence[float] = ()) -> list[float]:
+        if self.breaks:
+            raise CommunicationFailedError("broke before it was known who waits")
+        return [own + self.others for own in payload]
 
 
 class Agreed:
@@ -274,11 +264,11 @@ def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
 
 def test_ranks_answer_alike_whether_a_planned_change_waits() -> None:
     run = Run()
-    run.group.communicator.tells = 1
+    run.group.world_size, run.consensus.others = 2, 1.0
     run.agreed.generation = 2
     run.changes.between_steps(anywhere)
     assert run.controller.switches == [] and run.registry.equalised == 0
-    run.group.communicator.breaks, run.agreed.generation = True, 2
+    run.consensus.breaks, run.agreed.generation = True, 2
     run.changes.between_steps(anywhere)
     assert run.controller.failures == [(1, "broke before it was known who waits")]
 

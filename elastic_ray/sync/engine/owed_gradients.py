@@ -163,7 +163,7 @@ class OwedGradients:
         communicator, several = self._context.group.communicator, self._context.group.world_size > 1
         settles = int(any(each.owes for each in self._settling))
         if several:
-            settles = sum(row[0] for row in communicator.gather_ints([settles]))
+            settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
         if settles:  # on other ranks, perhaps, in other buckets
             for index in list(self._plain):
                 self._settle(index)
