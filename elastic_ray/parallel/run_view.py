@@ -13,12 +13,17 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
-from elastic_ray.sync.engine.context import SyncContext, SyncLedger
+from elastic_ray.sync.engine.context import SyncConsensus, SyncContext, SyncGroup, SyncLedger
+from elastic_ray.sync.sharded.run_view import TableConsensus, TableGroup, TableLedger, TableStep
 from placement.goodput.model import NoiseScale
 
 
-class UpdateLedger(SyncLedger, Protocol):
+class UpdateLedger(SyncLedger, TableLedger, Protocol):
     """Which step this rank is in, and whether its optimizers may step."""
+
+    @property
+    def step(self) -> TableStep | None:
+        """The innermost step in progress."""
 
     @property
     def accumulating(self) -> bool:
@@ -36,6 +41,14 @@ class UpdateLedger(SyncLedger, Protocol):
 
     def applied(self) -> None:
         """It has stepped, or its update was left out."""
+
+
+class UpdateGroup(SyncGroup, TableGroup, Protocol):
+    """The present group."""
+
+
+class UpdateConsensus(SyncConsensus, TableConsensus, Protocol):
+    """What the ranks tell each other."""
 
 
 class SharedStates(Protocol):
@@ -89,6 +102,14 @@ class SyncedBuffers(Protocol):
 
 class ModelRun(SyncContext, Protocol):
     """See the module's text."""
+
+    @property
+    def group(self) -> UpdateGroup:
+        """The present group."""
+
+    @property
+    def consensus(self) -> UpdateConsensus:
+        """What the ranks tell each other."""
 
     @property
     def ledger(self) -> UpdateLedger:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,7 +15,13 @@ from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.patches import after_step, count_optimizer_steps, keep_scale_while_accumulating, patch_step
+from elastic_ray.parallel.patches import (
+    after_step,
+    count_optimizer_steps,
+    keep_scale_while_accumulating,
+    patch_step,
+    patch_zero_grad,
+)
 from elastic_ray.parallel.refusals import (
     refuse_options,
     refuse_several,
@@ -32,6 +38,7 @@ from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.spec import Strategy
 from placement.goodput.model import NoiseScale
 
@@ -109,6 +116,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         patch_step(optimizer, self._step)
+        if self._tables:
+            patch_zero_grad(optimizer, self._tables.zero)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -120,6 +129,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
+        self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
         self._sync = GradientEngine(
             run,
             module,
@@ -131,6 +141,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._index,
             check_finite=self._finite.looks,
             scaler=self._scaler,
+            tables=self._tables,
         )
         if not self._by_default and isinstance(self._rule, (AdaScale, AdamScale)):
             self._sync.require_statistics(f"scaling_rule {type(self._rule).__name__}")
@@ -145,6 +156,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sync_batch_norm:
             _check_process_group(self._run.group.world_size)
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""
+        super().zero_grad(set_to_none)
+        self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
@@ -203,6 +219,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"model/{index}", ModuleState(self.module))
         trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
         states.register(f"optimizer/{index}", trained)
+        for number, table in enumerate(self._tables.tables):
+            states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back)
         states.register(f"noise/{index}", self._tracker)
         self._register_schedulers(lr_scheduler)
@@ -270,6 +288,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             return None
         self._sync.applied()
         if not self._counts():
+            self._tables.leave_out()
             ledger.applied()
             return None
         step = ledger.outermost
@@ -277,11 +296,16 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tracker.advance(scale)
         with ledger.updating():
             if (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics):
-                result = apply(**kwargs)
+                result = self._update(apply, kwargs)
             else:
                 with self._scaled_rates(scale):
-                    result = apply(**kwargs)
+                    result = self._update(apply, kwargs)
         ledger.applied()
+        return result
+
+    def _update(self, apply: Any, kwargs: Mapping[str, Any]) -> Any:
+        result = apply(**kwargs)
+        self._tables.update()
         return result
 
     def _check_called(self) -> None:

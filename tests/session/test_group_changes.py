@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ class Registered:
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
 
-    def before_change(self) -> None:
+    def before_change(self, stays: Sequence[bool]) -> None:
         self.equalised += 1
         if self.breaks:
             raise CommunicationFailedError("broke before the change")
@@ -70,6 +70,8 @@ class Registered:
         self.collapsed += 1
         if self.breaks:
             raise CommunicationFailedError("broke in a consensus")
+
+    def prepare_to_save(self) -> None: ...
 
     def reconcile(self, communicator: Any, marker: int, *, holds: bool) -> None: ...
 
