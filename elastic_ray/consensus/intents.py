@@ -25,6 +25,7 @@ class Intent(enum.IntEnum):
     END_OF_PASS = 3
     BUFFERS = 4
     FINISH = 5
+    ROWS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +69,9 @@ class Announced:
                 return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"
             case Intent.BUFFERS:
                 return f"brings the buffers of its models along (layout {self.detail:010x})"
+            case Intent.ROWS:
+                what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
+                return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
             case Intent.FINISH:
                 return "has returned from the train function"
 

@@ -41,7 +41,10 @@ class ChangedParts(GroupParts, Protocol):
     def collapse(self) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
-    def before_change(self) -> None:
+    def prepare_to_save(self) -> None:
+        """Have rank 0 hold what only others hold; raises CommunicationFailedError."""
+
+    def before_change(self, stays: Sequence[bool]) -> None:
         """The present group is about to change; raises CommunicationFailedError where it broke meanwhile."""
 
 
@@ -266,6 +269,7 @@ class GroupChanges:
         try:
             self._parts.registry.collapse()
             self._parts.registry.sync_buffers(self._parts.group.communicator)
+            self._parts.registry.prepare_to_save()
         except CommunicationFailedError as error:
             self.regroup(str(error))
 

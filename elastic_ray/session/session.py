@@ -315,7 +315,7 @@ class Session:
         if not self.synced or self.ledger.half_updated:
             return None
         self.states.roll_back()
-        return self.states.capture(), self.progress
+        return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int) -> None:
         """The loop asks for its remaining epochs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class GroupDependent(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed."""
+        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
 
     def fix_drift(self) -> int:
         """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
@@ -52,6 +53,13 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
+    def prepare_to_save(self) -> None:
+        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """The same in a new group, before its ranks exchange state, among those that hold a trained one.
 
@@ -65,8 +73,11 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
-    def before_change(self) -> None:
+    def before_change(self, stays: Sequence[bool]) -> None:
         """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Args:
+            stays: whether each rank is in the next group as well; what only others hold is handed over.
 
         Raises:
             CommunicationFailedError: the present group broke meanwhile.

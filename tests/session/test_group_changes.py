@@ -61,7 +61,8 @@ class Registered:
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
 
-    def before_change(self) -> None:
+    def before_change(self, stays: Sequence[bool]) -> None:
+        assert stays == [True]
         self.equalised += 1
         if self.breaks:
             raise CommunicationFailedError("broke before the change")
@@ -70,6 +71,8 @@ class Registered:
         self.collapsed += 1
         if self.breaks:
             raise CommunicationFailedError("broke in a consensus")
+
+    def prepare_to_save(self) -> None: ...
 
     def reconcile(self, communicator: Any, marker: int, *, holds: bool) -> None: ...
 
@@ -125,6 +128,10 @@ class Membership:
 
     def __init__(self) -> None:
         self.generation, self.standing = 1, True
+
+    @property
+    def current(self) -> GenerationSpec:
+        return generation(self.generation)
 
     def prepared_spec(self, number: int) -> GenerationSpec | None:
         return generation(number) if self.standing else None

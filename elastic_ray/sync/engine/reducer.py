@@ -50,6 +50,7 @@ class GradientReducer:
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
+        exchange_rows: sends row gradients of a pass to their owners.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class GradientReducer:
         number: int,
         *,
         check_finite: bool,
+        exchange_rows: Callable[[], None],
     ) -> None:
-        self._number = number
+        self._number, self._exchange_rows = number, exchange_rows
         self._lay_out = lay_out
         self._check_finite = check_finite
         self._warned = False
@@ -74,8 +76,7 @@ class GradientReducer:
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
-        self._carried, self._statistics = carried, statistics
-        self._grad_scale = grad_scale
+        self._carried, self._statistics, self._grad_scale = carried, statistics, grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
         self._build()
@@ -342,10 +343,9 @@ class GradientReducer:
             self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
-            if self._check_finite and not self._reduction.is_finite():
-                own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
-                rows = self._group.communicator.gather_ints(own, with_gradients=True)
-                self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
+            if self._check_finite:
+                self.nonfinite_ranks = self._reduction.nonfinite_ranks()
+            self._exchange_rows()
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return

@@ -134,6 +134,14 @@ class Reduction:
             self._finite = are_finite(self._layout.buckets)
         return self._finite
 
+    def nonfinite_ranks(self) -> list[int] | None:
+        """Ranks whose own gradients in the last pass are not finite; None where its sum is."""
+        if self.is_finite():
+            return None
+        own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
+        rows = self._group.communicator.gather_ints(own, with_gradients=True)
+        return [rank for rank, (bad,) in enumerate(rows) if bad]
+
     def settle(self) -> None:
         """A group of one rank reduces nothing: what compressions owe goes into its gradients.
 
