@@ -71,7 +71,9 @@ class ModelTables:
         for table in self.tables:
             table.push()
         communicator = self._run.group.communicator
-        communicator.wait(communicator.gradients.all_reduce(torch.ones(1)))
+        vote = communicator.gradients.all_reduce(torch.ones(1))
+        self._run.moment("vote")
+        communicator.wait(vote)
 
     def close(self) -> None:
         """The optimizer was asked to step."""

@@ -88,5 +88,8 @@ class TableRun(Protocol):
     def consensus(self) -> TableConsensus:
         """What the ranks tell each other."""
 
+    def moment(self, name: str) -> None:
+        """A named moment of the run, for scripted faults."""
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something; all ranks come by here."""

@@ -116,4 +116,6 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float
     """Up to rounding."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import elastic_ray as er
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.data.order import IndexOrder
 from elastic_ray.sync import RowsLostError
-from tests.loop.changing import Change, Kill, Outcome, run_job
-from tests.sync.sharded.tables import Case, Model, assert_same, by_torch
-from tests.sync.tables import ROWS, data
+from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
+from tests.sync.sharded.tables import Case, Model, assert_same
+from tests.sync.tables import ROWS, SAMPLES, data
 
 EPOCHS = 3
 
@@ -43,9 +43,7 @@ class _Run:
             f"net.{name}": tensor for name, tensor in dense.items()
         }
         store = model.table._table._shard.store
-        self.rows = {
-            tile: {name: store.tile(name, tile).clone() for name in store.tensors} for tile in store.tiles
-        }
+        self.rows = {tile: {name: store.tile(name, tile).clone() for name in store.tensors} for tile in store.tiles}
 
 
 def job(case: Case) -> Any:
@@ -56,12 +54,8 @@ def job(case: Case) -> Any:
 def check(case: Case, script: Sequence[Any], first: tuple[int, ...]) -> Outcome:
     """The job's table is that of torch alone, and owners of the same rows hold the same bits."""
     outcome = run_job(job(case), script, first=first)
-    wanted = {}
     model = case.plain()
     optimizer = case.make(model)
-    from elastic_ray.data.order import IndexOrder
-    from tests.sync.tables import SAMPLES
-
     for epoch in range(EPOCHS):
         order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
         for start in range(0, SAMPLES - 7, 8):
@@ -98,10 +92,7 @@ def test_down_to_one_and_up_again(case: Case) -> None:
     check(case, [Change(2, (3,)), Change(5, (3, 4))], (1, 2, 3))
 
 
-BEFORE = ["forward", "backward", "allreduce", "optimizer_step"]
-
-
-@pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "optimizer_step", "after_step", "edge"])
+@pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"])
 def test_a_worker_dies_at_any_moment(moment: str) -> None:
     check(Case("adagrad"), [Kill(3, 2, moment)], (1, 2, 3, 4))
 
@@ -109,6 +100,17 @@ def test_a_worker_dies_at_any_moment(moment: str) -> None:
 @pytest.mark.parametrize("moment", ["optimizer_step", "after_step", "edge"])
 def test_the_last_to_come_there_dies(moment: str) -> None:
     check(Case("adagrad"), [Kill(4, 3, moment, last=True)], (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,), (3,)])
+def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
+    """Of the four, one applies the step and dies; those that are held do not know that it was decided."""
+    script = [Kill(3, 4, "after_step"), *(Hold(3, worker, "vote") for worker in held)]
+    check(Case("adagrad"), script, (1, 2, 3, 4))
+
+
+def test_a_step_that_no_survivor_has_made_is_drawn_again() -> None:
+    check(Case("adagrad"), [Kill(3, 4, "after_step"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))], (1, 2, 3, 4))
 
 
 def test_two_workers_die_one_after_the_other() -> None:
