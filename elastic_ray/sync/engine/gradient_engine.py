@@ -79,6 +79,7 @@ class GradientEngine:
         self._statistics_for: list[str] = []
         self._sharded = tables
         self._in_force = StrategyInForce(context, self, builder, number)
+        self._check_tables(self.plan.strategy)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
@@ -121,11 +122,7 @@ class GradientEngine:
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError where a plan cannot be carried out."""
         self._check_statistics(plan.strategy)
-        if self._sharded and plan.strategy.average is not None:
-            raise StrategyError(
-                f"strategy {plan.strategy.name or plan.strategy.average.algorithm!r} averages models that ranks train "
-                "by themselves, but all ranks share the rows of a ShardedEmbedding: use one that reduces gradients"
-            )
+        self._check_tables(plan.strategy)
         for bucket in plan.buckets:
             make_operation(bucket)
 
@@ -182,6 +179,14 @@ class GradientEngine:
                 f"{strategy.name or strategy.average.algorithm!r} averages models, so that there is no gradient of the "
                 'whole batch to measure it by: use a strategy that reduces gradients, as "all_reduce", or '
                 'scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
+            )
+
+    def _check_tables(self, strategy: Strategy) -> None:
+        """Raise StrategyError where ranks would drift that share a table's rows."""
+        if self._sharded and strategy.average is not None:
+            raise StrategyError(
+                f"strategy {strategy.name or strategy.average.algorithm!r} averages models that ranks train by "
+                "themselves, but all ranks share the rows of a ShardedEmbedding: use one that reduces gradients"
             )
 
     def before_forward(self) -> None:

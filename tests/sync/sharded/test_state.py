@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread, set_session
 from elastic_ray.sync import RowAdagrad, RowAdam, RowSGD, ShardedEmbedding, StrategyError
+from tests.loop.changing import run_job
 from tests.loop.ranks import Ranks
 from tests.sync.sharded.tables import Case, assert_same
 from tests.sync.tables import ROWS, WIDTH, data
@@ -111,10 +111,9 @@ def test_a_checkpoint_goes_on_in_a_group_of_any_size(ranks: Ranks, case: Case) -
     assert rows.keys() == {"weight", "step", *({"sum"} if case.optimizer == "adagrad" else ())}
     assert results[1][1]["table.weight"].shape == (0, WIDTH)
     assert "whole" not in results[1][0]["rows/0/0"]  # only rank 0 can save, and only it holds the whole
-    alone = ranks.run(resumed, case, states)
-    for found in (ranks.run(resumed, case, states, world=2)[0], ranks.run(resumed, case, states, world=3)[0]):
-        assert found.pop("step") == 6
-        assert_same(found, {name: tensor for name, tensor in alone.items() if name != "step"})
+    alone, found = ranks.run(resumed, case, states), ranks.run(resumed, case, states, world=2)[0]
+    assert found.pop("step") == alone.pop("step") == 6
+    assert_same(found, alone)
 
 
 def evaluated(case: Case, whole: bool) -> int:
@@ -130,25 +129,25 @@ def evaluated(case: Case, whole: bool) -> int:
     return seen
 
 
-def test_a_loader_of_whole_batches_is_refused_where_ranks_fetch_rows(ranks: Ranks) -> None:
-    assert ranks.run(evaluated, Case(), True) == 25
-    with pytest.raises(AssertionError, match="cannot be called in a pass over whole_batches=True"):
-        ranks.run(evaluated, Case(copies=1), True, world=2)
-    assert sum(ranks.run(evaluated, Case(copies=1), False, world=2)) == 25
+def test_a_loader_of_whole_batches_is_refused_where_ranks_fetch_rows() -> None:
+    assert sum(run_job(lambda: evaluated(Case(), True), first=(1, 2)).results.values()) == 25  # both hold all rows
+    assert sum(run_job(lambda: evaluated(Case(copies=1), False), first=(1, 2)).results.values()) == 25
+    with pytest.raises(RuntimeError, match="cannot be called in a pass over whole_batches=True"):
+        run_job(lambda: evaluated(Case(copies=1), True), first=(1, 2))
 
 
 def state_of_one_rank() -> None:
     """Only rank 0 asks for the state."""
     trainee = Trainee(Case(copies=1))
     trainee.train()
-    if os.environ["RANK"] == "0":
+    if er.get_context().get_world_rank() == 0:
         trainee.model.state_dict()
     trainee.train(2)
 
 
-def test_state_that_one_rank_alone_asks_for_is_an_error_and_no_hang(ranks: Ranks) -> None:
-    with pytest.raises(AssertionError, match="rank 0 fetches the whole of ShardedEmbedding 0 of model 0"):
-        ranks.run(state_of_one_rank, world=2)
+def test_state_that_one_rank_alone_asks_for_is_an_error_and_no_hang() -> None:
+    with pytest.raises(er.RanksDisagreeError, match="rank 0 fetches the whole of ShardedEmbedding 0 of model 0"):
+        run_job(state_of_one_rank, first=(1, 2))
 
 
 def clears(zero: bool) -> Tensor:
@@ -183,9 +182,9 @@ def steps_of_several() -> None:
                 trainee.optimizer.step()
 
 
-def test_gradients_added_up_by_hand_are_refused(ranks: Ranks) -> None:
+def test_gradients_added_up_by_hand_are_refused() -> None:
     with pytest.raises(RuntimeError, match="cannot be added up over several steps of a loader"):
-        ranks.run(steps_of_several)
+        run_job(steps_of_several, first=(1, 2))
 
 
 def wrap(table: ShardedEmbedding, optimizer: Any = None, **options: Any) -> er.AdaptiveDataParallel:
@@ -269,7 +268,7 @@ def test_outside_of_a_wrapped_model_it_can_be_loaded_and_evaluated() -> None:
     table.load_state_dict(plain.state_dict())
     with torch.no_grad():
         assert torch.equal(table(torch.tensor([[1, 8], [0, 1]])), plain(torch.tensor([[1, 8], [0, 1]])))
-    with pytest.raises(RuntimeError, match="wrapped: model = elastic_ray.AdaptiveDataParallel"):
+    with pytest.raises(RuntimeError, match=r"wrapped: model = elastic_ray\.AdaptiveDataParallel"):
         table(torch.tensor([1]))
     with pytest.raises(IndexError, match="ids must be from 0 to below num_embeddings=9, but are from 3 to 9"):
         table(torch.tensor([3, 9]))

@@ -11,7 +11,8 @@ from tests.loop.ranks import Ranks
 from tests.sync.sharded.tables import Case, assert_same, by_torch, elastic
 
 CASES = [
-    Case(), Case("adagrad"), Case(copies=1), Case("adagrad", "mean", copies=1), Case(mode="sum", padding=3), Case(padding=-87),
+    Case(), Case("adagrad"), Case(copies=1), Case("adagrad", "mean", copies=1), Case(mode="sum", padding=3),
+    Case(padding=-87),
 ]  # fmt: skip
 
 
