@@ -62,6 +62,7 @@ class Registered:
         self.called.append(point)
 
     def before_change(self, stays: Sequence[bool]) -> None:
+        assert stays == [True]
         self.equalised += 1
         if self.breaks:
             raise CommunicationFailedError("broke before the change")
@@ -123,6 +124,10 @@ class Membership:
 
     def __init__(self) -> None:
         self.generation, self.standing = 1, True
+
+    @property
+    def current(self) -> GenerationSpec:
+        return generation(self.generation)
 
     def prepared_spec(self, number: int) -> GenerationSpec | None:
         return generation(number) if self.standing else None
