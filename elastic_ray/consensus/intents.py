@@ -66,8 +66,8 @@ class Announced:
             case Intent.BUFFERS:
                 return f"brings the buffers of its models along (layout {self.detail:010x})"
             case Intent.ROWS:
-                what = "the whole of" if self.detail % 4 == 2 else "rows of"
-                return f"fetches {what} ShardedEmbedding {self.detail // 4} of model {self.index}"
+                what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
+                return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
             case Intent.FINISH:
                 return "has returned from the train function"
 

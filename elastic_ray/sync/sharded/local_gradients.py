@@ -27,13 +27,15 @@ class LocalGradients:
         self._carried: list[_Piece] = []  # of micro-steps before
         self._present: list[_Piece] = []
         self._carried_sent = self._closed = False
+        self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
         """A gradient is about to be added; returns whether it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:
-            self._carried, self._present, self._carried_sent, self._closed = [], [], False, False
+            self._carried, self._present = [], []
+            self._carried_sent = self._closed = self.waits = False
         elif before[1] != micro:
             self.close()
             self._closed = False
@@ -43,6 +45,7 @@ class LocalGradients:
         """Another piece, weighted by samples; each id once."""
         if not self._closed:
             self._present.append((ids, gradient))
+            self.waits = True
 
     def close(self) -> None:
         """The optimizer was asked to step."""
@@ -54,11 +57,11 @@ class LocalGradients:
     def zero(self) -> None:
         """What the present micro-step has added is cleared."""
         self._present = []
-        self._carried_sent = False
+        self._carried_sent = self.waits = False
 
     def take(self) -> _Piece:
         """What has not been sent yet, each id once; it counts as sent."""
         pieces = self._present if self._carried_sent else [*self._carried, *self._present]
-        self._carried_sent = True
+        self._carried_sent, self.waits = True, False
         self._present = []
         return summed(pieces, self._nothing[1].shape[1]) if pieces else self._nothing

@@ -19,7 +19,7 @@ from elastic_ray.sync.sharded.shard import Shard
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
 from elastic_ray.sync.sharded.tiles import Tiling
 
-_FETCH, _WHOLE = 1, 2
+_FETCH, _WHOLE, _LOAD = 1, 2, 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +119,20 @@ class ShardedTable:
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
-        """Take over a whole table after so many updates; all ranks do the same."""
+        """Take over a whole table after so many updates; all ranks do the same.
+
+        Raises:
+            RuntimeError: a step of a loader is in progress, which might be lost and drawn again.
+            RanksDisagreeError: another rank does not. CommunicationFailedError: the group broke.
+        """
+        group = self._run.group
+        if self._run.ledger.step is not None:
+            raise RuntimeError("load the state of a ShardedEmbedding before the first epoch, or between loops")
+        if group.generation and group.world_size > 1:
+            self._run.consensus.agree_on(self._announced(_LOAD))
         self._last = _Update(updates)
         self.begin(LoadedRows(self._tiling, whole, self.rule.initial))
-        if self._run.group.generation:
+        if group.generation:
             self.enter_group()
 
     # -- rows in forward passes ----------------------------------------------------------------------------------------
@@ -236,7 +246,16 @@ class ShardedTable:
             self._pending, self._unused = None, False
 
     def update(self, lr: float) -> None:
-        """Apply what was received, or was computed here where this rank is alone."""
+        """Apply what was received, or was computed here where this rank is alone.
+
+        Raises:
+            RuntimeError: gradients of rows were not sent, for no parameter had one.
+        """
+        if self._local.waits and self._run.group.world_size > 1:
+            raise RuntimeError(
+                "gradients of a ShardedEmbedding travel with those of parameters, but a backward pass had none of "
+                "the latter: let one parameter of the wrapped model at least take part in each loss"
+            )
         if self._run.group.world_size == 1:
             self.push()
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
@@ -285,17 +304,33 @@ class ShardedTable:
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
         """The whole table on rank 0, tensors without rows on the others; all ranks call it.
 
+        In a step that is lost rank 0 gets no rows either, which an event says.
+
         Raises:
-            RanksDisagreeError: another rank does not. CommunicationFailedError: the group broke.
+            RanksDisagreeError: another rank does not.
+            CommunicationFailedError: the group broke, outside of steps.
         """
-        group = self._run.group
+        ledger, found = self._run.ledger, None
         self._check_place()
         if self._shard.store is None:
             self._shard.make_whole()
+        try:
+            if not ledger.failed:
+                found = self._collected(names)
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+        if ledger.failed:
+            self._run.tell("warning", "state of a ShardedEmbedding, asked for in a step that is lost, has no rows")
+        return found if found is not None else dict.fromkeys(names, self._nothing[1])
+
+    def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """The whole table where this rank is to have it."""
+        group = self._run.group
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_WHOLE))
-        found = self._shard.whole(group.communicator if group.generation else None, names)
-        return found if found is not None else dict.fromkeys(names, self._nothing[1])
+        return self._shard.whole(group.communicator if group.generation else None, names)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,11 @@ def test_a_step_that_no_survivor_has_made_is_drawn_again() -> None:
     check(Case("adagrad"), [Kill(3, 4, "after_step"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))], (1, 2, 3, 4))
 
 
+@pytest.mark.parametrize("worker", [2, 3], ids=["member", "joiner"])
+def test_a_worker_dies_while_rows_are_about_to_move(worker: int) -> None:
+    check(Case("adagrad"), [Change(2, (1, 2, 3, 4)), Kill(3, worker, "receiving")], (1, 2))
+
+
 def test_two_workers_die_one_after_the_other() -> None:
     check(Case("adagrad"), [Kill(3, 2, "allreduce"), Kill(5, 1, "after_step"), Change(7, (3, 4, 5))], (1, 2, 3, 4))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread, set_session
 from elastic_ray.sync import RowAdagrad, RowAdam, RowSGD, ShardedEmbedding, StrategyError
-from tests.loop.changing import run_job
+from tests.loop.changing import Kill, run_job
 from tests.loop.ranks import Ranks
 from tests.sync.sharded.tables import Case, assert_same
 from tests.sync.tables import ROWS, WIDTH, data
@@ -185,6 +185,47 @@ def steps_of_several() -> None:
 def test_gradients_added_up_by_hand_are_refused() -> None:
     with pytest.raises(RuntimeError, match="cannot be added up over several steps of a loader"):
         run_job(steps_of_several, first=(1, 2))
+
+
+def frozen(case: Case) -> Tensor:
+    """Only the table is trained."""
+    trainee = Trainee(case)
+    trainee.model.net.requires_grad_(False)
+    trainee.train()
+    return trainee.rows["weight"]
+
+
+def test_rows_whose_gradients_could_not_travel_are_told_and_not_forgotten() -> None:
+    begun = Case().weight()
+    assert not torch.equal(run_job(lambda: frozen(Case()), first=(1,)).results[1], begun)
+    with pytest.raises(RuntimeError, match="let one parameter of the wrapped model at least take part"):
+        run_job(lambda: frozen(Case()), first=(1, 2))
+
+
+def half_way() -> list[tuple[int, ...]]:
+    """Shapes of state in each step; then another table is loaded."""
+    trainee, ones = Trainee(Case()), torch.ones(ROWS, WIDTH)
+    shapes = []
+    for _ in er.remaining_epochs_until(1):
+        for ids, classes in er.AdaptiveDataLoader(data(), batch_size=8, seed=3, drop_last=True):
+            trainee.optimizer.zero_grad()
+            nn.functional.cross_entropy(trainee.wrapped(ids), classes).backward()
+            trainee.optimizer.step()
+            with pytest.raises(RuntimeError, match="before the first epoch, or between loops"):
+                trainee.model.table.load_state_dict({"weight": ones})
+            shapes.append(tuple(trainee.model.table.state_dict()["weight"].shape))
+    trainee.model.table.load_state_dict({"weight": ones})
+    weight = trainee.model.table.state_dict()["weight"]
+    assert er.get_context().get_world_rank() or torch.equal(weight, ones)
+    return shapes
+
+
+def test_state_in_the_middle_of_training_and_in_a_step_that_is_lost() -> None:
+    outcome = run_job(half_way, [Kill(1, 3, "after_step")], first=(1, 2, 3))
+    whole = (ROWS, WIDTH)
+    assert outcome.results[1] in ([whole, (0, WIDTH), whole, whole], [whole, (0, WIDTH), whole]), outcome.results[1]
+    assert any("in a step that is lost, has no rows" in text for _, text, _ in outcome.told)
+    assert set(outcome.results[2]) == {(0, WIDTH)}
 
 
 def wrap(table: ShardedEmbedding, optimizer: Any = None, **options: Any) -> er.AdaptiveDataParallel:
