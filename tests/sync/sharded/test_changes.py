@@ -97,6 +97,7 @@ def test_a_worker_dies_at_any_moment(moment: str) -> None:
     check(Case("adagrad"), [Kill(3, 2, moment)], (1, 2, 3, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["optimizer_step", "after_step", "edge"])
 def test_the_last_to_come_there_dies(moment: str) -> None:
     check(Case("adagrad"), [Kill(4, 3, moment, last=True)], (1, 2, 3, 4))

@@ -35,7 +35,7 @@ def changes(draw: st.DrawFn) -> tuple[int, list[set[int]], list[str], int]:
 
 
 @given(changes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_tile_is_owned_and_ranks_are_balanced(change: tuple[int, list[set[int]], list[str], int]) -> None:
     tiles, held, nodes, copies = change
     owners = place(tiles, held, nodes, copies)
@@ -46,7 +46,7 @@ def test_every_tile_is_owned_and_ranks_are_balanced(change: tuple[int, list[set[
 
 
 @given(changes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_on_one_node_nothing_moves_that_could_stay(change: tuple[int, list[set[int]], list[str], int]) -> None:
     tiles, held, _, copies = change
     owners = place(tiles, held, ["n"] * len(held), copies)
@@ -58,7 +58,7 @@ def test_on_one_node_nothing_moves_that_could_stay(change: tuple[int, list[set[i
 
 
 @given(changes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_moves_bring_each_owner_what_it_does_not_hold(change: tuple[int, list[set[int]], list[str], int]) -> None:
     tiles, held, nodes, copies = change
     gone = lost(tiles, held)
@@ -75,7 +75,7 @@ def test_moves_bring_each_owner_what_it_does_not_hold(change: tuple[int, list[se
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_leavers_hand_over_what_only_they_own(tiles: int, world: int, copies: int, data: st.DataObject) -> None:
     owners = fresh(tiles, world, copies)
     stays = data.draw(st.lists(st.booleans(), min_size=world, max_size=world).filter(any))
