@@ -178,10 +178,10 @@ class ShardedTable:
                 "a ShardedEmbedding cannot be called within backward(), as activation checkpointing does: all ranks "
                 "fetch its rows together; leave it out of the checkpointed part"
             )
-        if step is not None and step.whole and not self._shard.everywhere:
+        if step is not None and step.whole:  # also where no rank fetches any: the group may grow
             raise RuntimeError(
-                "a ShardedEmbedding cannot be called in a pass over whole_batches=True: towards its end some ranks "
-                f"have no batch, and all {group.world_size} fetch rows together; evaluate without whole_batches"
+                "a ShardedEmbedding cannot be called in a pass over whole_batches=True: towards its end some ranks of "
+                "a group have no batch, and all fetch rows together; evaluate without whole_batches"
             )
         if self._shard.store is None and group.rank_info.world_size > 1:
             raise RuntimeError(

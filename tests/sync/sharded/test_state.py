@@ -129,11 +129,11 @@ def evaluated(case: Case, whole: bool) -> int:
     return seen
 
 
-def test_a_loader_of_whole_batches_is_refused_where_ranks_fetch_rows() -> None:
-    assert sum(run_job(lambda: evaluated(Case(), True), first=(1, 2)).results.values()) == 25  # both hold all rows
+def test_a_loader_of_whole_batches_is_refused_whatever_the_group() -> None:
     assert sum(run_job(lambda: evaluated(Case(copies=1), False), first=(1, 2)).results.values()) == 25
-    with pytest.raises(RuntimeError, match="cannot be called in a pass over whole_batches=True"):
-        run_job(lambda: evaluated(Case(copies=1), True), first=(1, 2))
+    for workers in ((1,), (1, 2, 3)):  # also where all hold all rows: the group may grow
+        with pytest.raises(RuntimeError, match="cannot be called in a pass over whole_batches=True"):
+            run_job(lambda: evaluated(Case(), True), first=workers)
 
 
 def state_of_one_rank() -> None:
