@@ -104,6 +104,10 @@ class Reduction:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
 
+    def note_finite(self) -> None:
+        """The last pass's sums were looked at by other means: they are finite."""
+        self._finite = True
+
     def is_finite(self) -> bool:
         """Whether the last pass has given finite gradients; the same on all ranks."""
         if self._finite is None:
