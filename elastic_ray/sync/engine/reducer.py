@@ -326,6 +326,8 @@ class GradientReducer:
                 self._fill(bucket)
             if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
+                if self._measures:
+                    self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: [float(norm) for norm in self._statistics.local_norms()])
         elif self._measures:
             self._pair(step)
@@ -343,6 +345,8 @@ class GradientReducer:
             self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
+            if self._measures:
+                self._statistics.measure_mean(self._buckets, first=self._group.rank == 0)
             if self._check_finite:
                 self.nonfinite_ranks = self._reduction.nonfinite_ranks()
             self._exchange_rows()
@@ -380,8 +384,7 @@ class GradientReducer:
         """Take the step's statistics, where they can be told apart from what it had reduced before."""
         if not self._measures or (self._goes_on and self._accumulates):
             return
-        first, scale = self._group.rank == 0, self._grad_scale()
-        self._statistics.collect(step, norms(), self._buckets, first=first, grad_scale=scale, goes_on=self._goes_on)
+        self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     @torch.no_grad()
     def _pair(self, step: StepView) -> None:
