@@ -29,20 +29,22 @@ WINDOW_SHARE = 0.25
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
-    """Signal and noise from K gradients of equal size that were averaged into one.
+    """Signal and noise from K gradients that were averaged into one, each weighted by its share of the samples.
 
-    Where the mean of all is a gradient at batch ``scale`` x M0:
+    Where gradient i is the mean over n_i of N samples, w_i = n_i / N, and the mean of all is a gradient at batch N =
+    ``scale`` x M0 (equal sizes: w_i = 1 / K):
 
-        a = (1/K) sum ||g_i||^2              b = ||(1/K) sum g_i||^2
+        a = sum w_i ||g_i||^2                b = ||sum w_i g_i||^2
 
         sqr = (K b - a) / (K - 1)            var = (a - b) scale / (K - 1)
 
-    Both are unbiased: E a = ||G||^2 + K tr(Sigma) / (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0).
+    Both are unbiased, for equal and unequal sizes alike, as Cov g_i = Sigma / n_i: E a = ||G||^2 + K tr(Sigma) /
+    (scale M0) and E b = ||G||^2 + tr(Sigma) / (scale M0). With ``scale`` = N, ``var`` is tr(Sigma) itself.
     They are raw: single estimates scatter widely and ``sqr`` is often **negative** when noise prevails
     (``var`` only by rounding); smooth them with ``SmoothedNoise`` before use.
 
     Args:
-        mean_sq_norm: a, mean of the squared norms.
+        mean_sq_norm: a, weighted mean of the squared norms.
         sq_norm_of_mean: b, squared norm of the mean.
         samples: K, replicas x micro-batches; at least 2.
         scale: global batch / initial batch, above 0.

@@ -21,6 +21,7 @@ from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.socket_filter import refuse_connections
+from elastic_ray.monitoring.traffic import Traffic
 
 # ProcessGroupGloo cannot cancel an operation, and dropping the group joins its threads: a broken group is parked
 # for this long after its last possible operation.
@@ -47,6 +48,7 @@ class Communicator:
 
     Attributes:
         gradients: its collectives.
+        traffic: counts what is handed to collectives of either group; what forms the group is left out.
 
     Args:
         store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
@@ -87,7 +89,10 @@ class Communicator:
         self._gloo: Any = None
         self._gradients: Any = None
         self._nccl: Any = None
-        self.gradients = GradientGroup(rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard)
+        self.traffic = Traffic()
+        self.gradients = GradientGroup(
+            rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard, self.traffic
+        )
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
@@ -162,6 +167,7 @@ class Communicator:
             op: another ``ReduceOp`` than the sum.
             timeout_s: longest wait for a peer, the group's own by default.
         """
+        self.traffic.add("all_reduce", tensor.nbytes)
         if op is None and timeout_s is None:
             return self._guard(lambda: self._backend(tensor).allreduce([tensor]))
         options = dist.AllreduceOptions()
@@ -192,6 +198,7 @@ class Communicator:
         """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
         if self.world_size == 1:
             return
+        self.traffic.add("broadcast", tensor.nbytes if self.rank == root else 0)
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
@@ -199,6 +206,7 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
+        self.traffic.add("send", tensor.nbytes)
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:

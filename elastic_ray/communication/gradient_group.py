@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_ray.monitoring.traffic import Traffic
+
 
 class GradientGroup:
     """Starts collectives among gradients; the works are for ``Communicator.wait``. Of one rank, it starts none.
@@ -19,6 +21,7 @@ class GradientGroup:
         nccl: backend for CUDA tensors.
         guard: carries an operation out unless the generation was called off, and turns errors into
             ``CommunicationFailedError``.
+        traffic: counts what is handed to them.
     """
 
     def __init__(
@@ -28,20 +31,24 @@ class GradientGroup:
         gloo: Callable[[], Any],
         nccl: Callable[[], Any],
         guard: Callable[[Callable[[], Any]], Any],
+        traffic: Traffic,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._gloo = gloo
         self._nccl = nccl
         self._guard = guard
+        self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """The sum over all ranks, in place."""
+        self._traffic.add("all_reduce", tensor.nbytes)
         backend = self._of(tensor)
         return self._guard(lambda: backend.allreduce([tensor]))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        self._traffic.add("all_gather", tensor.nbytes)
         backend = self._of(tensor)
         return self._guard(lambda: backend._allgather_base(output, tensor))
 
@@ -57,6 +64,7 @@ class GradientGroup:
         Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, it can
         be polled and called off, so ranks that have nothing for each other take part with splits of 0.
         """
+        self._traffic.add("all_to_all", tensor.nbytes)
         backend = self._of(tensor)
         options = dist.AllToAllOptions()
         return self._guard(
@@ -65,6 +73,7 @@ class GradientGroup:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        self._traffic.add("reduce", tensor.nbytes)
         backend = self._of(tensor)
         options = dist.ReduceOptions()
         options.rootRank = root
@@ -72,6 +81,7 @@ class GradientGroup:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
+        self._traffic.add("broadcast", tensor.nbytes if self.rank == root else 0)
         backend = self._of(tensor)
         options = dist.BroadcastOptions()
         options.rootRank = root

@@ -1,4 +1,4 @@
-"""Times of the step in progress on one rank, and those of all ranks, which ride on the step's reduction.
+"""Times, memory and bytes of one rank's steps, and those of all ranks, which ride on the step's reduction.
 
 No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
 """
@@ -6,9 +6,10 @@ No clock but the monotonic one is read here. It measures nothing, and nothing ri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, packed, unpacked
+from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, mib, packed, traffic_fields, unpacked
+from elastic_ray.monitoring.process_memory import device_bytes, host_bytes
 
 
 class StepMeter:
@@ -16,13 +17,17 @@ class StepMeter:
 
     Args:
         clock: the time [s]; only differences of it count.
+        traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
 
     Attributes:
         workers: of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, traffic: Callable[[], Mapping[str, int]] = dict
+    ) -> None:
         self._clock = clock
+        self._traffic = traffic
         self._asked = False
         self.workers: tuple[WorkerMeasures, ...] = ()
         self._began_s: float | None = None
@@ -30,7 +35,11 @@ class StepMeter:
         self._data_s = self._sync_s = self._step_s = 0.0
         self._ready_s: float | None = None
         self._committed_s: float | None = None
+        self._waited_s = 0.0  # for reductions, in the step in progress
+        self._waits_since_s: float | None = None
         self._own = WorkerMeasures()
+        self._counted: Mapping[str, int] = {}  # bytes, when the step before ended
+        self._sizes: Mapping[str, float] = {}  # of the step before
 
     @property
     def on(self) -> bool:
@@ -56,14 +65,23 @@ class StepMeter:
             return
         now_s = self._clock()
         self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
+        self._sync_s, self._waited_s = self._waited_s, 0.0
+        counted = dict(self._traffic())
+        self._sizes = {
+            "host_mib": mib(host_bytes()),
+            "device_mib": mib(device_bytes()),
+            **traffic_fields(self._counted, counted),
+        }
+        self._counted = counted
         self._ended_s, self._began_s = now_s, None
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
         """A group was entered: what lies between two groups is no step."""
         self.workers = ()
-        self._began_s = self._ended_s = self._ready_s = None
-        self._sync_s = self._step_s = 0.0
+        self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
+        self._sync_s = self._step_s = self._waited_s = 0.0
+        self._counted, self._sizes = dict(self._traffic()), {}
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""
@@ -73,14 +91,16 @@ class StepMeter:
         """This rank's gradients are complete, for the first time in the step."""
         if not self._asked:
             return ()
+        self._waits_since_s = now_s = self._clock()
         if self._ready_s is None and self._began_s is not None:
-            self._ready_s = self._clock()
+            self._ready_s = now_s
             self._own = WorkerMeasures(
                 compute_s=max(0.0, self._ready_s - self._began_s - self._data_s),
                 data_s=self._data_s,
                 sync_s=self._sync_s,
                 step_s=self._step_s,
                 passed_s=self._ready_s - self._committed_s if self._committed_s is not None else 0.0,
+                **self._sizes,
             )
         return packed(self._own, rank, world_size)
 
@@ -88,6 +108,7 @@ class StepMeter:
         """All ranks' rows."""
         if not self._asked:
             return
-        if self._ready_s is not None and self._began_s is not None:
-            self._sync_s = self._clock() - self._ready_s
+        if self._waits_since_s is not None:
+            self._waited_s += self._clock() - self._waits_since_s
+            self._waits_since_s = None
         self.workers = unpacked(sums, world_size)

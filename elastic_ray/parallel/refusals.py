@@ -21,7 +21,7 @@ _OF_DDP = {
     "broadcast_buffers": "buffers are averaged over the workers at the end of each pass of a loader; copy them "
     "yourself where that is not right",
     "init_sync": _NOT_NEEDED + "all workers begin with the first one's parameters",
-    "bucket_cap_mb": _NOT_NEEDED + "buckets have 25 MiB, as DDP's",
+    "bucket_cap_mb": _NOT_NEEDED + "buckets have up to 25 MiB, as DDP's",
     "gradient_as_bucket_view": _NOT_NEEDED + "gradients stay where autograd puts them",
     "check_reduction": _NOT_NEEDED + "it has no effect in DDP either",
     "delay_all_reduce_named_params": "every gradient is reduced as soon as its bucket is full",

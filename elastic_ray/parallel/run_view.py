@@ -10,6 +10,7 @@ import torch
 
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
+from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
@@ -70,6 +71,10 @@ class ModelParts(Protocol):
     @property
     def loaders(self) -> LeadingLoader:
         """The loaders."""
+
+    @property
+    def monitoring(self) -> Monitoring:
+        """What is measured of the run's steps."""
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,8 @@ from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from elastic_ray.loop.api import session_of_new_model
+from elastic_ray.monitoring.gradient_measures import StepMeasures
+from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.nonfinite import check_choice
@@ -29,11 +32,14 @@ from elastic_ray.state.tree import DictState, ModuleState
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
-from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.statistics.gradient_meter import GradientMeter
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.statistics.update_norms import with_update_norms
 from placement.goodput.model import NoiseScale
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
@@ -70,6 +76,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         strategy: how the replicas are kept together: a name (``"all_reduce"``, ``"parallax"``, ``"powersgd"``, ... see
             ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of one as JSON. None is ``"all_reduce"``.
         policy: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order.
+        monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -88,6 +95,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         nonfinite: str = "warn",
         strategy: str | os.PathLike[str] | Strategy | StrategyBuilder | None = None,
         policy: Policy | Sequence[Policy] | None = None,
+        monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -95,6 +103,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         _check_types(module, optimizer)
         check_choice(nonfinite)
         policies = check_policies(policy)
+        if monitor is not None and not isinstance(monitor, Monitor):
+            raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
         refuse_steps_in_backward(module)
         self.module = module
         session = session_of_new_model()
@@ -110,6 +120,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._by_default = scaling_rule is None
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
+        if monitor is not None:
+            self._run.registry.monitoring.ask(monitor)
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         session.add_policies(policies)
@@ -120,6 +132,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         run, module, optimizer = self._run, self.module, self._optimizer
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
+        monitoring = run.registry.monitoring
+        self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: monitoring.request))
+        monitoring.add_model(lambda: self.measures)
         builder = resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
@@ -131,7 +146,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._trainable,
             optimizer,
             builder,
-            self._tracker,
+            self._statistics,
             self._grad_scale,
             self._index,
             check_finite=self._finite.looks,
@@ -183,6 +198,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         """The smoothed gradient noise scale, equal on all ranks; None before the first estimate."""
         return self._tracker.value
 
+    @property
+    def measures(self) -> StepMeasures:
+        """What is known of the steps so far, as far as it was asked for (``monitor=``); the same on all ranks."""
+        return self._statistics.measures(self._run.registry.monitoring.meter.workers)
+
     def gain(self, scale: float) -> float:
         """Statistical gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
 
@@ -222,7 +242,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
         registry.add_buffers(BufferSync(self.module))
-        registry.add_hook(HookPoint.SHAPE_CHANGED, self._tracker.invalidate)
+        registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _register_schedulers(self, lr_scheduler: Any) -> None:
         """Have schedulers travel, and be undone with a lost step; without any, check that there is none."""
@@ -283,11 +303,20 @@ class AdaptiveDataParallel(torch.nn.Module):
         with ledger.updating():
             as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics)
             if as_it_is and self._run.adaptation.rate_factor == 1.0:
-                result = apply(**kwargs)
+                result = self._update(apply, **kwargs)
             else:
                 with self._scaled_rates(None if as_it_is else scale):
-                    result = apply(**kwargs)
+                    result = self._update(apply, **kwargs)
         ledger.applied()
+        return result
+
+    def _update(self, apply: Any, **kwargs: Any) -> Any:
+        """``apply``, with a look at how far it moves the parameters, where that was asked for."""
+        if not self._statistics.meter.wants_update:
+            return apply(**kwargs)
+        step = functools.partial(apply, **kwargs)
+        result, norms = with_update_norms(self._optimizer, self._trainable.groups, step)
+        self._statistics.meter.updated(norms)
         return result
 
     def _check_called(self) -> None:
@@ -304,9 +333,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         saved = self._saved_buffers
         left_out = False
         if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks):
-            self._tracker.applied()
+            self._statistics.applied()
         else:
-            self._tracker.invalidate()  # what it has measured is of no use
+            self._statistics.invalidate()  # what it has measured is of no use
             if left_out := saved is not None:
                 self._run.registry.call(HookPoint.UPDATE_LEFT_OUT)
         if saved is not None:

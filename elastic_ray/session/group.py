@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from elastic_ray.communication.communicator import Communicator
@@ -86,3 +87,9 @@ class Group:
         if self._membership.communicator is None:
             raise RuntimeError("the session has not entered a generation yet")
         return self._membership.communicator
+
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """Bytes that its collectives were given, by operation; empty before the first generation."""
+        communicator = self._membership.communicator
+        return communicator.traffic.bytes if communicator is not None else {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
+from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.layout import digest
 from placement.goodput.model import NoiseScale
@@ -118,12 +119,17 @@ class LoaderRegistry:
 class Registry:
     """See the module's text.
 
+    Args:
+        monitoring: what is measured of the run's steps.
+
     Attributes:
         models: the wrapped models.
         loaders: the loaders.
+        monitoring: as given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, monitoring: Monitoring | None = None) -> None:
+        self.monitoring = monitoring or Monitoring()
         self.models = ModelRegistry()
         self.loaders = LoaderRegistry()
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}

@@ -19,7 +19,7 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.monitoring.step_meter import StepMeter
+from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
@@ -126,13 +126,13 @@ class Session:
         states = SharedState(progress)
         ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
         agreed = AgreedChanges(self.membership)
-        meter = StepMeter()
+        monitoring = Monitoring(lambda: group.traffic)
         adaptation = Adaptation(self, sizes)
-        riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
+        riders = (monitoring.meter, adaptation.runner.watched, adaptation.runner.ballot)
         return RunState(
             group=group,
             states=states,
-            registry=Registry(),
+            registry=Registry(monitoring),
             ledger=ledger,
             sums=StepSums(),
             agreed=agreed,
@@ -140,7 +140,7 @@ class Session:
                 lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, riders
             ),
             clock=StepClock(),
-            meter=meter,
+            meter=monitoring.meter,
             adaptation=adaptation,
         )
 

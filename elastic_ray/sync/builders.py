@@ -27,7 +27,7 @@ class AllReduce:
     """All gradients in all-reduces of flat buckets: torch DDP's way (AutoDist: AllReduce).
 
     Attributes:
-        bucket_bytes: size of a bucket; AutoDist's ``chunk_size`` counts variables instead.
+        bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
         wire: form of the gradients.
     """
 

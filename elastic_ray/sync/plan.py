@@ -13,6 +13,8 @@ from elastic_ray.sync.spec import Owner, Reduce, Rows, Strategy, Sync
 
 # As torch DDP: a small first bucket starts the communication early, later ones amortise its latency.
 FIRST_BUCKET_BYTES = 1 << 20
+# What the last bucket holds cannot travel before backward is over: of a small model, at most this share.
+_MOST_OF_MODEL = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,7 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
     if isinstance(sync, Rows):
         return [[i] for i in mine]
     full = sync.bucket_bytes if isinstance(sync, Reduce) else sync.bucket_bytes // 4
+    full = min(full, max(FIRST_BUCKET_BYTES, sum(params[i].nbytes for i in mine) // _MOST_OF_MODEL))
     cuts: list[list[int]] = [[]]
     size, limit = 0, min(FIRST_BUCKET_BYTES, full) if first else full
     for i in mine:

@@ -84,7 +84,8 @@ class Reduce:
     """All-reduce in flat buckets.
 
     Attributes:
-        bucket_bytes: size from which another bucket is begun.
+        bucket_bytes: size from which another bucket is begun; that is never more than an eighth of the gradients
+            that are reduced in this way, or 1 MiB.
         parts: collectives that a bucket is divided among; more than one where one stream does not fill the link.
         axis: of each tensor, along which it is divided; -1 for one chosen by the tensor's place (``seed``).
         seed: of that choice.

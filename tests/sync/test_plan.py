@@ -88,10 +88,21 @@ def test_owners_hold_at_most_one_bucket_more_than_their_share(sizes: list[int], 
 
 
 def test_the_buckets_of_all_reduce_are_those_of_torch_ddp() -> None:
-    model = profile(*(param(f"p{i}", MB) for i in range(60)))
+    model = profile(*(param(f"p{i}", MB) for i in range(260)))
     plan = lower(AllReduce().build(model, ranks(1)), model, ranks(1))
-    assert [len(bucket.params) for bucket in plan.buckets] == [1, 25, 25, 9], "1 MiB first, then 25 MiB"
-    assert plan.buckets[0].params == (59,), "the last parameter has its gradient first"
+    assert [len(bucket.params) for bucket in plan.buckets] == [1, *[25] * 10, 9], "1 MiB first, then 25 MiB"
+    assert plan.buckets[0].params == (259,), "the last parameter has its gradient first"
+
+
+@pytest.mark.parametrize("sync", [Reduce(), Owner()])
+def test_a_small_model_has_smaller_buckets_so_that_less_is_left_when_backward_ends(sync: Reduce | Owner) -> None:
+    sizes = {count: profile(*(param(f"p{i}", MB // 2) for i in range(count))) for count in (4, 64)}
+    largest = {
+        count: max(len(bucket.params) for bucket in lower(Strategy(default=sync), model, ranks(2)).buckets)
+        for count, model in sizes.items()
+    }
+    assert largest == {4: 2, 64: 8}, "an eighth of the model, and at least 1 MiB"
+    assert len(lower(Strategy(default=Reduce(bucket_bytes=4 * MB)), sizes[64], ranks(2)).buckets) == 32
 
 
 def test_the_first_rule_that_matches_holds() -> None:

@@ -19,7 +19,6 @@ from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
-from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
@@ -28,6 +27,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.spec import Strategy
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.table_gradient import TableGradient
@@ -45,7 +45,7 @@ class GradientEngine:
         trainable: its trainable parameters.
         optimizer: steps them.
         builder: of the strategy.
-        noise: takes statistics.
+        statistics: of the gradients.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -62,7 +62,7 @@ class GradientEngine:
         trainable: Trainable,
         optimizer: torch.optim.Optimizer,
         builder: StrategyBuilder,
-        noise: NoiseTracker,
+        statistics: GradientStatistics,
         grad_scale: Callable[[], float],
         number: int,
         *,
@@ -79,6 +79,7 @@ class GradientEngine:
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
         self._control_size = 0
+        self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
         self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
         self._row_steps = RowSteps(optimizer)
@@ -88,7 +89,7 @@ class GradientEngine:
             self._carried,
             context,
             SummingGroup(context, self._drift, number, self.fix_drift),
-            noise,
+            statistics,
             grad_scale,
             number,
             check_finite=check_finite,
@@ -259,8 +260,10 @@ class GradientEngine:
         self._reducer.reduction.end_step()
         self._drift.entered()
         self._carried.enter_group()
-        if self._in_force.enter_group() or self._control_size != self._context.consensus.control_size:
+        other_tail = self._control_size != self._context.consensus.control_size or self._statistics.meter.outdated
+        if self._in_force.enter_group() or other_tail:
             self._reducer.rebuild()
+        self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
 
@@ -300,7 +303,8 @@ class GradientEngine:
         """Buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
-        layout = BucketLayout(trainable.groups, plan, self._control_size, self._in_force)
+        self._statistics.rebuilt(len(trainable.groups))
+        layout = BucketLayout(trainable.groups, plan, self._control_size, self._in_force, self._statistics)
         self._drift.follow(plan.strategy.average)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}

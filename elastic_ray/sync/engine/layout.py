@@ -30,10 +30,22 @@ class Sequel(Protocol):
         """All buckets hold their sums, each so many seconds after its reduction was begun."""
 
 
+class RidingStatistics(Protocol):
+    """How much of the gradients' statistics rides on reductions."""
+
+    @property
+    def norms_size(self) -> int:
+        """Numbers of local norms."""
+
+    @property
+    def shared_size(self) -> int:
+        """Numbers that rank 0 tells."""
+
+
 class BucketLayout:
     """See the module's text.
 
-    The tail holds control values, squared norms of local gradients, rank 0's noise scale, the step's tag, and which
+    The tail holds control values, squared norms of local gradients, rank 0's statistics, the step's tag, and which
     parameters were used. It rides on the last bucket's reduction where that adds it up exactly; else it is a buffer of
     its own, to be reduced by itself.
 
@@ -42,6 +54,7 @@ class BucketLayout:
         plan: of them, one after the other.
         control_size: number of control values.
         sequel: what follows the reductions.
+        statistics: what rides of the gradients' statistics.
 
     Attributes:
         buckets: in the order of reduction.
@@ -49,24 +62,27 @@ class BucketLayout:
         sequel: as given.
         tail: the tail.
         tail_rides: whether the last bucket holds it.
-        groups: number of parameter groups.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
         no_norms, nothing_to_share, all_used: values for them.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[torch.nn.Parameter]], plan: SyncPlan, control_size: int, sequel: Sequel
+        self,
+        groups: Sequence[Sequence[torch.nn.Parameter]],
+        plan: SyncPlan,
+        control_size: int,
+        sequel: Sequel,
+        statistics: RidingStatistics,
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:
             raise ValueError("model must have at least one parameter that requires a gradient")
-        self.groups = len(groups)
         self.sequel = sequel
-        self.norms = slice(control_size, control_size + len(groups))
-        self.shared = slice(self.norms.stop, self.norms.stop + 2 * len(groups))
+        self.norms = slice(control_size, control_size + statistics.norms_size)
+        self.shared = slice(self.norms.stop, self.norms.stop + statistics.shared_size)
         self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
-        self.no_norms = [0.0] * len(groups)
-        self.nothing_to_share = [0.0] * (2 * len(groups))
+        self.no_norms = [0.0] * statistics.norms_size
+        self.nothing_to_share = [0.0] * statistics.shared_size
         self.all_used = [1.0] * len(params)
         size = self.step_tag.stop + len(params)
         last = len(plan.buckets) - 1

@@ -21,11 +21,11 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
-from elastic_ray.sync.engine.noise import NoiseTracker
 from elastic_ray.sync.engine.reduction import Reduction
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -46,7 +46,7 @@ class GradientReducer:
         carried: what user code adds up over several steps.
         context: the run.
         group: whose gradients are added up.
-        noise: takes the statistics.
+        statistics: of the gradients.
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -59,7 +59,7 @@ class GradientReducer:
         carried: CarriedGradients,
         context: SyncContext,
         group: SummingGroup,
-        noise: NoiseTracker,
+        statistics: GradientStatistics,
         grad_scale: Callable[[], float],
         number: int,
         *,
@@ -74,7 +74,7 @@ class GradientReducer:
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
-        self._carried, self._noise = carried, noise
+        self._carried, self._statistics = carried, statistics
         self._grad_scale = grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
@@ -87,7 +87,7 @@ class GradientReducer:
         self._launched = 0
         self._sync = True
         self._weight = 1.0
-        self._reduces = self._accumulates = self._measures = self._measured_step = False
+        self._reduces = self._accumulates = self._measures = False
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
 
@@ -98,9 +98,6 @@ class GradientReducer:
         self._reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
-        self._no_norms: list[float | torch.Tensor] = [0.0] * layout.groups
-        self._carried_norms = self._no_norms  # of the micro-steps before
-        self._local_norms = list(self._no_norms)
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
@@ -128,7 +125,6 @@ class GradientReducer:
             self._trainable.take_in()
         self._reduction.end_step()
         self._build()
-        self._noise.rebuilt(len(self._trainable.groups))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -196,10 +192,10 @@ class GradientReducer:
         if not (last or self._open):
             return
         self._weight = self._group.share(step)
-        self._local_norms = list(self._no_norms)
+        self._statistics.begin_pass()
         self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
-        self._measures = self._measured_step and self._open and not self._ledger.failed
+        self._measures = self._statistics.due and self._open and not self._ledger.failed
         self._announce()
 
     def _announce(self) -> None:
@@ -231,18 +227,22 @@ class GradientReducer:
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
-        self._carried_norms = self._no_norms
         for bucket in self._buckets:
             bucket.begin_step()
         exact = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
-        wanted = self._noise.measures(self._ledger.steps, self._group.world_size * step.micro_steps)
-        self._measured_step = wanted and exact and not self._group.drifts
+        self._statistics.begin_step(
+            step,
+            self._ledger.steps,
+            replicas=self._group.world_size,
+            exact=exact and not self._group.drifts,
+            spacing=self._reduction.spacing,
+        )
 
     def _carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the buckets."""
         self._open, self._carries = True, True
-        self._carried_norms = [a + b for a, b in zip(self._carried_norms, self._local_norms, strict=True)]
+        self._statistics.carry()
         for bucket in self._buckets:
             bucket.carry()
 
@@ -258,7 +258,7 @@ class GradientReducer:
         self._goes_on = self._goes_on or goes_on
         bucket.put(weight)
         if self._measures:
-            self._local_norms[bucket.group] += self._noise.local_norm(bucket, weight)
+            self._statistics.add(bucket, weight)
         if self._accumulates:
             bucket.note_used()
         if rest is not None:
@@ -290,7 +290,7 @@ class GradientReducer:
     def _fill_tail(self) -> None:
         """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.rank
-        shared = self._noise.shared_values() if rank == 0 else self._layout.nothing_to_share
+        shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *self._consensus.step_tag()]
         if self._complete:
             flags = self._layout.all_used
@@ -298,8 +298,7 @@ class GradientReducer:
             flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
         self._tail.copy_(torch.tensor(head + flags, dtype=self._tail.dtype))
         if self._measures:
-            norms = zip(self._carried_norms, self._local_norms, strict=True)
-            self._tail[self._layout.norms] = torch.stack([torch.as_tensor(carried + local) for carried, local in norms])
+            self._statistics.write_norms(self._tail[self._layout.norms])
 
     def _used(self, bucket: GradientBucket) -> Sequence[bool]:
         """Which parameters have a gradient on this rank, from any micro-step."""
@@ -326,8 +325,7 @@ class GradientReducer:
                 self._fill(bucket)
             if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
-                norms = zip(self._carried_norms, self._local_norms, strict=True)
-                self._statistics(step, [float(carried + local) for carried, local in norms])
+                self._conclude_statistics(step, lambda: [float(norm) for norm in self._statistics.local_norms()])
         elif self._measures:
             self._pair(step)
         if step is not None and step.is_last_micro and not self._ledger.failed:
@@ -341,10 +339,9 @@ class GradientReducer:
         try:
             if self._unanswered:
                 self._meet()
-            self._reduction.wait()
+            self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
-            self._reduction.finish()
             if self._check_finite and not self._reduction.is_finite():
                 own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
                 rows = self._group.communicator.gather_ints(own, with_gradients=True)
@@ -353,12 +350,12 @@ class GradientReducer:
             self._give_up(str(error))
             return
         self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
-        self._noise.take_shared(values[layout.shared])
+        self._statistics.take_shared(values[layout.shared], first=self._group.rank == 0)
         self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
         self._ledger.mark_reduced()
         self._carried.mark_reduced()
         if step is not None:
-            self._statistics(step, values[layout.norms])
+            self._conclude_statistics(step, lambda: values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
         """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
@@ -375,26 +372,19 @@ class GradientReducer:
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
-            bucket.write_back(lambda: used()[first:last])  # noqa: B023
+            if not self._reduction.has_written(bucket.index):
+                bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
-    def _statistics(self, step: StepView, local_norms: Sequence[float]) -> None:
+    def _conclude_statistics(self, step: StepView, norms: Callable[[], Sequence[float]]) -> None:
         """Take the step's statistics, where they can be told apart from what it had reduced before."""
-        if not self._measures:
+        if not self._measures or (self._goes_on and self._accumulates):
             return
-        if self._goes_on and self._accumulates:
-            return
-        self._noise.collect(
-            step,
-            local_norms,
-            self._buckets,
-            replicas=self._group.world_size,
-            grad_scale=self._grad_scale(),
-            goes_on=self._goes_on,
-        )
+        first, scale = self._group.rank == 0, self._grad_scale()
+        self._statistics.collect(step, norms(), self._buckets, first=first, grad_scale=scale, goes_on=self._goes_on)
 
     @torch.no_grad()
     def _pair(self, step: StepView) -> None:
         for bucket in self._buckets:
             bucket.put(1.0)
-        self._noise.pair(step, self._buckets, self._grad_scale())
+        self._statistics.collect_alone(step, self._buckets, self._grad_scale())

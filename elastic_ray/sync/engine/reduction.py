@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from elastic_ray.sync.engine.context import SyncConsensus, SyncGroup
@@ -11,7 +11,7 @@ from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
-from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket, GradientCollectives
 
 PROBE_EVERY = 32
 """Steps of which one is sent uncompressed, for statistics of gradients."""
@@ -38,12 +38,13 @@ class Reduction:
         self._consensus = consensus
         self._layout = layout
         self._grad_scale = grad_scale
-        self._works: list[Any] = []
+        self._works: list[list[Any]] = [[] for _ in layout.buckets]
         self._owing = [each for each in layout.operations if isinstance(each, OwingOperation)]
         self._compresses = any(isinstance(each, CompressedOperation) for each in self._owing)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
+        self._written: set[int] = set()  # buckets whose sums are in .grad already
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 
@@ -64,40 +65,65 @@ class Reduction:
         self._plain = steps % PROBE_EVERY == 0
         return self._plain or not self._compresses or self._group.world_size == 1
 
+    @property
+    def spacing(self) -> int:
+        """One in so many steps gives statistics."""
+        return PROBE_EVERY if self._compresses and self._group.world_size > 1 else 1
+
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
         layout = self._layout
         self._began_s[index] = time.perf_counter()
         if index == 0:
-            self._asked, self._finite = False, None
+            self._asked, self._finite, self._written = False, None, set()
             for owing in self._owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works += layout.operations[index].launch(layout.buckets[index], self._gradients)
+        self._works[index] += layout.operations[index].launch(layout.buckets[index], self._gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
-            self._works.append(self._gradients.all_reduce(layout.tail))
+            self._works[index].append(self._gradients.all_reduce(layout.tail))
 
-    def wait(self) -> None:
-        """Wait for all that was started."""
-        works, self._works = self._works, []
-        for work in works:
-            self._consensus.wait(work)
+    def finish(self, *, checks: bool) -> None:
+        """Wait, and go on in rounds until every bucket holds the sum; as many rounds on every rank.
 
-    def finish(self) -> None:
-        """Go on in rounds until every bucket holds the sum; as many rounds on every rank."""
+        What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
+
+        Args:
+            checks: whether :meth:`is_finite` is asked in every pass.
+        """
+        looks = checks or bool(self._owing)
         self._took_s = [0.0] * len(self._began_s)
-        finished = 1
+        finished = 0
         going = list(zip(self._layout.buckets, self._layout.operations, strict=True))
-        while going := [
-            (bucket, operation)
-            for bucket, operation in going
-            if self._started(bucket.index, operation.go_on(bucket, self._gradients, finished))
-        ]:
-            self.wait()
+        while going:
             finished += 1
+            going = [each for each in going if self._goes_on(*each, finished, looks=looks)]
+        if looks and self._finite is None:
+            self._finite = True
         if self._owing and not self.is_finite():
             for owing in self._owing:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
+
+    def _goes_on(self, bucket: GradientBucket, operation: BucketOperation, finished: int, *, looks: bool) -> bool:
+        """Wait for a bucket's round and start its next one; after the last one, have ``.grad`` hold its sum."""
+        index = bucket.index
+        works, self._works[index] = self._works[index], []
+        for work in works:
+            self._consensus.wait(work)
+        self._works[index] = list(operation.go_on(bucket, self._gradients, finished))
+        if self._works[index]:
+            return True
+        self._took_s[index] = time.perf_counter() - self._began_s[index]
+        if looks and not are_finite([bucket]):
+            self._finite = False
+        elif bucket.complete and index < len(self._layout.buckets) - 1:
+            bucket.write_back(lambda: ())
+            self._written.add(index)
+        return False
+
+    def has_written(self, index: int) -> bool:
+        """Whether a bucket's sum is in ``.grad`` already."""
+        return index in self._written
 
     def is_finite(self) -> bool:
         """Whether the last pass has given finite gradients; the same on all ranks."""
@@ -111,13 +137,6 @@ class Reduction:
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
                 if isinstance(operation, OwingOperation):
                     operation.settle(bucket, self._grad_scale())
-
-    def _started(self, index: int, works: Sequence[Any]) -> bool:
-        """Whether a bucket's operation goes on."""
-        self._works += works
-        if not works:
-            self._took_s[index] = time.perf_counter() - self._began_s[index]
-        return len(works) > 0
 
     def asked(self) -> None:
         """The optimizer was asked to step."""
@@ -139,6 +158,6 @@ class Reduction:
     def void(self) -> None:
         """What the last passes have left in operations does not count."""
         self._asked = False
-        self._works = []
+        self._works = [[] for _ in self._layout.buckets]
         for operation in self._layout.operations:
             operation.void()

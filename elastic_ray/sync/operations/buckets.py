@@ -14,6 +14,9 @@ from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.operations.protocol import GradientBucket
 
+_LARGE = 1 << 14
+"""Elements of a tensor from which a pass over memory takes longer than a call."""
+
 
 @dataclasses.dataclass(slots=True)
 class Bucket:
@@ -132,7 +135,7 @@ class Bucket:
 
     def _put(self, weight: float) -> None:
         """As :meth:`put`, without its explanation of errors."""
-        if self.complete:
+        if self.complete and (weight == 1.0 or self.body.numel() < _LARGE * len(self.params)):
             torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
             if weight != 1.0:
                 self.body.mul_(weight)

@@ -55,7 +55,7 @@ class LowRankCompression:
         self._fresh: list[torch.Tensor] = []  # of the pass in progress
         self._given: dict[int, torch.Tensor] = {}  # before the first pass
         self._laid_out = 0
-        self._first = self._second = self._product = torch.empty(0)
+        self._first = self._second = torch.empty(0)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
         """P of all matrices, and what travels whole."""
@@ -84,11 +84,11 @@ class LowRankCompression:
             return (group.all_reduce(self._second),)
         old = self._factors
         for number, (matrix, basis, factor) in enumerate(zip(self._matrices, self._bases(), self._fresh, strict=True)):
-            mine = matrix.of(vector)
-            product = product_of(basis, factor, self._product[: mine.numel()].view(mine.shape))
-            if left_out is not None:
-                torch.sub(mine, product, alpha=1.0 / group.world_size, out=matrix.of(left_out))
-            mine.copy_(product)
+            mine, rest = matrix.of(vector), None if left_out is None else matrix.of(left_out)
+            for rows, product in product_of(basis, factor):
+                if rest is not None:
+                    torch.sub(mine[rows], product, alpha=1.0 / group.world_size, out=rest[rows])
+                mine[rows].copy_(product)
             self._fresh[number] = torch.where((factor != 0).any(1, keepdim=True), factor, old[number])
         self._copy_whole(vector, back=True)
         if left_out is not None:
@@ -135,7 +135,6 @@ class LowRankCompression:
                 self._whole.append(slice(first, first + numel))
             first += numel
         self._laid_out = vector.numel()
-        self._product = vector.new_empty(max((m.rows * m.columns for m in self._matrices), default=0))
 
     def _beginning(self, place: int, rank: int, columns: int, like: torch.Tensor) -> torch.Tensor:
         """A factor that was given, or a random one by the matrix's place."""

@@ -8,11 +8,13 @@ another.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 # Less of a column than this share, behind the columns before it, is their rounding errors.
 _SMALLEST = 1e-9
-_AT_ONCE = 1 << 17  # elements, which with what is made of them stay in a core's cache
+_AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's cache
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
@@ -33,16 +35,23 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     return left.t()
 
 
-def product_of(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """[rows, rank] times [rank, columns] of a small rank, into ``out``."""
-    rows, columns = out.shape
-    several = rows if out.is_cuda else max(1, _AT_ONCE // max(1, columns))
+def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    """[rows, rank] times [rank, columns] of a small rank, some rows after the other.
+
+    Yields:
+        Which rows, and the product's, in memory that the next ones are written to: on CPUs it stays in the cache.
+    """
+    rows, columns = left.shape[0], right.shape[1]
+    several = rows if left.is_cuda else min(rows, max(1, _AT_ONCE // max(1, columns)))
+    product, term = left.new_empty(several, columns), left.new_empty(several, columns)
     for first in range(0, rows, several):
-        place, factors = out[first : first + several], left[first : first + several]
+        factors = left[first : first + several]
+        place, added = product[: factors.shape[0]], term[: factors.shape[0]]
         torch.mul(factors[:, :1], right[:1], out=place)
         for index in range(1, right.shape[0]):
-            place.add_(factors[:, index : index + 1] * right[index : index + 1])
-    return out
+            torch.mul(factors[:, index : index + 1], right[index : index + 1], out=added)
+            place.add_(added)
+        yield slice(first, first + several), place
 
 
 def _sums(vectors: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from placement.goodput.model import NoiseScale
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
 _DENSE_STEPS = 16
 _EVERY = 4
+_PAIRS_EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class NoiseTracker:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
         self._optimizer = optimizer
         self._groups = groups
+        self._every: int | None = None
         self._smoothed = SmoothedNoise()
         self._pairs = SuccessiveGradients(groups=groups)
         self._preconditioners: dict[int, BucketPreconditioner] = {}
@@ -89,14 +91,12 @@ class NoiseTracker:
         self._pending = None
         if gradients == 1:
             return self._pairs.wants(step)
+        if self._every is not None:
+            return step % self._every == 0
         return step < _DENSE_STEPS or step % _EVERY == 0
 
-    def local_norm(self, bucket: GradientBucket, weight: float) -> torch.Tensor:
-        """Squared norm of a gradient that lies in the bucket, times ``weight``."""
-        return bucket.squared_norm(self._preconditioner(bucket)) / (weight * weight)
-
-    def _preconditioner(self, bucket: GradientBucket) -> Any:
-        """The bucket's present one; None where the optimizer is not of Adam's kind."""
+    def preconditioner(self, bucket: GradientBucket) -> Any:
+        """What the optimizer multiplies the bucket's gradients with at present; None where it is not of Adam's kind."""
         if self._adam_like is None and self._optimizer.state:
             self._adam_like = is_adam_like(self._optimizer)
         if not self._adam_like:
@@ -110,31 +110,31 @@ class NoiseTracker:
     def collect(
         self,
         step: StepView,
-        local_norms: Sequence[float],
-        buckets: Sequence[GradientBucket],
+        mean_sq_norms: Sequence[float],
+        sq_norms_of_mean: Sequence[float],
         *,
+        gradients: int,
         replicas: int,
-        grad_scale: float,
+        preconditioned: bool,
         goes_on: bool = False,
     ) -> None:
-        """Estimate from several gradients: ``local_norms`` are summed over all of them, buckets hold the mean.
+        """Estimate from several gradients, by parameter group; see ``estimate``.
 
-        ``goes_on``: this pass added its loss's gradient to what the pass before had reduced, so each local gradient
-        has only this loss's own noise.
+        Args:
+            step: the step.
+            mean_sq_norms: means of the squared norms of all gradients, weighted by their samples.
+            sq_norms_of_mean: squared norms of the weighted mean of them.
+            gradients: how many there are, 2 or more.
+            replicas: world size.
+            preconditioned: whether norms are in the optimizer's units.
+            goes_on: this pass added its loss's gradient to what the pass before had reduced, so each gradient has only
+                this loss's own noise.
         """
         before, self._pending = self._pending, None
         self._pairs.reset()
-        gradients = replicas * step.micro_steps
-        sizes = [size for row in step.sizes for size in row]
-        if max(sizes) > 1.1 * min(sizes) + 1:
-            return  # the estimator wants gradients of equal size
-        means = [0.0] * self._groups
-        for bucket in buckets:
-            means[bucket.group] += float(bucket.squared_norm(self._preconditioner(bucket)))
-        squared = grad_scale * grad_scale
         estimates = estimate_groups(
-            mean_sq_norms=[norm / gradients / squared for norm in local_norms],
-            sq_norms_of_mean=[norm / squared for norm in means],
+            mean_sq_norms=mean_sq_norms,
+            sq_norms_of_mean=sq_norms_of_mean,
             samples=gradients,
             scale=step.sample_scale,
         )
@@ -142,7 +142,7 @@ class NoiseTracker:
             first = before.estimates if before is not None else None
             estimates = _added(first, estimates, step.sample_scale) if first is not None else None
         if estimates is not None:
-            self._pending = _Pending(estimates, step, replicas, self._preconditions(buckets))
+            self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def pair(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
         """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
@@ -153,13 +153,14 @@ class NoiseTracker:
                 bucket.vector(),
                 batch_size=step.count,
                 group=bucket.group,
-                precond=self._preconditioner(bucket),
+                precond=self.preconditioner(bucket),
                 grad_scale=grad_scale,
             )
-        self._pending = _Pending(None, step, 1, self._preconditions(buckets))
+        self._pending = _Pending(None, step, 1, self.preconditions(buckets))
 
-    def _preconditions(self, buckets: Sequence[GradientBucket]) -> bool:
-        return any(self._preconditioner(bucket) is not None for bucket in buckets)
+    def preconditions(self, buckets: Sequence[GradientBucket]) -> bool:
+        """Whether norms of these are in the optimizer's units."""
+        return any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
         """The optimizer has applied the gradients of the latest backward pass: what it found counts now."""
@@ -209,14 +210,20 @@ class NoiseTracker:
         for preconditioner in self._preconditioners.values():
             preconditioner.invalidate()
 
-    def rebuilt(self, groups: int) -> None:
-        """Buckets were laid out anew, for another number of parameter groups perhaps: their estimates start afresh."""
+    def rebuilt(self, groups: int, every: int | None) -> None:
+        """Buckets are laid out anew.
+
+        Args:
+            groups: of parameters; where there are others than before, estimates start afresh.
+            every: steps from one measurement to the next; None is the tracker's own choice.
+        """
         self._preconditioners = {}
+        self._every = every
         if groups != self._groups:
             self._groups = groups
             self._smoothed, self._last_step = SmoothedNoise(), -1
             self._shared, self._sent = (None,) * groups, None
-        self._pairs = SuccessiveGradients(groups=groups)
+        self._pairs = SuccessiveGradients(groups=groups, every=_PAIRS_EVERY if every is None else max(2, every))
         self.invalidate()
 
     def capture(self) -> Any:

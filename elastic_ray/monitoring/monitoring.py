@@ -1,0 +1,49 @@
+"""What is asked for of one run's steps, and where what was measured of them is found (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from elastic_ray.monitoring.gradient_measures import StepMeasures
+from elastic_ray.monitoring.monitor import Monitor
+from elastic_ray.monitoring.step_meter import StepMeter
+
+
+class Monitoring:
+    """See the module's text.
+
+    Args:
+        traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
+
+    Attributes:
+        meter: times, memory and bytes of this rank's steps.
+    """
+
+    def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict) -> None:
+        self.meter = StepMeter(traffic=traffic)
+        self._request = Monitor()
+        self._models: list[Callable[[], StepMeasures]] = []
+
+    @property
+    def request(self) -> Monitor:
+        """All that was asked for."""
+        return self._request
+
+    def ask(self, monitor: Monitor) -> None:
+        """Measure this as well, from the next group on that is entered; on all ranks alike.
+
+        So what is asked for before the first epoch is measured from the first step on.
+        """
+        self._request = self._request.joined(monitor)
+        if monitor.workers:
+            self.meter.ask()
+
+    def add_model(self, measures: Callable[[], StepMeasures]) -> None:
+        """The loop has wrapped another model, which is measured so."""
+        self._models.append(measures)
+
+    def measures(self, model: int = 0) -> StepMeasures:
+        """Of a model, in the order in which the loop wraps them; before there is one, of the workers alone."""
+        if model < len(self._models):
+            return self._models[model]()
+        return StepMeasures(workers=self.meter.workers)

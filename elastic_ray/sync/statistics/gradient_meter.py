@@ -1,0 +1,236 @@
+"""Gradient variance, gradient norms and update norms of one model, where they are asked for (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from elastic_ray.batch.noise_scale import estimate_groups
+from elastic_ray.batch.statistics import SuccessiveGradients
+from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
+from elastic_ray.monitoring.monitor import Monitor
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.operations.protocol import GradientBucket
+
+_DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Known:
+    """The latest measures; each None before the first."""
+
+    variance: GradientVariance | None = None
+    norms: GradientNorms | None = None
+
+
+class GradientMeter:
+    """See the module's text.
+
+    Rank 0 measures. What it finds travels with the next gradient reduction, so that after each committed step of
+    training all ranks know the very same numbers, however their hardware rounds. What the optimizer does not apply does
+    not count.
+
+    Args:
+        request: what is asked for.
+
+    Attributes:
+        monitor: what is measured: the request when buckets were laid out last.
+        known: as all ranks know it.
+    """
+
+    def __init__(self, request: Callable[[], Monitor]) -> None:
+        self._request = request
+        self.monitor = Monitor()
+        self.known = self._own = Known()
+        self._alone = True
+        self._groups = 0
+        self._pairs: SuccessiveGradients | None = None
+        self._step = 0
+        self._variance: GradientVariance | None = None  # of the latest pass, to count once it is applied
+        self._gradients: tuple[float, ...] | None = None  # norms, likewise
+        self._pair_ends = False
+        self._sent: tuple[Known, list[float]] | None = None
+        self._received: list[float] = []
+
+    @property
+    def outdated(self) -> bool:
+        """Whether something else is asked for than is measured."""
+        return self._request() != self.monitor
+
+    def rebuilt(self, groups: int) -> None:
+        """Buckets are laid out anew, for so many parameter groups."""
+        self.monitor = self._request()
+        if groups != self._groups:
+            self.known = self._own = Known()
+        self._groups = groups
+        every = self.monitor.variance_every
+        self._pairs = None if every is None else SuccessiveGradients(groups=groups, every=max(2, every))
+        self._sent, self._received = None, []
+        self.invalidate()
+
+    def enter_group(self) -> None:
+        """A group was entered: what rank 0 knows all ranks are told with the first step."""
+        self.known, self._received = Known(), []
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        """The batch changes, or an update is left out: what the latest pass has found does not count."""
+        self._variance = self._gradients = None
+        self._pair_ends = False
+        if self._pairs is not None:
+            self._pairs.reset()
+
+    def begin_step(self, step: int) -> None:
+        """A step begins after so many committed ones."""
+        self._step = step
+        self._variance = self._gradients = None
+        self._pair_ends = False
+
+    def wants_variance(self, gradients: int, spacing: int) -> bool:
+        """Whether the step's variance is measured.
+
+        Args:
+            gradients: of the step; the mean of one alone is compared with the next step's.
+            spacing: one in so many steps can be measured at all.
+        """
+        every = self.monitor.variance_every
+        if every is None or self._pairs is None:
+            return False
+        return self._pairs.wants(self._step) if gradients == 1 else self._step % every < spacing
+
+    def wants_norms(self, spacing: int) -> bool:
+        """Whether norms are; see :meth:`wants_variance`."""
+        every = self.monitor.norms_every
+        return every is not None and self._step % every < spacing
+
+    def take_variance(
+        self,
+        step: StepView,
+        mean_sq_norms: Sequence[float],
+        sq_norms_of_mean: Sequence[float],
+        *,
+        gradients: int,
+        goes_on: bool = False,
+    ) -> None:
+        """The variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
+
+        Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
+        """
+        before, self._variance = self._variance, None
+        if self._pairs is not None:
+            self._pairs.reset()
+        if gradients < 2 or (goes_on and before is None):
+            return
+        estimates = estimate_groups(
+            mean_sq_norms=mean_sq_norms, sq_norms_of_mean=sq_norms_of_mean, samples=gradients, scale=step.count
+        )
+        if estimates is None:
+            return
+        found = [max(0.0, each.var) for each in estimates]
+        if goes_on and before is not None:
+            found = [first + second for first, second in zip(before.groups, found, strict=True)]
+        self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
+
+    def take_pair(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
+        """One gradient, whose mean the buckets hold: one of two successive ones."""
+        if self._pairs is None:
+            return
+        for bucket in buckets:
+            self._pairs.add(
+                self._step,
+                bucket.index,
+                bucket.vector(),
+                batch_size=step.count,
+                group=bucket.group,
+                grad_scale=grad_scale,
+            )
+        self._pair_ends = True
+
+    def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
+        """Squared norms of the step's gradient, by parameter group."""
+        self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
+
+    @property
+    def wants_update(self) -> bool:
+        """Whether the update that follows is to be measured: its gradient was."""
+        return self._gradients is not None
+
+    def applied(self, replicas: int) -> None:
+        """The optimizer is about to apply the gradients of the latest pass: its variance counts now."""
+        self._alone = replicas == 1
+        variance, self._variance = self._variance, None
+        if self._pair_ends and self._pairs is not None:
+            self._pair_ends = False
+            pair = self._pairs.take()
+            estimates = pair.estimates(1) if pair is not None else None
+            if pair is not None and estimates is not None:
+                found = tuple(max(0.0, each.var) for each in estimates)
+                variance = GradientVariance(step=self._step, batch_size=pair.batch_size, groups=found)
+        if variance is not None:
+            self._found(dataclasses.replace(self._own, variance=variance))
+
+    def updated(self, norms: tuple[float, ...]) -> None:
+        """It has moved the parameters by so much, by parameter group."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            found = GradientNorms(step=self._step, gradients=gradients, updates=norms)
+            self._found(dataclasses.replace(self._own, norms=found))
+
+    def _found(self, own: Known) -> None:
+        self._own = own
+        if self._alone:
+            self.known = own  # nobody to agree with
+
+    def shared_size(self, groups: int) -> int:
+        """How many values travel."""
+        variance = 3 + groups if self.monitor.variance_every is not None else 0
+        return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
+
+    def shared_values(self) -> list[float]:
+        """Rank 0's measures for the reduction; zeros while there are none."""
+        if self._sent is None or self._sent[0] is not self._own:
+            self._sent = self._own, self._packed()
+        return self._sent[1]
+
+    def _packed(self) -> list[float]:
+        """Steps count from 1 here, so that 0 says that there are no measures."""
+        variance, norms, values = self._own.variance, self._own.norms, list[float]()
+        if self.monitor.variance_every is not None:
+            none = [0.0] * (3 + self._groups)
+            values += none if variance is None else [*_digits(variance.step), variance.batch_size, *variance.groups]
+        if self.monitor.norms_every is not None:
+            none = [0.0] * (2 + 2 * self._groups)
+            values += none if norms is None else [*_digits(norms.step), *norms.gradients, *norms.updates]
+        return values
+
+    def take_shared(self, values: list[float]) -> None:
+        """Rank 0's measures as all ranks got them."""
+        if values == self._received:
+            return
+        self._received, groups = values, self._groups
+        variance = norms = None
+        if self.monitor.variance_every is not None:
+            if (step := _number(values)) is not None:
+                found = tuple(values[3 : 3 + groups])
+                variance = GradientVariance(step=step, batch_size=round(values[2]), groups=found)
+            values = values[3 + groups :]
+        if self.monitor.norms_every is not None and (step := _number(values)) is not None:
+            norms = GradientNorms(
+                step=step, gradients=tuple(values[2 : 2 + groups]), updates=tuple(values[2 + groups : 2 + 2 * groups])
+            )
+        self.known = Known(variance, norms)
+
+    def follow_first(self) -> None:
+        """This rank does not measure: should it become rank 0, it goes on from what is known."""
+        self._own = self.known
+
+
+def _digits(step: int) -> tuple[float, float]:
+    high, low = divmod(step + 1, int(_DIGIT))
+    return float(high), float(low)
+
+
+def _number(values: Sequence[float]) -> int | None:
+    """The number of steps that values begin with; None where there is none."""
+    step = round(values[0] * _DIGIT + values[1]) - 1
+    return step if step >= 0 else None

@@ -1,0 +1,221 @@
+"""Statistics of one model's backward passes: what the reducer tells of them, the tracker and the meter (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.monitoring.gradient_measures import StepMeasures
+from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.statistics.gradient_meter import GradientMeter
+from elastic_ray.sync.statistics.noise import NoiseTracker
+
+_Norm = float | torch.Tensor
+
+
+class GradientStatistics:
+    """See the module's text.
+
+    A gradient's squared norm counts with the gradient's share of the step's samples, so that sums over ranks and
+    micro-steps are weighted means whatever the shares are. Norms for the noise scale are in the optimizer's units,
+    those for the variance are not; without preconditioning they are the same numbers, and taken once.
+
+    Args:
+        noise: the noise scale.
+        meter: variance and norms.
+
+    Attributes:
+        noise, meter: as given.
+    """
+
+    def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
+        self.noise, self.meter = noise, meter
+        self._groups = 0
+        self._replicas = 1
+        self._initial_batch_size = 0
+        self._noise_due = self._variance_due = self._norms_due = False
+        self._carried: list[_Norm] = []  # of the micro-steps before
+        self._local: list[_Norm] = []
+
+    def rebuilt(self, groups: int) -> None:
+        """Buckets are laid out anew, for so many parameter groups."""
+        self._groups = groups
+        self.meter.rebuilt(groups)
+        self.noise.rebuilt(groups, self.meter.monitor.noise_every)
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+        self.meter.enter_group()
+
+    def invalidate(self) -> None:
+        """The group or the batch changes, or an update is left out."""
+        self.noise.invalidate()
+        self.meter.invalidate()
+
+    def measures(self, workers: Sequence[WorkerMeasures]) -> StepMeasures:
+        """All that is known, with what the workers have measured."""
+        known = self.meter.known
+        return StepMeasures(
+            noise=self.noise.value,
+            initial_batch_size=self._initial_batch_size,
+            variance=known.variance,
+            norms=known.norms,
+            workers=tuple(workers),
+        )
+
+    # -- what travels with reductions ----------------------------------------------------------------------------------
+
+    @property
+    def norms_size(self) -> int:
+        """How many local norms do."""
+        return self._groups * (1 if self.meter.monitor.variance_every is None else 2)
+
+    @property
+    def shared_size(self) -> int:
+        """How many of rank 0's numbers do."""
+        return 2 * self._groups + self.meter.shared_size(self._groups)
+
+    def shared_values(self) -> list[float]:
+        """Rank 0's numbers."""
+        return [*self.noise.shared_values(), *self.meter.shared_values()]
+
+    def take_shared(self, values: list[float], *, first: bool) -> None:
+        """The same as all ranks got them; ``first`` on rank 0."""
+        noise = 2 * self._groups
+        self.noise.take_shared(values[:noise])
+        if len(values) > noise:
+            self.meter.take_shared(values[noise:])
+            if not first:
+                self.meter.follow_first()
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: StepView, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
+        """A step begins.
+
+        Args:
+            step: the step.
+            steps: committed ones.
+            replicas: ranks whose gradients are added up.
+            exact: whether gradients travel in a form that gives statistics.
+            spacing: one in so many steps does.
+        """
+        self._replicas, self._initial_batch_size = replicas, step.init_batch_size
+        gradients = replicas * step.micro_steps
+        self.meter.begin_step(steps)
+        self._noise_due = self.noise.measures(steps, gradients) and exact
+        self._variance_due = exact and self.meter.wants_variance(gradients, spacing)
+        self._norms_due = exact and self.meter.wants_norms(spacing)
+        self._carried = [0.0] * self.norms_size
+
+    @property
+    def due(self) -> bool:
+        """Whether anything of this step is measured."""
+        return self._noise_due or self._variance_due or self._norms_due
+
+    def begin_pass(self) -> None:
+        """A backward pass begins."""
+        self._local = [0.0] * self.norms_size
+
+    def carry(self) -> None:
+        """Another micro-step begins."""
+        self._carried = self.local_norms()
+
+    def add(self, bucket: GradientBucket, weight: float) -> None:
+        """The bucket holds this rank's gradient times ``weight``, its share of the step's samples."""
+        if not weight:
+            return
+        norm = None
+        if self._noise_due:
+            preconditioner = self.noise.preconditioner(bucket)
+            norm = bucket.squared_norm(preconditioner) / weight
+            self._local[bucket.group] += norm
+            norm = norm if preconditioner is None else None
+        if self._variance_due:
+            norm = bucket.squared_norm(None) / weight if norm is None else norm
+            self._local[self._groups + bucket.group] += norm
+
+    def local_norms(self) -> list[_Norm]:
+        """Of this rank's gradients, all micro-steps so far."""
+        return [carried + local for carried, local in zip(self._carried, self._local, strict=True)]
+
+    def write_norms(self, place: torch.Tensor) -> None:
+        """The same, to be added up over the ranks."""
+        norms, groups = self.local_norms(), self._groups
+        for due, part in ((self._noise_due, slice(groups)), (self._variance_due, slice(groups, 2 * groups))):
+            if due:
+                place[part] = torch.stack([torch.as_tensor(norm) for norm in norms[part]])
+
+    def collect(
+        self,
+        step: StepView,
+        norms: Sequence[float],
+        buckets: Sequence[GradientBucket],
+        *,
+        first: bool,
+        grad_scale: float,
+        goes_on: bool,
+    ) -> None:
+        """The buckets hold the step's mean gradient.
+
+        Args:
+            step: the step.
+            norms: :meth:`local_norms`, added up over all ranks.
+            buckets: all of them.
+            first: whether this is rank 0.
+            grad_scale: AMP's loss scale that is still in the gradients.
+            goes_on: this pass added its loss's gradient to what the pass before had reduced.
+        """
+        squared, groups, plain = grad_scale * grad_scale, self._groups, None
+        gradients = sum(1 for row in step.sizes for size in row if size)
+        if self._noise_due and gradients > 1:
+            preconditioned = self.noise.preconditions(buckets)
+            means = self._norms_of_mean(buckets, squared, preconditioned=preconditioned)
+            plain = None if preconditioned else means
+            self.noise.collect(
+                step,
+                [norm / squared for norm in norms[:groups]],
+                means,
+                gradients=gradients,
+                replicas=self._replicas,
+                preconditioned=preconditioned,
+                goes_on=goes_on,
+            )
+        if not first or not (self._variance_due or self._norms_due):
+            return
+        plain = self._norms_of_mean(buckets, squared, preconditioned=False) if plain is None else plain
+        if self._variance_due:
+            means = [norm / squared for norm in norms[groups:]]
+            self.meter.take_variance(step, means, plain, gradients=gradients, goes_on=goes_on)
+        if self._norms_due:
+            self.meter.take_norms(plain)
+
+    def collect_alone(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
+        """One replica without accumulation: the buckets hold its gradient."""
+        if self._noise_due:
+            self.noise.pair(step, buckets, grad_scale)
+        if self._variance_due:
+            self.meter.take_pair(step, buckets, grad_scale)
+        if self._norms_due:
+            self.meter.take_norms(self._norms_of_mean(buckets, grad_scale * grad_scale, preconditioned=False))
+
+    def _norms_of_mean(
+        self, buckets: Sequence[GradientBucket], squared_scale: float, *, preconditioned: bool
+    ) -> list[float]:
+        """Squared norms of what the buckets hold, by parameter group."""
+        sums: list[Any] = [0.0] * self._groups
+        for bucket in buckets:
+            preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
+            sums[bucket.group] += bucket.squared_norm(preconditioner)
+        return [float(each) / squared_scale for each in sums]
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    def applied(self) -> None:
+        """It is about to apply the gradients of the latest backward pass: what was found counts now."""
+        self.noise.applied()
+        self.meter.applied(self._replicas)

@@ -1,0 +1,75 @@
+"""How far an optimizer's step moves the parameters (torch)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def with_update_norms(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    apply: Callable[[], Any],
+) -> tuple[Any, tuple[float, ...]]:
+    """Carry out a step of the optimizer, and tell ``||p_after - p_before||`` of each parameter group.
+
+    PyTorch's SGD tells it by itself, as rate x ||momentum|| or rate x ||gradient||, but for the rounding of the
+    difference; any other takes a copy of the parameters.
+
+    Args:
+        optimizer: about to step, at the rates that it is to step with.
+        groups: its trainable parameters, by parameter group.
+        apply: has it step.
+
+    Returns:
+        What ``apply`` returns, and the 2-norms.
+    """
+    steps = [_GroupStep(optimizer, *each) for each in zip(optimizer.param_groups, groups, strict=True)]
+    result = apply()
+    return result, tuple(step.norm() for step in steps)
+
+
+class _GroupStep:
+    """One parameter group's part of a step that is about to be made."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]
+    ) -> None:
+        self._optimizer, self._options, self._params = optimizer, options, params
+        self._rate = abs(float(options["lr"])) if _tells(optimizer, options, params) else None
+        self._before = [p.detach().clone() for p in params] if self._rate is None else []
+
+    def norm(self) -> float:
+        """How far the group has moved, once the step is made."""
+        if self._rate is not None:
+            return self._rate * _norm(self._steps())
+        if self._before:
+            torch._foreach_sub_(self._before, list(self._params))
+        return _norm(self._before)
+
+    def _steps(self) -> list[torch.Tensor]:
+        """What SGD has multiplied with the rate."""
+        stepped = [p for p in self._params if p.grad is not None]
+        if self._options["momentum"]:
+            return [self._optimizer.state[p]["momentum_buffer"] for p in stepped]
+        return [p.grad for p in stepped if p.grad is not None]
+
+
+def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether what this group's parameters move by is found in the optimizer after its step."""
+    if type(optimizer) is not torch.optim.SGD or options.get("fused") or options["nesterov"]:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False  # they may change gradients or parameters
+    if any(p.grad is not None and p.grad.is_sparse for p in params):
+        return False
+    return bool(options["momentum"]) or not options["weight_decay"]
+
+
+def _norm(tensors: list[torch.Tensor]) -> float:
+    """2-norm of all of them together."""
+    return math.hypot(*(float(norm) for norm in torch._foreach_norm(tensors))) if tensors else 0.0
