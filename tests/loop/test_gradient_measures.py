@@ -130,8 +130,7 @@ def test_variance_and_norms_are_those_that_all_gradients_give(
     results = each(ranks, world, measured, maker, batch, micro, EVERY_STEP)
     hand = ByHand(maker)
     wanted = [
-        hand.step(indices, sizes)
-        for indices, (_, sizes, _) in zip(batches(batch, world or 1), results[0], strict=True)
+        hand.step(indices, sizes) for indices, (_, sizes, _) in zip(batches(batch, world or 1), results[0], strict=True)
     ]
     several = world is not None
     for result in results:
