@@ -50,7 +50,7 @@ class ScriptedRun:
         view, took_s = self.view, self.step_s(self.view)
         self._since_change += 1
         shown_s = took_s if self._since_change > 2 else 0.0  # as the meter: a group's first step has no time
-        measures = tuple(WorkerMeasures(step_s=shown_s, passed_s=took_s) for _ in range(view.workers))
+        measures = (WorkerMeasures(step_s=shown_s, passed_s=took_s),) * view.workers
         self.worker_s[view.workers] = self.worker_s.get(view.workers, 0.0) + took_s * view.workers
         self.view = dataclasses.replace(
             view,

@@ -85,6 +85,19 @@ def test_most_workers_must_be_slow_and_not_for_one_that_computes(slow: list[tupl
     assert bool(judged(Interference(), [*FREE, *[slow] * 10])) is asks
 
 
+def test_after_a_trial_it_rests() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.1))
+    script = ScriptedRun(policy=Interference(["all_reduce", "bf16"], rest=30), view=START, step_s=link.step_s)
+    script.steps(20)
+    link.shared = True
+    script.steps(30)
+    link.times["bf16"], link.times["all_reduce"] = (0.3, 0.3), (0.1, 0.1)
+    script.steps(60)
+    first, second = (step for step, _ in script.asked)
+    assert 30 <= second - first <= 55
+    assert script.view.strategies == ("all_reduce",)
+
+
 def test_a_slow_step_or_two_are_nothing() -> None:
     assert not judged(Interference(), [*FREE, *[[(0.9, 0.05)] * 4] * 2, *FREE])
 

@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -164,7 +165,7 @@ class MadeJob:
     c: float
 
     def step_s(self, workers: int) -> float:
-        """Without noise."""
+        """In the median."""
         return self.a + self.b / workers + self.c * workers
 
     @property
@@ -206,19 +207,23 @@ def sizes_part(seeds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows and bars of both jobs: all fixed sizes, and both rules from the smallest size."""
     rows, bars = [], []
     for job in JOBS:
-        fixed = {size: simulated(job, Policy(), size, 0) for size in job.sizes}
-        value = 4 * fixed[job.stride].view.worker_s / 3600  # of being done at once: 4 x what the cheapest size costs
+        mean = math.exp(NOISE**2 / 2)
+        fixed_s = {size: STEPS * job.step_s(size) * mean for size in job.sizes}
+        value = 4 * fixed_s[job.stride] * job.stride / 3600  # of being done at once: 4 x what the smallest size costs
         runs: dict[str, list[ScriptedRun]] = {"ThroughputScaling": [], "UtilityCost": []}
         for seed in range(seeds):
-            ends_s = fixed[job.stride].view.elapsed_s
             rules: Mapping[str, Policy] = {
                 "ThroughputScaling": ThroughputScaling(stride=job.stride),
-                "UtilityCost": UtilityCost(f"{value},{ends_s}", stride=job.stride),
+                "UtilityCost": UtilityCost(f"{value},{fixed_s[job.stride]}", stride=job.stride),
             }
             for name, policy in rules.items():
                 runs[name].append(simulated(job, policy, job.stride, seed))
-        rows += [_size_row(job, f"fixed {size}", [run]) for size, run in fixed.items()]
-        rows += [_size_row(job, name, found) for name, found in runs.items()]
+        rows += [
+            _size_row(job, f"fixed {size}", [size], [(took_s, took_s * size)], []) for size, took_s in fixed_s.items()
+        ]
+        for name, found in runs.items():
+            spent = [(run.view.elapsed_s, run.view.worker_s) for run in found]
+            rows.append(_size_row(job, name, [run.view.workers for run in found], spent, found))
         ended = [run.view.workers for run in runs["ThroughputScaling"]]
         swept = job.swept(0.1)
         near = sum(abs(size - swept) <= job.stride for size in ended) / seeds
@@ -246,14 +251,21 @@ def _searched(run: ScriptedRun) -> float:
     return changes[-1] / STEPS if changes else 0.0
 
 
-def _size_row(job: MadeJob, way: str, runs: Sequence[ScriptedRun]) -> dict[str, Any]:
+def _size_row(
+    job: MadeJob,
+    way: str,
+    ends: Sequence[int],
+    spent: Sequence[tuple[float, float]],
+    runs: Sequence[ScriptedRun],
+) -> dict[str, Any]:
+    """One line of the table; ``spent`` are seconds and worker-seconds."""
     return {
         "job": job.name,
         "workers": way,
-        "ends at": "/".join(str(size) for size in sorted({run.view.workers for run in runs})),
-        "time h": round(statistics.mean(run.view.elapsed_s for run in runs) / 3600, 3),
-        "worker-hours": round(statistics.mean(run.view.worker_s for run in runs) / 3600, 2),
-        "search": round(max(map(_searched, runs)), 4),
+        "ends at": "/".join(str(size) for size in sorted(set(ends))),
+        "time h": round(statistics.mean(took_s for took_s, _ in spent) / 3600, 3),
+        "worker-hours": round(statistics.mean(worker_s for _, worker_s in spent) / 3600, 2),
+        "search": round(max(map(_searched, runs)), 4) if runs else None,
     }
 
 
@@ -288,7 +300,7 @@ def run_rank(interface: str) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(512, 1536), torch.nn.ReLU(), torch.nn.Linear(1536, 512))
+    model = torch.nn.Sequential(torch.nn.Linear(512, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 512))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     policy = Noticing()
     parallel = er.AdaptiveDataParallel(model, optimizer, policy=policy)

@@ -26,6 +26,8 @@ class Interference(ReadyPolicy):
         strategies: names to try, in this order, as ``AdaptiveDataParallel(strategy=...)`` takes them.
         threshold: part of the best throughput, above 0 and below 1.
         window: steps that a time is the median of, 1 or more.
+        rest: steps after a trial before the next one may begin, 0 or more; a machine that is busy by itself looks like
+            interference.
         model: number of the model whose strategy it is, in the order in which the loop wraps them.
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
@@ -40,6 +42,7 @@ class Interference(ReadyPolicy):
         *,
         threshold: float = 0.8,
         window: int = 5,
+        rest: int = 50,
         model: int = 0,
         strict: bool = False,
         deadline_s: float = 2.0,
@@ -50,11 +53,12 @@ class Interference(ReadyPolicy):
         self.strategies = [self._one_of("strategies", name, tuple(NAMED)) for name in strategies]
         self.threshold = self._number("threshold", threshold, above=0.0, below=1.0)
         self.window = self._whole("window", window, least=1)
+        self.rest = self._whole("rest", rest, least=0)
         self.model = self._whole("model", model, least=0)
         self.using: str | None = None
         self.case = ""
         self.steps: list[list[list[float]]] = []
-        self.skip = 0
+        self.skip = self.resting = 0
         self.best: dict[str, list[float]] = {}
         self.tried: dict[str, list[float]] = {}
 
@@ -87,8 +91,9 @@ class Interference(ReadyPolicy):
         best_s, best_busy_s = self.best.setdefault(key, [step_s, busy_s])
         if step_s < best_s:
             self.best[key] = [step_s, busy_s]
+        self.resting = max(0, self.resting - 1)
         votes = sum(best_s < self.threshold * time for time in times)
-        if 2 * votes <= len(times) or busy_s - best_busy_s > (step_s - best_s) / 2:
+        if self.resting or 2 * votes <= len(times) or busy_s - best_busy_s > (step_s - best_s) / 2:
             return None
         self.tried = {present: [step_s, busy_s]}
         return self._next(present, key)
@@ -101,7 +106,7 @@ class Interference(ReadyPolicy):
         known = {name: found for name, found in self.tried.items() if name in NAMED or name == present}
         fastest = min(known, key=lambda name: known[name][0])
         self.best.update({key.replace(present, name, 1): found for name, found in self.tried.items()})
-        self.tried = {}
+        self.tried, self.resting = {}, self.rest
         return None if fastest == present else self._use(fastest)
 
     def _use(self, name: str) -> Answer:
