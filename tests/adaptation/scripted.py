@@ -29,8 +29,9 @@ class ScriptedRun:
         step_s: time of the step that this view begins with [s].
         view: what the policy sees next.
         grants: the workers that the allocator gives for a wish.
+        pause_s: what a change of their number takes [s].
         asked: each request with the step after which it came.
-        worker_s: worker-seconds by the number of workers.
+        ends_s: time after each step [s].
     """
 
     policy: Policy
@@ -39,7 +40,7 @@ class ScriptedRun:
     grants: Callable[[int], int] = lambda wish: wish
     pause_s: float = 0.0
     asked: list[tuple[int, Request]] = dataclasses.field(default_factory=list)
-    worker_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    ends_s: list[float] = dataclasses.field(default_factory=list)
     stopped: bool = False
     _since_change: int = 0
     _wished: int | None = None
@@ -51,7 +52,6 @@ class ScriptedRun:
         self._since_change += 1
         shown_s = took_s if self._since_change > 2 else 0.0  # as the meter: a group's first step has no time
         measures = (WorkerMeasures(step_s=shown_s, passed_s=took_s),) * view.workers
-        self.worker_s[view.workers] = self.worker_s.get(view.workers, 0.0) + took_s * view.workers
         self.view = dataclasses.replace(
             view,
             step=view.step + 1,
@@ -62,6 +62,7 @@ class ScriptedRun:
             worker_s=view.worker_s + took_s * view.workers,
             **changes,
         )
+        self.ends_s.append(self.view.elapsed_s)
         self._apply()
         found = listed(self.policy.after_step(self.view))
         self._regroup()
