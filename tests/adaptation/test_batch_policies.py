@@ -27,7 +27,7 @@ def run(policy: Any, view: PolicyView = START) -> ScriptedRun:
 
 
 def test_the_batch_is_the_noise_scale_once_it_is_far_enough_from_the_present_one() -> None:
-    script = run(NoiseScaleBatch(smoothing=0.0, hysteresis=1.5, every=5))
+    script = run(NoiseScaleBatch(smoothing=0.0, hysteresis=1.5, growth=100.0, every=5))
     assert script.steps(20) == [], "no estimate yet"
     assert script.steps(20, noise=noise(40.0)) == [], "40 is not 1.5 times 32"
     assert script.steps(20, noise=noise(100.0)) == [SetBatch(100)]
@@ -44,13 +44,19 @@ def test_the_mean_follows_slowly() -> None:
 
 
 def test_bounds_hold_and_the_loaders_limit_always() -> None:
-    wide = run(NoiseScaleBatch(smoothing=0.0, every=1, min_batch_size=8, max_batch_size=1000))
+    wide = run(NoiseScaleBatch(smoothing=0.0, growth=1000.0, every=1, min_batch_size=8, max_batch_size=1000))
     assert wide.steps(3, noise=noise(1e6)) == [SetBatch(512)]
     assert wide.steps(3, noise=noise(0.01)) == [SetBatch(8)]
-    narrow = run(NoiseScaleBatch(smoothing=0.0, every=1, max_batch_size=100, factor=2.0))
+    narrow = run(NoiseScaleBatch(smoothing=0.0, growth=1000.0, every=1, max_batch_size=100, factor=2.0))
     assert narrow.steps(3, noise=noise(30.0)) == [SetBatch(60)]
     assert narrow.steps(3, noise=noise(400.0)) == [SetBatch(100)]
     assert narrow.steps(3, noise=noise(0.1)) == [SetBatch(32)], "not below the initial one unless told so"
+
+
+def test_a_change_is_at_most_by_its_growth() -> None:
+    script = run(NoiseScaleBatch(smoothing=0.0, growth=2.0, every=1, min_batch_size=1))
+    assert script.steps(6, noise=noise(300.0)) == [SetBatch(size) for size in (64, 128, 256)], "300 is close enough"
+    assert script.steps(3, noise=noise(1.0)) == [SetBatch(size) for size in (128, 64, 32)]
 
 
 def test_a_fixed_batch_and_a_gradient_that_is_all_noise_are_left_alone() -> None:
@@ -63,7 +69,7 @@ def test_a_fixed_batch_and_a_gradient_that_is_all_noise_are_left_alone() -> None
 def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
     scales: list[float], smoothing: float, hysteresis: float
 ) -> None:
-    policy = NoiseScaleBatch(smoothing=smoothing, hysteresis=hysteresis, every=1, min_batch_size=4)
+    policy = NoiseScaleBatch(smoothing=smoothing, hysteresis=hysteresis, growth=5.0, every=1, min_batch_size=4)
     script = run(policy)
     present = 32
     for scale in scales:
@@ -71,7 +77,7 @@ def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
             assert isinstance(request, SetBatch)
             assert request.batch_size is not None and 4 <= request.batch_size <= 512
             ratio = request.batch_size / present
-            assert max(ratio, 1 / ratio) >= hysteresis * (1 - 1e-9)
+            assert hysteresis - 0.5 / min(present, request.batch_size) <= max(ratio, 1 / ratio) <= 5.0 + 0.5 / 4
             present = request.batch_size
         assert policy.mean is not None
     assert min(scales) * (1 - 1e-9) <= (policy.mean or 0) <= max(scales) * (1 + 1e-9)
@@ -131,6 +137,7 @@ def test_another_form_is_refused_with_an_example(text: str) -> None:
         (lambda: NoiseScaleBatch(factor=0), ValueError, r"NoiseScaleBatch\(factor\) must be above 0, but got 0"),
         (lambda: NoiseScaleBatch(smoothing=1.0), ValueError, r"\(smoothing\) must be at least 0 and below 1"),
         (lambda: NoiseScaleBatch(hysteresis=math.nan), ValueError, r"\(hysteresis\) must be at least 1, but got nan"),
+        (lambda: NoiseScaleBatch(growth=1), ValueError, r"\(growth\) must be above 1, but got 1"),
         (lambda: NoiseScaleBatch(every=2.5), TypeError, r"\(every\) must be a whole number, but got 2.5"),  # type: ignore[arg-type]
         (lambda: NoiseScaleBatch(min_batch_size=64, max_batch_size=32), ValueError, r"\(max_batch_size\).* least 64"),
         (lambda: NoiseScaleBatch(strict=1), TypeError, r"\(strict\) must be True or False"),  # type: ignore[arg-type]

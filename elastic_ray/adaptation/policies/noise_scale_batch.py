@@ -19,6 +19,8 @@ class NoiseScaleBatch(ReadyPolicy):
         factor: batch in units of the noise scale, above 0.
         smoothing: weight of the past in the moving mean, 0 or more and below 1; 0 takes the latest value.
         hysteresis: how many times larger or smaller than the present batch the wanted one must be, 1 or more.
+        growth: most that one change multiplies or divides the batch by, above 1: rates that follow the batch need time,
+            and early estimates are rough.
         every: steps between two decisions.
         min_batch_size: smallest batch [samples]; None is the loader's initial one.
         max_batch_size: largest batch [samples]; None is the loader's limit, which always holds.
@@ -35,7 +37,8 @@ class NoiseScaleBatch(ReadyPolicy):
         factor: float = 1.0,
         smoothing: float = 0.9,
         hysteresis: float = 1.5,
-        every: int = 10,
+        growth: float = 2.0,
+        every: int = 50,
         min_batch_size: int | None = None,
         max_batch_size: int | None = None,
         strict: bool = False,
@@ -45,6 +48,7 @@ class NoiseScaleBatch(ReadyPolicy):
         self.factor = self._number("factor", factor, above=0.0)
         self.smoothing = self._number("smoothing", smoothing, least=0.0, below=1.0)
         self.hysteresis = self._number("hysteresis", hysteresis, least=1.0)
+        self.growth = self._number("growth", growth, above=1.0)
         self.every = self._whole("every", every, least=1)
         self.least = None if min_batch_size is None else self._whole("min_batch_size", min_batch_size, least=1)
         least = self.least or 1
@@ -62,9 +66,9 @@ class NoiseScaleBatch(ReadyPolicy):
             return None
         most = limit if self.most is None else min(limit, self.most)
         least = view.initial_batch_size if self.least is None else self.least
-        wanted = round(max(min(least, most), min(most, self.factor * self.mean)))
+        wanted = max(min(least, most), min(most, self.factor * self.mean))
         present = self.asked or view.batch_size
-        if wanted == present or present / self.hysteresis < wanted < present * self.hysteresis:
+        if round(wanted) == present or present / self.hysteresis < wanted < present * self.hysteresis:
             return None
-        self.asked = wanted
-        return SetBatch(wanted)
+        self.asked = max(1, round(max(present / self.growth, min(present * self.growth, wanted))))
+        return SetBatch(self.asked)
