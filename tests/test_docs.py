@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import elastic_ray
+import elastic_ray.adaptation
 import placement
 import placement.simulator
 import tuning
@@ -53,6 +54,7 @@ def test_the_architecture_names_every_room() -> None:
     ("page", "package"),
     [
         ("api-elastic-ray.md", elastic_ray),
+        ("api-adaptation.md", elastic_ray.adaptation),
         ("api-placement.md", placement),
         ("api-placement.md", placement.simulator),
         ("api-tuning.md", tuning),

@@ -28,6 +28,7 @@ def run(*command: str, timeout_s: float) -> str:
 
 # What a smoke run must print.
 SMOKE = {
+    "adaptation.py": r"(?s)asked +WarmUp.before_train.*SetBatch\(batch_size=32\).*[1-9] requests applied",
     "digits.py": r"every job must reach 0\.5: yes",
     "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
     "custom_policy.py": r"decided by least_left_first",

@@ -3,6 +3,12 @@
 A policy asks for changes as data; all workers apply them between the same two steps, or none does.
 """
 
+from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+from elastic_ray.adaptation.policies.by_metric import EarlyStop, LossPlateau
+from elastic_ray.adaptation.policies.cost_cap import CostCap
+from elastic_ray.adaptation.policies.interference import Interference
+from elastic_ray.adaptation.policies.noise_scale_batch import NoiseScaleBatch
+from elastic_ray.adaptation.policies.scaling import ThroughputScaling, UtilityCost
 from elastic_ray.adaptation.policy import Policy, PolicyError
 from elastic_ray.adaptation.requests import (
     Checkpoint,
@@ -17,7 +23,13 @@ from elastic_ray.adaptation.requests import (
 from elastic_ray.adaptation.view import PolicyView
 
 __all__ = [
+    "BatchSchedule",
     "Checkpoint",
+    "CostCap",
+    "EarlyStop",
+    "Interference",
+    "LossPlateau",
+    "NoiseScaleBatch",
     "Policy",
     "PolicyError",
     "PolicyView",
@@ -28,4 +40,6 @@ __all__ = [
     "SetBatch",
     "SetStrategy",
     "Stop",
+    "ThroughputScaling",
+    "UtilityCost",
 ]

@@ -26,6 +26,8 @@ class PolicyView:
         workers: ranks of the present group.
         generation: number of the present group; another one after each resize.
         nodes: nodes that they are on.
+        min_workers: fewest workers of the job; None where the group cannot change, as under ``torchrun``.
+        max_workers: most workers of the job; None likewise.
         batch_size: global batch of a full step [samples].
         initial_batch_size: global batch that the learning rate belongs to [samples].
         max_batch_size: largest batch that the loader allows [samples]; None for a fixed one.
@@ -51,6 +53,8 @@ class PolicyView:
     workers: int = 1
     generation: int = 0
     nodes: int = 1
+    min_workers: int | None = None
+    max_workers: int | None = None
     batch_size: int = 0
     initial_batch_size: int = 0
     max_batch_size: int | None = None
@@ -73,6 +77,15 @@ class PolicyView:
         if not self.epochs:
             return None
         return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
+
+    @property
+    def samples_left(self) -> float | None:
+        """Samples until the end of the declared epochs, if those to come are as large as those before.
+
+        None where no epochs are declared, and before the first sample.
+        """
+        done = self.progress
+        return self.samples * (1.0 - done) / done if done else None
 
     @property
     def throughput(self) -> float:

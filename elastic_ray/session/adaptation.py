@@ -284,6 +284,7 @@ class Adaptation:
         info, workers = run.registry.loaders.info, run.meter.workers
         limits = info.limits if info is not None else None
         initial = limits.init_batch_size if limits is not None else 0
+        fewest, most = self._sizes or (None, None)
         sums = [dict(progress.sums[key]) for key in sorted(progress.sums) if key[0] == progress.epoch]
         return PolicyView(
             step=progress.steps,
@@ -294,6 +295,8 @@ class Adaptation:
             workers=run.group.world_size,
             generation=run.group.generation,
             nodes=len(set(run.group.nodes)),
+            min_workers=fewest,
+            max_workers=most,
             batch_size=round(step.scale * step.init_batch_size) if step is not None else initial,
             initial_batch_size=initial,
             max_batch_size=limits.max_batch_size if limits is not None else None,

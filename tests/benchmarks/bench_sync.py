@@ -152,8 +152,10 @@ def hold_store(address: str) -> None:
     time.sleep(1e6)
 
 
-def launch(network: Network, world: int, arguments: Sequence[str], *, timeout_s: float) -> dict[str, Any]:
-    """Start the ranks as torchrun would; what rank 0 has printed."""
+def launch(
+    network: Network, world: int, arguments: Sequence[str], *, timeout_s: float, script: str = __file__
+) -> dict[str, Any]:
+    """Start the ranks of a script as torchrun would; what rank 0 has printed."""
     serve = (
         "import sys,time,torch.distributed as d; s=d.TCPStore(sys.argv[1],29471,is_master=True,wait_for_workers=False)"
     )
@@ -177,7 +179,7 @@ def launch(network: Network, world: int, arguments: Sequence[str], *, timeout_s:
     ranks = []
     for rank in range(world):
         mine = {"RANK": str(rank), "LOCAL_RANK": str(rank if network.one_node else 0)}
-        command = network.command(rank, [sys.executable, __file__, "--rank-of", *arguments])
+        command = network.command(rank, [sys.executable, script, "--rank-of", *arguments])
         environment = shared | mine | {"GLOO_SOCKET_IFNAME": network.interface(rank)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         ranks.append(subprocess.Popen(command, env=environment, stdout=output, text=True))

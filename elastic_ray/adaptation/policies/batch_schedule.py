@@ -1,0 +1,77 @@
+"""A batch by a schedule (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import SetBatch
+from elastic_ray.adaptation.schedule import parse_schedule
+from elastic_ray.adaptation.view import PolicyView
+
+
+class BatchSchedule(ReadyPolicy):
+    """The global batch by step, epoch or progress.
+
+    A batch counts one step after it was asked for. By step it is asked for one step earlier, so that it counts from
+    the very step on; by epoch or progress from the second step on. The first step of a run has the loader's batch.
+
+    Args:
+        schedule: batches [samples] by when they begin, as ``{0: 32, 100: 64}``; or KungFu's text
+            ``"batch:length,batch:length"``, where the last batch stays.
+        by: ``"step"`` (committed steps), ``"epoch"`` (from 0), or ``"progress"`` (0..1 of the declared epochs).
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type or outside its range, or the schedule is empty.
+    """
+
+    def __init__(
+        self,
+        schedule: Mapping[int, int] | Mapping[float, int] | str,
+        *,
+        by: str = "step",
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(strict=strict, deadline_s=deadline_s)
+        self.by = self._one_of("by", by, ("step", "epoch", "progress"))
+        if not isinstance(schedule, (str, Mapping)) or not schedule:
+            raise TypeError(f"BatchSchedule(schedule) must be a mapping or a text with an entry, but got {schedule!r}")
+        begins = _begins(schedule) if isinstance(schedule, str) else dict(schedule)
+        self.schedule = tuple(
+            (self._number("schedule's begin", begin, least=0.0), self._whole("schedule's batch", size, least=1))
+            for begin, size in sorted(begins.items())
+        )
+        self.asked: int | None = None
+
+    def before_train(self, view: PolicyView) -> Answer:
+        """The first batch."""
+        return self._at(view, ahead=0)
+
+    def before_epoch(self, view: PolicyView) -> Answer:
+        """The batch of the epoch."""
+        return self._at(view, ahead=0)
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """The batch of the step after the next one."""
+        return self._at(view, ahead=1)
+
+    def _at(self, view: PolicyView, *, ahead: int) -> Answer:
+        """The request for the batch that is due, unless it was made."""
+        now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress}[self.by]
+        due = [size for begin, size in self.schedule if now is not None and begin <= now]
+        if not due or due[-1] == self.asked:
+            return None
+        self.asked = due[-1]
+        return SetBatch(self.asked)
+
+
+def _begins(text: str) -> dict[float, int]:
+    found, begin = dict[float, int](), 0.0
+    for size, length in parse_schedule(text):
+        found[begin] = size
+        begin += length
+    return found

@@ -1,0 +1,135 @@
+"""Policies that follow a metric of the train function's reports (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import ScaleRate, Stop
+from elastic_ray.adaptation.view import PolicyView
+
+
+class _ByMetric(ReadyPolicy):
+    """Follows the best value of a metric; each report that the view tells of counts once."""
+
+    def __init__(self, metric: str, *, mode: str, strict: bool, deadline_s: float) -> None:
+        super().__init__(strict=strict, deadline_s=deadline_s)
+        if not isinstance(metric, str) or not metric:
+            raise TypeError(f"{type(self).__name__}(metric) must be the name of a metric, but got {metric!r}")
+        self.watches = (metric,)
+        self.metric, self.mode = metric, self._one_of("mode", mode, ("min", "max"))
+        self.best: float | None = None
+        self.seen = self.bad = 0
+
+    def _reported(self, view: PolicyView) -> float | None:
+        """The metric's value, if there is a new one."""
+        new, self.seen = view.reports > self.seen, view.reports
+        return view.metrics.get(self.metric) if new else None
+
+    def _improves(self, value: float, best: float, margin: float) -> bool:
+        """Whether a value is better than the best by more than ``margin``."""
+        return value < best - margin if self.mode == "min" else value > best + margin
+
+
+class EarlyStop(_ByMetric):
+    """Ends the training when a metric has not improved for some reports.
+
+    Args:
+        metric: as ``elastic_ray.report`` names it.
+        patience: reports without an improvement that end it, 1 or more.
+        min_delta: an improvement is more than this, 0 or more.
+        mode: ``"min"`` where less is better, or ``"max"``.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: str = "min",
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(metric, mode=mode, strict=strict, deadline_s=deadline_s)
+        self.patience = self._whole("patience", patience, least=1)
+        self.min_delta = self._number("min_delta", min_delta, least=0.0)
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """Judge a new report."""
+        value = self._reported(view)
+        if value is None:
+            return None
+        if self.best is None or self._improves(value, self.best, self.min_delta):
+            self.best, self.bad = value, 0
+            return None
+        self.bad += 1
+        if self.bad < self.patience:
+            return None
+        return Stop(f"{self.metric} has not been better than {self.best:g} in the last {self.bad} reports")
+
+
+class LossPlateau(_ByMetric):
+    """Lowers the learning rates when a metric has stopped improving, as torch's ``ReduceLROnPlateau`` does.
+
+    Args:
+        metric: as ``elastic_ray.report`` names it.
+        factor: what the rates are multiplied by, above 0 and below 1.
+        patience: reports without an improvement that are let pass, 0 or more.
+        threshold: least improvement, 0 or more.
+        threshold_mode: ``"rel"`` (a part of the best value) or ``"abs"``.
+        cooldown: reports after a reduction that do not count, 0 or more.
+        min_factor: smallest product of all reductions, 0 or more and below 1; in place of torch's ``min_lr``.
+        mode: ``"min"`` where less is better, or ``"max"``.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_mode: str = "rel",
+        cooldown: int = 0,
+        min_factor: float = 0.0,
+        mode: str = "min",
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(metric, mode=mode, strict=strict, deadline_s=deadline_s)
+        self.factor = self._number("factor", factor, above=0.0, below=1.0)
+        self.patience = self._whole("patience", patience, least=0)
+        self.threshold = self._number("threshold", threshold, least=0.0)
+        self.threshold_mode = self._one_of("threshold_mode", threshold_mode, ("rel", "abs"))
+        self.cooldown = self._whole("cooldown", cooldown, least=0)
+        self.min_factor = self._number("min_factor", min_factor, least=0.0, below=1.0)
+        self.reduced, self.cooling = 1.0, 0
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """Judge a new report."""
+        value = self._reported(view)
+        if value is None:
+            return None
+        relative = self.threshold_mode == "rel" and self.best is not None
+        margin = self.threshold * (self.best if relative and self.best is not None else 1.0)
+        if self.best is None or self._improves(value, self.best, margin):
+            self.best, self.bad = value, 0
+        else:
+            self.bad += 1
+        if self.cooling:
+            self.cooling, self.bad = self.cooling - 1, 0
+        if self.bad <= self.patience:
+            return None
+        self.cooling, self.bad = self.cooldown, 0
+        before, self.reduced = self.reduced, max(self.min_factor, self.reduced * self.factor)
+        return ScaleRate(self.reduced / before) if self.reduced < before else None

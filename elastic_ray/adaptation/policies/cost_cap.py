@@ -1,0 +1,59 @@
+"""A limit of what a run may cost (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import Request, Resize, Stop
+from elastic_ray.adaptation.view import PolicyView
+
+_STEPS_UNTIL_STOP = 2  # a request rides on the next step, which comes before it is applied
+
+
+class CostCap(ReadyPolicy):
+    """Ends the training before it costs more than so much: price * ``view.worker_s``.
+
+    The cost of workers is counted from the run's first step on: their start is not in it.
+
+    Args:
+        usd: the cap [USD], above 0.
+        price_per_worker_hour: of one worker [USD per hour], above 0.
+        shrink_at: part of the cap from which on it asks for few workers, above 0 and below 1; None does not. Fewer
+            workers are slower, and most jobs train more samples per worker-hour on them.
+        shrink_to: how many workers these are.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        usd: float,
+        *,
+        price_per_worker_hour: float,
+        shrink_at: float | None = None,
+        shrink_to: int = 1,
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(strict=strict, deadline_s=deadline_s)
+        self.usd = self._number("usd", usd, above=0.0)
+        self.price = self._number("price_per_worker_hour", price_per_worker_hour, above=0.0)
+        self.shrink_at = None if shrink_at is None else self._number("shrink_at", shrink_at, above=0.0, below=1.0)
+        self.shrink_to = self._whole("shrink_to", shrink_to, least=1)
+        self.shrunk = False
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """Compare the cost with the cap."""
+        asked: list[Request] = []
+        spent = self.price * view.worker_s / 3600
+        coming = self.price * _STEPS_UNTIL_STOP * view.step_s * view.workers / 3600
+        if spent + coming >= self.usd:
+            asked.append(Stop(f"{spent:.4g} USD are spent, and {self.usd:g} USD are the cap"))
+        elif self.shrink_at is not None and not self.shrunk and spent >= self.shrink_at * self.usd:
+            self.shrunk = True
+            if view.workers > self.shrink_to:
+                asked.append(Resize(to=self.shrink_to))
+        return asked

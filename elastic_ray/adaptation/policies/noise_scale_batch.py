@@ -1,0 +1,74 @@
+"""A batch that follows the gradient noise scale (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import SetBatch
+from elastic_ray.adaptation.view import PolicyView
+
+
+class NoiseScaleBatch(ReadyPolicy):
+    """The batch follows the gradient noise scale (McCandlish et al. 2018; KungFu's example).
+
+    Every ``every`` steps it asks for factor * mean(B), where B is ``view.noise_scale`` and its mean a moving one, cut
+    to the bounds. Below the noise scale a larger batch saves steps; above it, it wastes samples. It ignores what steps
+    cost, unlike the job's own choice of a batch by goodput, which this replaces.
+
+    Args:
+        factor: batch in units of the noise scale, above 0.
+        smoothing: weight of the past in the moving mean, 0 or more and below 1; 0 takes the latest value.
+        hysteresis: how many times larger or smaller than the present batch the wanted one must be, 1 or more.
+        growth: most that one change multiplies or divides the batch by, above 1: rates that follow the batch need time,
+            and early estimates are rough.
+        every: steps between two decisions.
+        min_batch_size: smallest batch [samples]; None is the loader's initial one.
+        max_batch_size: largest batch [samples]; None is the loader's limit, which always holds.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        factor: float = 1.0,
+        smoothing: float = 0.9,
+        hysteresis: float = 1.5,
+        growth: float = 2.0,
+        every: int = 50,
+        min_batch_size: int | None = None,
+        max_batch_size: int | None = None,
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(strict=strict, deadline_s=deadline_s)
+        self.factor = self._number("factor", factor, above=0.0)
+        self.smoothing = self._number("smoothing", smoothing, least=0.0, below=1.0)
+        self.hysteresis = self._number("hysteresis", hysteresis, least=1.0)
+        self.growth = self._number("growth", growth, above=1.0)
+        self.every = self._whole("every", every, least=1)
+        self.least = None if min_batch_size is None else self._whole("min_batch_size", min_batch_size, least=1)
+        least = self.least or 1
+        self.most = None if max_batch_size is None else self._whole("max_batch_size", max_batch_size, least=least)
+        self.mean: float | None = None
+        self.asked: int | None = None
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """Average, and ask now and then."""
+        noise, limit = view.noise_scale, view.max_batch_size
+        if noise is None or limit is None:
+            return None
+        self.mean = noise if self.mean is None else self.smoothing * self.mean + (1 - self.smoothing) * noise
+        if view.step % self.every:
+            return None
+        most = limit if self.most is None else min(limit, self.most)
+        least = view.initial_batch_size if self.least is None else self.least
+        wanted = max(min(least, most), min(most, self.factor * self.mean))
+        present = self.asked or view.batch_size
+        if round(wanted) == present or present / self.hysteresis < wanted < present * self.hysteresis:
+            return None
+        self.asked = max(1, round(max(present / self.growth, min(present * self.growth, wanted))))
+        return SetBatch(self.asked)

@@ -1,0 +1,57 @@
+"""What ready-made policies share: their arguments are checked, with one wording for all errors (pure)."""
+
+from __future__ import annotations
+
+import math
+
+from elastic_ray.adaptation.policy import Policy
+
+
+class ReadyPolicy(Policy):
+    """A policy with settings.
+
+    Args:
+        strict: see :class:`~elastic_ray.adaptation.Policy`.
+        deadline_s: see there [s].
+    """
+
+    def __init__(self, *, strict: bool = False, deadline_s: float = 2.0) -> None:
+        if not isinstance(strict, bool):
+            raise TypeError(f"{type(self).__name__}(strict) must be True or False, but got {strict!r}")
+        self.strict = strict
+        self.deadline_s = self._number("deadline_s", deadline_s, above=0.0)
+
+    def _number(
+        self,
+        name: str,
+        value: object,
+        *,
+        least: float = -math.inf,
+        above: float = -math.inf,
+        most: float = math.inf,
+        below: float = math.inf,
+    ) -> float:
+        """An argument that is a finite number within bounds; raises TypeError or ValueError that name it."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{type(self).__name__}({name}) must be a number, but got {value!r}")
+        if math.isfinite(value) and value >= least and value > above and value <= most and value < below:
+            return float(value)
+        bounds = [
+            f"{said} {bound:g}"
+            for said, bound in (("at least", least), ("above", above), ("at most", most), ("below", below))
+            if math.isfinite(bound)
+        ]
+        said = " and ".join(bounds) or "finite"
+        raise ValueError(f"{type(self).__name__}({name}) must be {said}, but got {value}")
+
+    def _whole(self, name: str, value: object, *, least: int) -> int:
+        """The same for a whole number."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{type(self).__name__}({name}) must be a whole number, but got {value!r}")
+        return int(self._number(name, value, least=least))
+
+    def _one_of(self, name: str, value: object, known: tuple[str, ...]) -> str:
+        """The same for a name."""
+        if value not in known:
+            raise ValueError(f"{type(self).__name__}({name}) must be one of {', '.join(known)}, but got {value!r}")
+        return str(value)

@@ -1,0 +1,178 @@
+"""The number of workers by what they bring: Or et al.'s two rules (MLSys 2020) with their search (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policies.size_search import SizeSearch, parse_utility, scaling_efficiency, utility_at
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import Resize
+from elastic_ray.adaptation.view import PolicyView
+
+
+class _Scaling(ReadyPolicy):
+    """Measures each size that the search comes by, and asks for the next one every so many steps."""
+
+    def __init__(
+        self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int, strict: bool, deadline_s: float
+    ) -> None:
+        super().__init__(strict=strict, deadline_s=deadline_s)
+        self.every = self._whole("every", every, least=1)
+        self.stride = self._whole("stride", stride, least=1)
+        self.passes_to_stay = self._whole("passes_to_stay", passes_to_stay, least=1)
+        self.steps_to_stay = self._whole("steps_to_stay", steps_to_stay, least=1)
+        self.rates: dict[int, float] = {}
+        self.counts: dict[int, int] = {}
+        self.generation, self.steps = -1, 0
+        self.asked: int | None = None
+        self.granted: int | None = None
+
+    def passes(self, old: int, new: int, view: PolicyView) -> bool:
+        """Whether it pays to go from ``old`` workers to ``new``, which are more."""
+        raise NotImplementedError
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """Measure, and decide every ``every`` steps of a group."""
+        if view.min_workers is None or view.max_workers is None or not self._measure(view):
+            return None
+        if self._waits(view):
+            return None
+        most = view.max_workers if self.granted is None else min(view.max_workers, self.granted)
+        search = SizeSearch(
+            fewest=min(view.min_workers, most),
+            most=most,
+            stride=self.stride,
+            passes_to_stay=self.passes_to_stay,
+            steps_to_stay=self.steps_to_stay,
+        )
+        size = search.next_size(self.counts, lambda old, new: self.passes(old, new, view))
+        if size == (self.asked or view.workers):
+            return None
+        self.asked = size
+        return Resize(to=size)
+
+    def _measure(self, view: PolicyView) -> bool:
+        """Count a step that was measured, which a group's first is not; whether it is time to decide."""
+        if view.generation != self.generation:
+            self.generation, self.steps = view.generation, 0
+        if view.step_s <= 0:
+            return False
+        size, self.steps = view.workers, self.steps + 1
+        count = self.counts[size] = self.counts.get(size, 0) + 1
+        rate = self.rates.get(size, 0.0)
+        self.rates[size] = rate + (view.throughput - rate) / count
+        return self.steps % self.every == 0
+
+    def _waits(self, view: PolicyView) -> bool:
+        """Whether a size that was asked for may still come. After ten periods the group's own size is the largest."""
+        if self.asked is None or self.asked == view.workers:
+            self.granted = None if self.granted is not None and view.workers > self.granted else self.granted
+            return False
+        if self.steps < 10 * self.every:
+            return True
+        self.granted = view.workers if view.workers < self.asked else self.granted
+        return False
+
+
+class ThroughputScaling(_Scaling):
+    """Asks for more workers while each brings more than a part of what one brought before.
+
+    With R_k the mean throughput of k workers, it pays to go from k - d to k when
+    ((R_k - R_{k-d}) / d) / (R_{k-d} / (k - d)) is above ``threshold``. The largest size up to which it pays stays.
+    The allocator may grant less than is asked for; a size that has not come within ten periods counts as out of reach.
+
+    Args:
+        threshold: see above; 1 is perfect scaling.
+        every: steps of a group between two decisions.
+        stride: workers added or removed at a time.
+        passes_to_stay: pairs of sizes at the small end that must pass before smaller sizes are left untried.
+        steps_to_stay: steps for which the first size that does not pay must have been measured.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 0.1,
+        every: int = 100,
+        stride: int = 4,
+        passes_to_stay: int = 3,
+        steps_to_stay: int = 100,
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(
+            every=every,
+            stride=stride,
+            passes_to_stay=passes_to_stay,
+            steps_to_stay=steps_to_stay,
+            strict=strict,
+            deadline_s=deadline_s,
+        )
+        self.threshold = self._number("threshold", threshold)
+
+    def passes(self, old: int, new: int, view: PolicyView) -> bool:
+        """By scaling efficiency."""
+        return scaling_efficiency(old, self.rates[old], new, self.rates[new]) > self.threshold
+
+
+class UtilityCost(_Scaling):
+    """Asks for more workers while being done sooner is worth more than they cost.
+
+    With R_k the throughput of k workers [samples/s] and n samples left, the run ends after T_k = elapsed + n / R_k
+    and costs C_k = n / R_k * k * price from now on. It pays to go from j to k workers when
+    utility(T_k) - utility(T_j) > C_k - C_j. The search is that of :class:`ThroughputScaling`. It needs declared epochs.
+
+    Args:
+        utility: what it is worth to be done by a time since the run's first step: ``"USD at time 0,seconds until 0
+            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line goes on
+            below 0.
+        price_per_worker_hour: of one worker [USD per hour], 0 or more.
+        every: steps of a group between two decisions.
+        stride: workers added or removed at a time.
+        passes_to_stay: pairs of sizes at the small end that must pass before smaller sizes are left untried.
+        steps_to_stay: steps for which the first size that does not pay must have been measured.
+        strict: see ``Policy``.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type, or outside its range.
+    """
+
+    def __init__(
+        self,
+        utility: str,
+        *,
+        price_per_worker_hour: float = 1.0,
+        every: int = 100,
+        stride: int = 4,
+        passes_to_stay: int = 3,
+        steps_to_stay: int = 100,
+        strict: bool = False,
+        deadline_s: float = 2.0,
+    ) -> None:
+        super().__init__(
+            every=every,
+            stride=stride,
+            passes_to_stay=passes_to_stay,
+            steps_to_stay=steps_to_stay,
+            strict=strict,
+            deadline_s=deadline_s,
+        )
+        if not isinstance(utility, str):
+            raise TypeError(f"UtilityCost(utility) must be a text, but got {utility!r}")
+        self.utility = parse_utility(utility)
+        self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
+
+    def passes(self, old: int, new: int, view: PolicyView) -> bool:
+        """By utility less cost."""
+        left = view.samples_left
+        if left is None:
+            return False
+        left_s = {size: left / self.rates[size] for size in (old, new)}
+        cost = {size: left_s[size] * size * self.price / 3600 for size in (old, new)}
+        worth = {size: utility_at(self.utility, view.elapsed_s + left_s[size]) for size in (old, new)}
+        return worth[new] - worth[old] > cost[new] - cost[old]

@@ -1,0 +1,154 @@
+"""Ready-made policies for the batch: by noise scale and by schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.adaptation import BatchSchedule, NoiseScaleBatch, PolicyView, SetBatch
+from elastic_ray.adaptation.schedule import parse_schedule, value_at
+from placement.goodput.model import NoiseScale
+from tests.adaptation.scripted import ScriptedRun, listed
+
+START = PolicyView(batch_size=32, initial_batch_size=32, max_batch_size=512, epochs=10)
+
+
+def noise(scale: float) -> NoiseScale:
+    """An estimate with this noise scale, where the initial batch is 32."""
+    return NoiseScale(sqr=1.0, var=scale / 32)
+
+
+def run(policy: Any, view: PolicyView = START) -> ScriptedRun:
+    return ScriptedRun(policy=policy, view=view, step_s=lambda view: 0.1)
+
+
+def test_the_batch_is_the_noise_scale_once_it_is_far_enough_from_the_present_one() -> None:
+    script = run(NoiseScaleBatch(smoothing=0.0, hysteresis=1.5, growth=100.0, every=5))
+    assert script.steps(20) == [], "no estimate yet"
+    assert script.steps(20, noise=noise(40.0)) == [], "40 is not 1.5 times 32"
+    assert script.steps(20, noise=noise(100.0)) == [SetBatch(100)]
+    assert script.steps(20, noise=noise(70.0)) == [], "and 100 is not 1.5 times 70"
+    assert script.steps(20, noise=noise(60.0)) == [SetBatch(60)]
+    assert [step % 5 for step, _ in script.asked] == [0, 0]
+
+
+def test_the_mean_follows_slowly() -> None:
+    script = run(NoiseScaleBatch(smoothing=0.9, hysteresis=1.0, every=1))
+    script.step(noise=noise(32.0))
+    assert script.step(noise=noise(132.0)) == [SetBatch(42)], "0.9 x 32 + 0.1 x 132"
+    assert script.step(noise=noise(132.0)) == [SetBatch(51)]
+
+
+def test_bounds_hold_and_the_loaders_limit_always() -> None:
+    wide = run(NoiseScaleBatch(smoothing=0.0, growth=1000.0, every=1, min_batch_size=8, max_batch_size=1000))
+    assert wide.steps(3, noise=noise(1e6)) == [SetBatch(512)]
+    assert wide.steps(3, noise=noise(0.01)) == [SetBatch(8)]
+    narrow = run(NoiseScaleBatch(smoothing=0.0, growth=1000.0, every=1, max_batch_size=100, factor=2.0))
+    assert narrow.steps(3, noise=noise(30.0)) == [SetBatch(60)]
+    assert narrow.steps(3, noise=noise(400.0)) == [SetBatch(100)]
+    assert narrow.steps(3, noise=noise(0.1)) == [SetBatch(32)], "not below the initial one unless told so"
+
+
+def test_a_change_is_at_most_by_its_growth() -> None:
+    script = run(NoiseScaleBatch(smoothing=0.0, growth=2.0, every=1, min_batch_size=1))
+    assert script.steps(6, noise=noise(300.0)) == [SetBatch(size) for size in (64, 128, 256)], "300 is close enough"
+    assert script.steps(3, noise=noise(1.0)) == [SetBatch(size) for size in (128, 64, 32)]
+
+
+def test_a_fixed_batch_and_a_gradient_that_is_all_noise_are_left_alone() -> None:
+    fixed = run(NoiseScaleBatch(every=1), PolicyView(batch_size=32, initial_batch_size=32))
+    assert fixed.steps(20, noise=noise(500.0)) == []
+    assert run(NoiseScaleBatch(every=1)).steps(20, noise=NoiseScale(sqr=-1.0, var=1.0)) == []
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=60), st.floats(0.0, 0.99), st.floats(1.0, 4.0))
+def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
+    scales: list[float], smoothing: float, hysteresis: float
+) -> None:
+    policy = NoiseScaleBatch(smoothing=smoothing, hysteresis=hysteresis, growth=5.0, every=1, min_batch_size=4)
+    script = run(policy)
+    present = 32
+    for scale in scales:
+        for request in script.step(noise=noise(scale)):
+            assert isinstance(request, SetBatch)
+            assert request.batch_size is not None and 4 <= request.batch_size <= 512
+            ratio = request.batch_size / present
+            assert hysteresis - 0.5 / min(present, request.batch_size) <= max(ratio, 1 / ratio) <= 5.0 + 0.5 / 4
+            present = request.batch_size
+        assert policy.mean is not None
+    assert min(scales) * (1 - 1e-9) <= (policy.mean or 0) <= max(scales) * (1 + 1e-9)
+
+
+def test_a_step_of_a_schedule_counts_from_the_very_step_on() -> None:
+    script = run(BatchSchedule({0: 32, 10: 64, 20: 128}))
+    sizes = []
+    assert listed(script.policy.before_train(script.view)) == [SetBatch(32)]
+    for _ in range(30):
+        sizes.append(script.view.batch_size)
+        script.step()
+    assert sizes == [32] * 10 + [64] * 10 + [128] * 10
+    assert len(script.asked) == 2, "asked once each"
+
+
+def test_kungfus_text_is_value_and_length() -> None:
+    assert BatchSchedule("32:10,64:10,128:1").schedule == ((0.0, 32), (10.0, 64), (20.0, 128))
+
+
+@pytest.mark.parametrize(
+    ("by", "views", "expected"),
+    [
+        ("epoch", [{"epoch": epoch} for epoch in range(4)], [[SetBatch(32)], [], [SetBatch(64)], []]),
+        (
+            "progress",
+            [{"epoch": epoch, "epochs": 4} for epoch in range(4)],
+            [[SetBatch(32)], [], [SetBatch(64)], []],
+        ),
+    ],
+)
+def test_a_schedule_by_epoch_and_by_progress(by: str, views: list[Any], expected: list[Any]) -> None:
+    policy = BatchSchedule({0: 32, 2 if by == "epoch" else 0.5: 64}, by=by)
+    assert [listed(policy.before_epoch(PolicyView(**view))) for view in views] == expected
+
+
+def test_without_declared_epochs_there_is_no_progress_to_go_by() -> None:
+    assert BatchSchedule({0: 64}, by="progress").before_epoch(PolicyView()) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 1000)), min_size=1, max_size=8))
+def test_a_schedule_as_text_gives_each_value_for_its_length(pairs: list[tuple[int, int]]) -> None:
+    found = parse_schedule(",".join(f"{value}:{length}" for value, length in pairs))
+    shown = [value_at(found, now, after=0) for now in range(sum(length for _, length in pairs) + 1)]
+    assert shown == [value for value, length in pairs for _ in range(length)] + [0]
+
+
+@pytest.mark.parametrize("text", ["", "10", "10:", "a:2", "10:2;20:3", "0:5", "10:0", "10:-1", "10:2:3"])
+def test_another_form_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="such as '10:2,100:4'"):
+        parse_schedule(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: NoiseScaleBatch(factor=0), ValueError, r"NoiseScaleBatch\(factor\) must be above 0, but got 0"),
+        (lambda: NoiseScaleBatch(smoothing=1.0), ValueError, r"\(smoothing\) must be at least 0 and below 1"),
+        (lambda: NoiseScaleBatch(hysteresis=math.nan), ValueError, r"\(hysteresis\) must be at least 1, but got nan"),
+        (lambda: NoiseScaleBatch(growth=1), ValueError, r"\(growth\) must be above 1, but got 1"),
+        (lambda: NoiseScaleBatch(every=2.5), TypeError, r"\(every\) must be a whole number, but got 2.5"),  # type: ignore[arg-type]
+        (lambda: NoiseScaleBatch(min_batch_size=64, max_batch_size=32), ValueError, r"\(max_batch_size\).* least 64"),
+        (lambda: NoiseScaleBatch(strict=1), TypeError, r"\(strict\) must be True or False"),  # type: ignore[arg-type]
+        (lambda: NoiseScaleBatch(deadline_s=0), ValueError, r"\(deadline_s\) must be above 0"),
+        (lambda: BatchSchedule({}), TypeError, "with an entry"),
+        (lambda: BatchSchedule([1, 2]), TypeError, r"must be a mapping or a text"),  # type: ignore[arg-type]
+        (lambda: BatchSchedule({0: 0}), ValueError, r"schedule's batch\) must be at least 1, but got 0"),
+        (lambda: BatchSchedule({-1: 8}), ValueError, r"schedule's begin\) must be at least 0"),
+        (lambda: BatchSchedule({0: 8}, by="samples"), ValueError, "must be one of step, epoch, progress"),
+    ],
+)
+def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()

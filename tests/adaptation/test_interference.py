@@ -1,0 +1,140 @@
+"""Another strategy when others use the network, on runs by script."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from elastic_ray.adaptation import Interference, PolicyView, SetStrategy
+from elastic_ray.monitoring.measures import WorkerMeasures
+from tests.adaptation.scripted import ScriptedRun, listed
+
+START = PolicyView(workers=4, batch_size=64, strategies=("all_reduce",))
+
+
+class Link:
+    """Step times of each strategy, with the link free and shared."""
+
+    def __init__(self, **times: tuple[float, float]) -> None:
+        self.times, self.shared = times, False
+
+    def step_s(self, view: PolicyView) -> float:
+        return self.times[view.strategies[0]][self.shared]
+
+
+def scripted(link: Link, *strategies: str) -> ScriptedRun:
+    return ScriptedRun(policy=Interference(strategies), view=START, step_s=link.step_s)
+
+
+def test_it_is_noticed_within_ten_steps_and_the_fastest_strategy_stays() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.11, 0.2), powersgd=(0.15, 0.16))
+    script = scripted(link, "all_reduce", "bf16", "powersgd")
+    assert script.steps(50) == []
+    link.shared, since = True, script.view.step
+    script.steps(60)
+    assert [request for _, request in script.asked] == [SetStrategy("bf16"), SetStrategy("powersgd")]
+    assert script.asked[0][0] - since <= 10
+    assert script.view.strategies == ("powersgd",)
+
+
+def test_the_present_one_stays_if_it_is_the_fastest_and_is_not_doubted_again() -> None:
+    link = Link(all_reduce=(0.1, 0.2), bf16=(0.3, 0.4))
+    script = scripted(link, "bf16")
+    script.steps(50)
+    link.shared = True
+    script.steps(200)
+    assert [request for _, request in script.asked] == [SetStrategy("bf16"), SetStrategy("all_reduce")]
+
+
+def test_a_strategy_that_is_refused_is_measured_as_what_it_is() -> None:
+    link = Link(all_reduce=(0.1, 0.2), powersgd=(0.1, 0.2))
+    script = scripted(link, "powersgd")
+    script.steps(20)
+    link.shared = True
+    for _ in range(60):
+        script.step(strategies=("all_reduce",))
+    assert len(script.asked) <= 2
+
+
+def judged(policy: Interference, rows: list[list[tuple[float, float]]]) -> list[Any]:
+    """What it asks for over steps of which each worker's time and computation are given."""
+    found = []
+    for row in rows:
+        measures = tuple(WorkerMeasures(step_s=step_s, compute_s=compute_s) for step_s, compute_s in row)
+        found += listed(policy.after_step(dataclasses.replace(START, worker_measures=measures)))
+    return found
+
+
+FREE = [[(0.1, 0.05)] * 4] * 10
+
+
+@pytest.mark.parametrize(
+    ("slow", "asks"),
+    [
+        ([(0.2, 0.05)] * 4, True),
+        ([(0.2, 0.05)] * 3 + [(0.1, 0.05)], True),
+        ([(0.2, 0.05)] * 2 + [(0.1, 0.05)] * 2, False),  # no majority
+        ([(0.12, 0.05)] * 4, False),  # 0.83 of the best
+        ([(0.13, 0.05)] * 4, True),
+        ([(0.2, 0.05)] * 3 + [(0.2, 0.15)], False),  # one computes for longer, and the others wait for it
+    ],
+)
+def test_most_workers_must_be_slow_and_not_for_one_that_computes(slow: list[tuple[float, float]], asks: bool) -> None:
+    assert bool(judged(Interference(), [*FREE, *[slow] * 10])) is asks
+
+
+def test_after_a_trial_it_rests() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.1))
+    script = ScriptedRun(policy=Interference(["all_reduce", "bf16"], rest=30), view=START, step_s=link.step_s)
+    script.steps(20)
+    link.shared = True
+    script.steps(30)
+    link.times["bf16"], link.times["all_reduce"] = (0.3, 0.3), (0.1, 0.1)
+    script.steps(60)
+    first, second = (step for step, _ in script.asked)
+    assert 30 <= second - first <= 55
+    assert script.view.strategies == ("all_reduce",)
+
+
+def test_a_slow_step_or_two_are_nothing() -> None:
+    assert not judged(Interference(), [*FREE, *[[(0.9, 0.05)] * 4] * 2, *FREE])
+
+
+def test_another_size_or_batch_has_a_best_of_its_own() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.1))
+    script = scripted(link, "bf16")
+    script.steps(20)
+    link.shared = True
+    script.steps(20, batch_size=256)
+    assert script.asked == []
+
+
+def test_a_trial_ends_with_the_group() -> None:
+    link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.4))
+    script = scripted(link, "bf16", "powersgd")
+    script.steps(20)
+    link.shared = True
+    while not script.asked:
+        script.step()
+    script.steps(3)
+    asked = len(script.asked)
+    script.step(generation=7)
+    script.steps(30)
+    assert len(script.asked) == asked, "what is measured in another group is no part of the trial"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: Interference("bf16"), TypeError, r"Interference\(strategies\) must be a list of names"),
+        (lambda: Interference([]), TypeError, r"\(strategies\) must be a list of names"),
+        (lambda: Interference(["fp4"]), ValueError, r"\(strategies\) must be one of all_reduce, .*but got 'fp4'"),
+        (lambda: Interference(threshold=1.0), ValueError, r"\(threshold\) must be above 0 and below 1"),
+        (lambda: Interference(window=0), ValueError, r"\(window\) must be at least 1"),
+    ],
+)
+def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make()
