@@ -15,6 +15,7 @@ REPLACED_BELOW = 0.67
 _LEAST_WEIGHT = 1.0 / 64.0
 _FULL_WEIGHT = 0.9  # and above, for which no unequal shares are worth it
 _WORTH = 1.1  # times a weight must move
+_SHORT_S = 0.01  # shorter steps are taken together, so that looking at them costs no more than half a percent
 _LONGEST_REST = 32 * MIN_STEPS
 
 
@@ -52,6 +53,35 @@ class Tell(Protocol):
     def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecentSteps:
+    """Sums over the latest steps, as long as they are short.
+
+    Attributes:
+        work: samples of each rank.
+        busy_s: time of each rank until its gradients were complete [s].
+        data_s: the part of it that was waiting for data [s].
+        seconds: of the steps, by the slowest rank's clock [s].
+    """
+
+    work: list[float] = dataclasses.field(default_factory=list)
+    busy_s: list[float] = dataclasses.field(default_factory=list)
+    data_s: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
+        """The same with another step."""
+        work: list[float] = [sum(row) for row in sizes]
+        busy_s = [each.compute_s + each.data_s for each in measured]
+        data_s = [each.data_s for each in measured]
+        if self.work:
+            work = [old + new for old, new in zip(self.work, work, strict=True)]
+            busy_s = [old + new for old, new in zip(self.busy_s, busy_s, strict=True)]
+            data_s = [old + new for old, new in zip(self.data_s, data_s, strict=True)]
+        seconds = self.seconds + max([each.step_s for each in measured])
+        return RecentSteps(work=work, busy_s=busy_s, data_s=data_s, seconds=seconds)
+
+
 class StragglerWatch:
     """Finds stragglers, has them take fewer samples, and says which are to be replaced.
 
@@ -84,6 +114,8 @@ class StragglerWatch:
         self._measured = measured
         self._tell = tell
         self._workers: tuple[str, ...] = ()
+        self._seen: Sequence[Place] = ()
+        self._recent = RecentSteps()
         self._trace = SpeedTrace()
         self._rest = MIN_STEPS
         self._rising: bool | None = None
@@ -112,35 +144,38 @@ class StragglerWatch:
         members, measured = self._members(), self._measured()
         if not self._config.watches or len(members) < 2 or not len(members) == len(measured) == len(sizes):
             return
-        workers = tuple(member.worker for member in members)
-        if workers != self._workers:
-            self._enter(workers)
-        self._trace = self._trace.add(
-            work=[sum(row) for row in sizes],
-            busy_s=[each.compute_s + each.data_s for each in measured],
-            data_s=[each.data_s for each in measured],
-            among=self._healthy,
-        )
-        self._take_time(max(each.step_s for each in measured))
+        if members is not self._seen:
+            self._seen = members
+            self._enter(tuple(member.worker for member in members))
+        self._recent = self._recent.plus(sizes, measured)
+        if self._recent.seconds < _SHORT_S:
+            return
+        recent, self._recent = self._recent, RecentSteps()
+        self._trace = self._trace.add(work=recent.work, busy_s=recent.busy_s, data_s=recent.data_s, among=self._healthy)
+        self._take_time(recent.seconds)
         if self._trace.ready:
             self._judge(members)
             self._share()
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
-        """The group has changed: what is known of workers that are still there stays."""
-        stay = tuple(each for each in self.slow if each.worker in workers)
-        self._workers, self._trace, self._rest, self._rising = workers, SpeedTrace(), MIN_STEPS, None
-        if stay != self.slow:
-            self.slow = stay
+        """The group may have changed: what is known of workers that are still there stays."""
+        if workers == self._workers:
+            return
+        self.slow = tuple(each for each in self.slow if each.worker in workers)
+        self._workers, self._trace, self._recent = workers, SpeedTrace(), RecentSteps()
+        self._rest, self._rising = MIN_STEPS, None
 
     def _take_time(self, seconds: float) -> None:
-        self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
+        if self.slow:
+            self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
 
     def _judge(self, members: Sequence[Place]) -> None:
         """Find new stragglers, and those that have caught up."""
         known = {each.worker: each for each in self.slow}
         healthy = self._healthy
+        if not known and not any(self._trace.slow(rank, healthy) for rank in healthy):
+            return
         for rank, member in enumerate(members):
             before = known.get(member.worker)
             if before is None:
@@ -163,8 +198,10 @@ class StragglerWatch:
     @property
     def _healthy(self) -> tuple[int, ...]:
         """Ranks that are not known to be slow, or all where every one is."""
-        slow = {each.worker for each in self.slow}
         ranks = tuple(range(len(self._workers)))
+        if not self.slow:
+            return ranks
+        slow = {each.worker for each in self.slow}
         return tuple(rank for rank in ranks if self._workers[rank] not in slow) or ranks
 
     def _found(self, rank: int, members: Sequence[Place]) -> SlowWorker:
@@ -194,7 +231,7 @@ class StragglerWatch:
 
     def _share(self) -> None:
         """Move the shares of slow ranks towards equal times, where that is worth a change."""
-        if not self._config.shares:
+        if not self._config.shares or not self.slow:
             return
         wanted, healthy = [], self._healthy
         if not self._trace.ready or len(healthy) == len(self._workers):
@@ -223,12 +260,12 @@ class StragglerWatch:
     def _reshared(self) -> None:
         """Shares are others from the next step on, and so are times."""
         self.changes += 1
-        self._trace = SpeedTrace()
+        self._trace, self._recent = SpeedTrace(), RecentSteps()
 
     def _ask_for_replacement(self) -> None:
         """Mark those that have been too slow for too long."""
         config = self._config
-        if config.replaces:
+        if config.replaces and self.slow:
             self.slow = tuple(
                 dataclasses.replace(
                     each, replace=each.slow_s >= config.patience_s and REPLACED_BELOW * each.ratio > 1.0
@@ -241,6 +278,7 @@ class StragglerWatch:
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
+            "recent": dataclasses.asdict(self._recent),
             "rest": self._rest,
             "rising": self._rising,
             "slow": [{**dataclasses.asdict(each), "cause": each.cause.value} for each in self.slow],
@@ -249,6 +287,7 @@ class StragglerWatch:
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Take over a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
+        self._recent = RecentSteps(**tree["recent"])
         self._rest, self._rising = tree["rest"], tree["rising"]
         self.slow = tuple(SlowWorker(**{**each, "cause": StragglerCause(each["cause"])}) for each in tree["slow"])
         self.changes += 1

@@ -48,7 +48,8 @@ def make_plan(
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
-    views, cluster = avoid_slow(views, cluster)
+    if constraints.avoid_slow_nodes:
+        views, cluster = avoid_slow(views, cluster)
     problem = Problem(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
         return solve(problem)

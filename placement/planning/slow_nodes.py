@@ -34,15 +34,17 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
     slow = {view.job: frozenset(node for node, times in view.slow_nodes.items() if times >= SLOW) for view in views}
     seen = collections.Counter(node for nodes in slow.values() for node in nodes)
     rest = cluster.draining({node for node, jobs in seen.items() if jobs >= SEVERAL})
-    if rest != cluster and admit(views, rest).floors != admit(views, cluster).floors:
+    floors = admit(views, cluster).floors
+    if rest != cluster and admit(views, rest).floors != floors:
         rest = cluster
     open_nodes = {node.node_id for node in rest.nodes if not node.draining}
     closed = {job: nodes & open_nodes for job, nodes in slow.items() if nodes & open_nodes}
     changed = [_closed_to(view, closed[view.job], views, rest) if view.job in closed else view for view in views]
-    if closed:
-        named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in rest.nodes)
-        rest = Cluster(nodes=tuple(named))
-    return changed, rest
+    named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in rest.nodes)
+    labelled = Cluster(nodes=tuple(named))
+    if closed and admit(changed, labelled).floors == floors:
+        return changed, labelled
+    return views, rest
 
 
 def _closed_to(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:

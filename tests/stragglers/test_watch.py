@@ -187,7 +187,7 @@ def test_one_that_stays_slow_is_to_be_replaced_also_behind_smaller_shares() -> N
         assert group.steps - begun < 400
     waited_s = group.watch.slow[0].slow_s
     assert 30.0 <= waited_s < 31.0 and group.watch.slow[0].ratio == pytest.approx(3.0, rel=0.1)
-    group.members[3] = Place("w5", "n")
+    group.members = [*group.members[:3], Place("w5", "n")]
     group.slow = {}
     group.step(20)
     assert not group.watch.slow and group.watch.weights is None
