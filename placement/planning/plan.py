@@ -43,13 +43,36 @@ def make_plan(
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
+    if not constraints.avoid_slow_nodes:
+        return _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+    left_views, left_cluster = avoid_slow(views, cluster)
+    plan = _under_constraints(policy, left_views, left_cluster, now_s, constraints, guaranteed)
+    if left_views is views and left_cluster is cluster:
+        return plan
+    # A slow worker does some work, and a job without any does none: who would run otherwise decides.
+    anyway = _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+    return plan if _running(plan) >= _running(anyway) else anyway
+
+
+def _running(plan: Plan) -> int:
+    """How many jobs a plan lets run."""
+    return sum(1 for nodes in plan.allocation.values() if nodes)
+
+
+def _under_constraints(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints,
+    guaranteed: Collection[str],
+) -> Plan:
+    """A plan for jobs and nodes as they are."""
     apart = constraints.one_multi_node_job_per_node
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
-    if constraints.avoid_slow_nodes:
-        views, cluster = avoid_slow(views, cluster)
     problem = Problem(views=views, cluster=cluster, apart=apart)
     if not apart and not constraints.concern(views):
         return solve(problem)

@@ -77,7 +77,8 @@ def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
             assert isinstance(request, SetBatch)
             assert request.batch_size is not None and 4 <= request.batch_size <= 512
             ratio = request.batch_size / present
-            assert hysteresis - 0.5 / min(present, request.batch_size) <= max(ratio, 1 / ratio) <= 5.0 + 0.5 / 4
+            rounding = 0.5 / min(present, request.batch_size)
+            assert hysteresis - rounding <= max(ratio, 1 / ratio) <= 5.0 * (1 + rounding)
             present = request.batch_size
         assert policy.mean is not None
     assert min(scales) * (1 - 1e-9) <= (policy.mean or 0) <= max(scales) * (1 + 1e-9)

@@ -76,4 +76,4 @@ def test_no_job_that_would_run_otherwise_is_left_without_workers(cpus: list[int]
         for number, slow in enumerate(seen)
     ]
     healthy = placed([dataclasses.replace(each, slow_nodes={}) for each in views], nodes)
-    assert sum(1 for each in placed(views, nodes) if each.workers) == sum(1 for each in healthy if each.workers)
+    assert sum(1 for each in placed(views, nodes) if each.workers) >= sum(1 for each in healthy if each.workers)
