@@ -47,9 +47,9 @@ class StragglerReplacement:
         self._wanted = {each.worker: each for each in report.stragglers if each.replace}
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}
         self._note_nodes(current, report.stragglers, now_s)
-        chosen = {worker for worker in self._wanted if self._may_replace(worker, current, now_s)}
-        reason = "; ".join(f"in place of {each}" for worker, each in self._wanted.items() if worker in chosen)
-        self._group.take(Replace(workers=frozenset(chosen), reason=reason))
+        chosen = [each for worker, each in self._wanted.items() if self._may_replace(worker, current, now_s)]
+        reason = "; ".join(f"in place of worker {each.worker}: {each}" for each in chosen)
+        self._group.take(Replace(workers=frozenset(each.worker for each in chosen), reason=reason))
 
     def _note_replaced(self, current: GenerationSpec, now_s: float) -> None:
         """Those that were to be replaced and are gone."""

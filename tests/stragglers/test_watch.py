@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.stragglers.detection import SpeedTrace
@@ -61,6 +61,8 @@ def test_noise_alone_is_no_straggler(world: int, spread: float) -> None:
     assert not group.told
 
 
+@example(batches=[7] * 10, fixed_s=0.3)  # sizes 2, 2, 2, 1: all take nearly as long, and the last has half the work
+@example(batches=[5] * 10, fixed_s=0.0)  # sizes 2, 1, 1, 1: the first takes twice as long
 @given(batches=st.lists(st.integers(4, 400), min_size=1, max_size=30), fixed_s=st.floats(0.0, 0.3))
 @QUICK
 def test_batches_that_change_are_no_stragglers(batches: list[int], fixed_s: float) -> None:
