@@ -118,7 +118,7 @@ def batches(batch: int, world: int) -> list[Tensor]:
     return found
 
 
-SHARES = [(2, 8, None), (3, 9, None), (3, 7, None), (2, 8, 2), (3, 12, 2), (None, 8, 2), (None, 10, 4)]
+SHARES = [(2, 8, None), (3, 9, None), (3, 7, None), (2, 8, 2), (3, 12, 2), (None, 8, 2), (None, 9, 4)]
 """World, global batch, most samples at once: equal shares, unequal ones, with and without accumulation."""
 
 
