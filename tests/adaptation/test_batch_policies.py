@@ -76,9 +76,9 @@ def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
         for request in script.step(noise=noise(scale)):
             assert isinstance(request, SetBatch)
             assert request.batch_size is not None and 4 <= request.batch_size <= 512
-            ratio = request.batch_size / present
-            rounding = 0.5 / min(present, request.batch_size)
-            assert hysteresis - rounding <= max(ratio, 1 / ratio) <= 5.0 * (1 + rounding)
+            less, more = sorted((present, request.batch_size))
+            assert hysteresis * (less - 0.5) <= more + 0.5, "a half is rounding"
+            assert more - 0.5 <= 5.0 * (less + 0.5)
             present = request.batch_size
         assert policy.mean is not None
     assert min(scales) * (1 - 1e-9) <= (policy.mean or 0) <= max(scales) * (1 + 1e-9)

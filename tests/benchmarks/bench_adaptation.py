@@ -130,7 +130,17 @@ def batch_part(seeds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             }
         )
     small, noise = rows[0], rows[2]
+    arrived = sum(each.at(target) is not None for each in found["noise"]) / seeds
     bars = [
+        bar("digits, noise scale: part of the seeds that reach it", value=arrived, limit=1.0, at_least=True),
+        *_ratios(small, noise, target),
+    ]
+    return rows, bars
+
+
+def _ratios(small: Mapping[str, Any], noise: Mapping[str, Any], target: float) -> list[dict[str, Any]]:
+    """Medians over the seeds that reach it."""
+    return [
         bar(
             f"digits, to the small batch's accuracy ({target:.3f}), noise scale against small batch: {unit}",
             value=noise[unit] / small[unit] if noise[unit] and small[unit] else None,
@@ -139,7 +149,6 @@ def batch_part(seeds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         )
         for unit in ("steps", "wall s", "CPU s")
     ]
-    return rows, bars
 
 
 def _middle(values: Sequence[float]) -> float | None:
