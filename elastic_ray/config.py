@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from elastic_ray.faults import Faults
+from elastic_ray.stragglers.reports import RESPONSES, Response, StragglerConfig
 from placement.cluster.jobs import SPOT_USES, SpotUse
 
 
@@ -38,6 +39,12 @@ class ElasticConfig:
             cluster, goes on from there. They are deleted when the job finishes.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
             are lost (Young 1974, Daly 2006), and keeps their cost under half a percent.
+        stragglers: what is done about a worker that takes 1.25 times as long as the others for the same work, or more:
+            ``ignore`` it, ``tell`` of it (an event, and the status), ``share`` the samples of a step so that it takes
+            fewer, or also ``replace`` it if it stays slow. With ``share`` the others take more samples each than an
+            equal split gives them, within ``local_bsz_bounds``; a loop that takes local batches for equally large
+            should not ask for it.
+        straggler_patience_s: how long a worker is slow before ``replace`` asks for another.
         private_files: on file systems of the nodes (NFS mounts are such) only the job's user may read its files: modes
             0600, and 0700 for directories; a run's directory that belongs to another user is refused. False leaves it
             to the umask, and to the directory's owner. The storage's own rules hold elsewhere.
@@ -61,6 +68,8 @@ class ElasticConfig:
     fixed_batch: bool = False
     automatic_checkpoints: bool = True
     checkpoint_interval_s: float | None = None
+    stragglers: Response = "tell"
+    straggler_patience_s: float = 60.0
     private_files: bool = True
     storage_timeout_s: float = 60.0
     faults: Faults | None = None
@@ -75,11 +84,19 @@ class ElasticConfig:
                 f"{self.collective_timeout_s:g} s"
             )
 
+    @property
+    def straggler_config(self) -> StragglerConfig:
+        """What workers are told about stragglers."""
+        return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
+
     def _check(self, name: str, value: object) -> None:
         """Raise unless the value has the field's type and range."""
         if name == "faults":
             if value is not None and not isinstance(value, Faults):
                 raise TypeError(f"{name} must be a Faults script or None, but got {value!r}")
+        elif name == "stragglers":
+            if value not in RESPONSES:
+                raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
         elif name == "checkpoint_interval_s" and value is None:
             return
         elif name in ("fixed_batch", "automatic_checkpoints", "private_files"):

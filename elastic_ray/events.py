@@ -25,6 +25,7 @@ class EventKind(str, enum.Enum):
     CANCELLED = "cancelled"
     BATCH = "batch"
     STRATEGY = "strategy"
+    STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"
     CHECKPOINT = "checkpoint"
     RECOVERED = "recovered"
@@ -120,7 +121,7 @@ class JobStatus:
         cost_usd: what it has cost so far [USD], by the prices of the allocator's autoscaling; None without.
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
             that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
-            worker warns of.
+            worker warns of; workers that are slow.
     """
 
     job: str

@@ -16,6 +16,7 @@ MOMENTS = (
     "forward",  # entering the wrapped model
     "backward",  # the first gradient of a backward pass is there
     "allreduce",  # the first bucket is on its way
+    "vote",  # owners have received row gradients of sharded tables, and their vote is on its way
     "optimizer_step",  # agreed, about to apply
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed

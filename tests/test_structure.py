@@ -17,7 +17,7 @@ FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
 # Attributes of Python's, torch's, NumPy's and Ray's objects that are there to be written, or that we patch on purpose.
 FOREIGN_ATTRIBUTES = (
     *("__class__", "__traceback__", ".loader.exec_module"),
-    *(".grad", "optimizer.step", "layer.sparse", "ctx.param", ".bit_generator.state"),
+    *(".grad", "optimizer.step", "optimizer.zero_grad", "layer.sparse", "ctx.param", ".bit_generator.state"),
     *("ray.get_actor", "actor_class._remote"),
 )
 

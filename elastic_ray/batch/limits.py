@@ -74,6 +74,11 @@ class BatchLimits:
         return self.max_batch_size is None
 
     @property
+    def one_size(self) -> bool:
+        """Whether there is no other global batch than M0, though it may be divided otherwise."""
+        return self.max_batch_size in (None, self.init_batch_size)
+
+    @property
     def lower(self) -> int:
         """Least samples per worker and micro-step."""
         return (self.local_bsz_bounds[0] if self.local_bsz_bounds else None) or 1

@@ -181,10 +181,13 @@ class BatchPlanner:
     def _learn(self, report: StepReport) -> None:
         """Give the report to the tuner of the GPU type that it was measured on."""
         tuner = self._tuners.get(self._gpus.get(report.generation, self._gpu))
+        self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         if tuner is None or report.shape is None:
             return
+        tuner.set_noise(report.noise)
+        if report.uneven:
+            return  # the model is one of equal shares
         self._strategy = report.strategy if self._strategy is None else self._strategy
-        self.throughput = report.batch_size / report.step_time if report.step_time > 0 else 0.0
         tuner.observe(
             nodes=report.nodes,
             replicas=report.replicas,
@@ -195,7 +198,6 @@ class BatchPlanner:
             steps=report.steps,
             strategy=report.strategy,
         )
-        tuner.set_noise(report.noise)
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:

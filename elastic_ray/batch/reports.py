@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.stragglers.reports import SlowWorker
 from placement.cluster.progress import Progress
 from placement.goodput.model import NoiseScale
 
@@ -68,10 +69,12 @@ class LoaderInfo:
 class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
-    ``step_time`` and ``grad_time`` are medians over ``steps`` undisturbed steps of one shape; 0 where none was seen.
+    ``step_time`` and ``grad_time`` are medians over ``steps`` ununeven steps of one shape; 0 where none was seen.
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
-    synchronising gradients apart; while one is being chosen no steps are reported. ``held_batch`` is the global batch
-    that a policy of the user's has set, ``wish`` the fewest and most workers that it asks for; None without.
+    synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
+    out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
+    ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
+    asks for; None without.
     """
 
     generation: int
@@ -90,3 +93,5 @@ class StepReport:
     strategy: str = ""
     held_batch: int | None = None
     wish: tuple[int | None, int | None] | None = None
+    uneven: bool = False
+    stragglers: tuple[SlowWorker, ...] = ()

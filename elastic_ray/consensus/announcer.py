@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.consensus.intents import Announced, RanksDisagreeError, disagreement
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement, layouts_differ
 
 # Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
 PAYLOAD_SIZE = 32
@@ -24,6 +24,8 @@ _FINISHED_S = 7 * 24 * 3600.0
 _PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
+# Bytes of a strategy's name, and how long a rank that cannot go on waits for those of the others.
+_NAME_BYTES, _NAMES_S = 64, 5.0
 
 
 class Announcer:
@@ -50,6 +52,7 @@ class Announcer:
         self._entry: tuple[int, int, int] = (0, 0, 0)
         self._payload: Sequence[float] = ()
         self._open: Announced | None = None
+        self._strategy = ""  # of what was announced last
         self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
 
@@ -181,6 +184,7 @@ class Announcer:
             self._refused = self._unfinished(what)
             raise self._refused
         self._open = what
+        self._strategy = what.strategy
         self._phase += 1
         self._entry, self._payload = (what.code, loader_steps, fingerprint), payload
 
@@ -220,8 +224,30 @@ class Announcer:
         return True
 
     def _refuse(self, codes: Sequence[int], loader_steps: Sequence[int]) -> None:
-        self._refused = RanksDisagreeError(disagreement(codes, loader_steps))
+        strategies: Sequence[str] = ()
+        reduce = all(code and Announced.from_code(code).intent is Intent.GRADIENTS for code in codes)
+        if reduce and layouts_differ(codes):
+            strategies = self._strategies()
+        self._refused = RanksDisagreeError(disagreement(codes, loader_steps, strategies))
         raise self._refused
+
+    def _strategies(self) -> Sequence[str]:
+        """By rank, the strategies of what all have announced; empty where some have not told in time.
+
+        All ranks come here, for all know that they disagree; their announcements are over.
+        """
+        told = torch.zeros(self._world, _NAME_BYTES, dtype=torch.uint8)
+        name = self._strategy.encode()[:_NAME_BYTES]
+        told[self.communicator.rank, : len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+        try:
+            work = self.communicator.all_reduce(told)
+            if not self.communicator.ends_within(work, _NAMES_S):
+                self.communicator.mark_broken()
+                return ()
+            self.communicator.wait(work)
+        except CommunicationFailedError:
+            return ()
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in told]
 
     def _unfinished(self, what: Announced) -> RanksDisagreeError:
         return RanksDisagreeError(

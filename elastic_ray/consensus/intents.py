@@ -25,6 +25,7 @@ class Intent(enum.IntEnum):
     END_OF_PASS = 3
     BUFFERS = 4
     FINISH = 5
+    ROWS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,11 +36,13 @@ class Announced:
         intent: its kind.
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
+        strategy: what a user calls that, of gradients; no part of :attr:`code`.
     """
 
     intent: Intent
     index: int = 0
     detail: int = 0
+    strategy: str = ""
 
     @property
     def code(self) -> int:
@@ -55,7 +58,9 @@ class Announced:
     def __str__(self) -> str:
         match self.intent:
             case Intent.GRADIENTS:
-                return f"reduces the gradients of model {self.index} (layout {self.detail:010x}) in a backward pass"
+                under = f" under strategy {self.strategy!r}" if self.strategy else ""
+                layout = f"(layout {self.detail:010x})"
+                return f"reduces the gradients of model {self.index}{under} {layout} in a backward pass"
             case Intent.EDGE:
                 nested = f" of a loader nested {self.index - 1} deep" if self.index > 1 else ""
                 averaged = f", and averages models (what and how: {self.detail:010x})" if self.detail else ""
@@ -64,19 +69,29 @@ class Announced:
                 return f"ends its pass over a loader, or left it (buffers {self.detail:010x})"
             case Intent.BUFFERS:
                 return f"brings the buffers of its models along (layout {self.detail:010x})"
+            case Intent.ROWS:
+                what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
+                return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
             case Intent.FINISH:
                 return "has returned from the train function"
 
 
-def disagreement(codes: Sequence[int], loader_steps: Sequence[int]) -> str:
-    """What the ranks are about to do, as the text of an error; by rank, with the committed steps of each."""
+def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
+    """What the ranks are about to do, as the text of an error; by rank, with the committed steps of each.
+
+    Args:
+        codes: of what they have announced.
+        loader_steps: that they have committed.
+        strategies: of their gradients, as far as that is known; else empty.
+    """
     doing: dict[str, list[int]] = {}
     several = len(set(loader_steps)) > 1
     for rank, (code, steps) in enumerate(zip(codes, loader_steps, strict=True)):
-        what = str(Announced.from_code(code)) if code else "has announced nothing"
+        known = dataclasses.replace(Announced.from_code(code), strategy=strategies[rank]) if strategies else None
+        what = str(known or Announced.from_code(code)) if code else "has announced nothing"
         doing.setdefault(f"{what} after {steps} steps" if several else what, []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
-    if _layouts_differ(codes):
+    if layouts_differ(codes):
         told += (
             ". Layouts differ with the strategy, which every rank must set alike, in the same step, "
             "with its options, and with the parameters that are trainable"
@@ -89,7 +104,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int]) -> str:
     )
 
 
-def _layouts_differ(codes: Sequence[int]) -> bool:
+def layouts_differ(codes: Sequence[int]) -> bool:
     """Whether two ranks reduce gradients of one model, and not in the same layout."""
     known = [Announced.from_code(code) for code in codes if code]
     layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}

@@ -13,19 +13,30 @@ from torch.utils.data import DataLoader, default_collate
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
+from elastic_ray.data.shares import Shares
 
 
 class StepSplit:
     """How the next steps are cut; equal on all ranks but for ``rank``."""
 
-    __slots__ = ("_sizes", "_slices", "batch_size", "drop_last", "micro_steps", "rank", "world_size")
+    __slots__ = ("_sizes", "_slices", "batch_size", "drop_last", "micro_steps", "rank", "shares", "world_size")
 
-    def __init__(self, *, batch_size: int, micro_steps: int, world_size: int, rank: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        micro_steps: int,
+        world_size: int,
+        rank: int,
+        drop_last: bool,
+        shares: Shares | None = None,
+    ) -> None:
         self.batch_size = batch_size
         self.micro_steps = micro_steps
         self.world_size = world_size
         self.rank = rank
         self.drop_last = drop_last
+        self.shares = shares
         # By samples of the step: nearly all steps have as many.
         self._sizes: dict[int, list[list[int]]] = {}
         self._slices: dict[int, list[slice]] = {}
@@ -43,14 +54,20 @@ class StepSplit:
     def sizes(self, count: int) -> list[list[int]]:
         """Samples of each rank and micro-step; not to be changed."""
         if count not in self._sizes:
-            self._sizes[count] = split(count, world_size=self.world_size, micro_steps=self.micro_steps).tolist()
+            self._sizes[count] = split(
+                count, world_size=self.world_size, micro_steps=self.micro_steps, shares=self.shares
+            ).tolist()
         return self._sizes[count]
 
     def slices(self, count: int) -> list[slice]:
         """This rank's part of the step in each micro-step."""
         if count not in self._slices:
             self._slices[count] = rank_slices(
-                count, rank=self.rank, world_size=self.world_size, micro_steps=self.micro_steps
+                count,
+                rank=self.rank,
+                world_size=self.world_size,
+                micro_steps=self.micro_steps,
+                shares=self.shares,
             )
         return self._slices[count]
 
@@ -243,6 +260,7 @@ class StreamBatches:
             rank=cut.rank,
             micro_steps=cut.micro_steps,
             drop_last=cut.drop_last,
+            shares=cut.shares,
         )
         if drawn is None:
             return StepBatches(total=position)

@@ -16,6 +16,7 @@ from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StepSpli
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
 from elastic_ray.data.run_view import LoaderRun
+from elastic_ray.data.shares import Shares
 from elastic_ray.data.whole import batches_of
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
@@ -373,9 +374,19 @@ class AdaptiveDataLoader:
                 world_size=session.world_size,
                 rank=session.rank,
                 drop_last=self._drop_last,
+                shares=self._shares,
             )
             self._setting = session.shape_changes, shape, cut
         return self._setting[1:]
+
+    @property
+    def _shares(self) -> Shares | None:
+        """What each rank takes of a step, where some are slower than others; None for equal shares."""
+        weights = self._session.share_weights
+        if weights is None:
+            return None
+        least = self._limits.lower if self._adaptive else 1
+        return Shares(weights=weights, least=least, most=self._limits.upper)
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
         samples = self._samples

@@ -11,19 +11,18 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
-import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler
 
 from elastic_ray.data import sharding
+from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import Indices
+from elastic_ray.data.shares import Shares
 
 Item = TypeVar("Item")
 
@@ -255,7 +254,14 @@ class StreamSharder(Generic[Item]):
         return sharding.can_switch(position=self._position, total=total, world_size=world_size)
 
     def next_step(
-        self, *, batch_size: int, world_size: int, rank: int, micro_steps: int = 1, drop_last: bool = False
+        self,
+        *,
+        batch_size: int,
+        world_size: int,
+        rank: int,
+        micro_steps: int = 1,
+        drop_last: bool = False,
+        shares: Shares | None = None,
     ) -> StreamStep[Item] | None:
         """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
 
@@ -277,7 +283,7 @@ class StreamSharder(Generic[Item]):
         self._drawn = count
         if count == 0:
             return None
-        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micro_steps)
+        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micro_steps, shares=shares)
         items = [list(itertools.islice(self._ahead, piece.start, piece.stop)) for piece in pieces]
         return StreamStep(items=items, count=count)
 
@@ -313,40 +319,6 @@ class StreamSharder(Generic[Item]):
         self._ended = len(self._ahead) < count
 
 
-class PrivateRandom:
-    """Random generators of one's own: within the context, code that uses the global ones draws from these
-    instead.
-
-    Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
-    The context may be entered again and goes on where it was left; the generators outside never notice.
-    """
-
-    def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:
-        """Seed from `seed` and `epoch` alone."""
-        sharding.epoch_generator(seed=seed, epoch=epoch)  # checks both
-        self._words = np.random.SeedSequence([seed, epoch]).generate_state(4)
-        self._owner = owner
-        self._inside: list[Any] | None = None
-        self._outside: list[tuple[Any, Any]] = []
-
-    def __enter__(self) -> PrivateRandom:
-        generators = _generators(self._owner)
-        self._outside = [(generator, _get_state(generator)) for generator in generators]
-        for number, generator in enumerate(generators):
-            if self._inside is None:
-                _seed(generator, [int(word) for word in self._words])
-            else:
-                _set_state(generator, self._inside[number])
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._inside = [_get_state(generator) for generator, _ in self._outside]
-        for generator, state in self._outside:
-            _set_state(generator, state)
-
-
 def _is_plain_distributed(sampler: object) -> bool:
     # a subclass with its own order cannot be taken apart; SamplerOrder refuses it and says why
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
@@ -356,42 +328,3 @@ def _set_epoch(target: object, epoch: int) -> None:
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
-
-
-def _generators(owner: object) -> list[Any]:
-    """The global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    # the modules have the methods of their hidden global instance
-    found: list[Any] = [torch.default_generator, np.random, random]
-    pending = [owner]
-    while pending:
-        for _, value in sorted(getattr(pending.pop(), "__dict__", {}).items()):
-            if isinstance(value, kinds) and not any(value is other for other in found):
-                found.append(value)
-            elif isinstance(value, Sampler):
-                pending.append(value)
-    return found
-
-
-def _seed(generator: Any, words: list[int]) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(words[0] | (words[1] & 0x7FFFFFFF) << 32)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = type(generator.bit_generator)(words).state
-    else:
-        generator.seed(words[0])
-
-
-def _get_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

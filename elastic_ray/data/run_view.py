@@ -87,7 +87,11 @@ class LoaderRun(Protocol):
 
     @property
     def shape_changes(self) -> int:
-        """How often the group or the batch shape has changed."""
+        """How often the group, the batch shape or the ranks' shares have changed."""
+
+    @property
+    def share_weights(self) -> tuple[float, ...] | None:
+        """Shares of the ranks in a step's samples; None where they are equal."""
 
     @property
     def elastic(self) -> bool:

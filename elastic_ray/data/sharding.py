@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from elastic_ray.data.shares import Shares, by_weight
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -145,26 +147,33 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
     return min(micro_steps, count // world_size)
 
 
-def split(count: int, *, world_size: int, micro_steps: int = 1) -> Indices:
+def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
     Returns:
-        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, any two entries
-        differ by at most 1, so do any two ranks' sums, and the whole sums to `count`. Earlier ranks take the
-        larger shares.
+        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
+        `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
+        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`.
 
     Raises:
-        ValueError: bad input, or count < world_size.
+        ValueError: bad input, count < world_size, or shares of another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
     """
     steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps)
-    shares = _even(np.array([count], dtype=np.int64), world_size)[0]
-    return _even(shares, steps)
+    if shares is None:
+        counts = _even(np.array([count], dtype=np.int64), world_size)[0]
+    elif len(shares.weights) != world_size:
+        raise ValueError(f"shares must have a weight for each of {world_size} ranks, but got {shares.weights}")
+    else:
+        counts = np.array(by_weight(count, shares, steps), dtype=np.int64)
+    return _even(counts, steps)
 
 
-def rank_slices(count: int, *, rank: int, world_size: int, micro_steps: int = 1) -> list[slice]:
+def rank_slices(
+    count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None
+) -> list[slice]:
     """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count.
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
@@ -172,7 +181,7 @@ def rank_slices(count: int, *, rank: int, world_size: int, micro_steps: int = 1)
     Raises:
         ValueError: bad input, rank outside 0..world_size-1, or count < world_size.
     """
-    sizes = split(count, world_size=world_size, micro_steps=micro_steps)
+    sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares)
     _check_count("rank", rank, at_least=0)
     if rank >= world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world size {world_size}, but got {rank}")

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
-from elastic_ray.data.order import EpochOrder, PrivateRandom
+from elastic_ray.data.order import EpochOrder
+from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import Indices
 from elastic_ray.data.whole import batch_ends, whole_step
 

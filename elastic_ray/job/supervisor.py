@@ -380,6 +380,7 @@ class JobSupervisor:
             allocation=self.group.reserved(),
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
+            slow_nodes=self._messages.stragglers.slow_nodes(time.monotonic()),
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
+from elastic_ray.job.straggler_replacement import StragglerReplacement
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import (
@@ -50,6 +52,7 @@ class WorkerMessages:
         parts: of it.
 
     Attributes:
+        stragglers: workers that are slow.
         torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
@@ -59,6 +62,7 @@ class WorkerMessages:
         self._reports, self._group = parts.reports, parts.group
         self._resumed = ""
         self.torn = False
+        self.stragglers = StragglerReplacement(parts)
 
     async def hear(self, message: WorkerMessage) -> None:
         """A worker's message; a trial's report is answered when training may go on."""
@@ -74,7 +78,8 @@ class WorkerMessages:
             case WorkerOutOfMemory():
                 self._out_of_memory(message)
             case WorkerNotice(kind=kind, text=text, detail=detail):
-                self._record.user_told(text)
+                if kind is not EventKind.STRAGGLER:  # the status tells of those that there are now
+                    self._record.user_told(text)
                 self._events.note(kind, text, detail=detail)
             case WorkerReport():
                 await self._reports.hear(message, self._group.machine.world_size)
@@ -91,6 +96,7 @@ class WorkerMessages:
             detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
             replicas = report.replicas
             self._events.add(EventKind.BATCH, replicas, replicas, self._record.batch_reason, detail=detail)
+        self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
         resumed = message.resumed

@@ -25,6 +25,7 @@ class MembershipConfig:
         patience_s: how long a change waits for further joiners that are starting.
         notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
         backoff_s: pause before resources are asked for again after a reservation or a joiner failed.
+        replace_again_s: pause before a member is replaced again after no other worker was to be had.
     """
 
     min_workers: int = 1
@@ -34,6 +35,7 @@ class MembershipConfig:
     patience_s: float = 5.0
     notice_s: float = 1.0
     backoff_s: float = 5.0
+    replace_again_s: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class GenerationChanges(Roster):
         self.trained = False
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._not_before_s = 0.0
-        self._retry_s = 0.0
+        self._retry_s = self._replace_after_s = 0.0
         self._suspicion: _Deadline | None = None
         self._hope: _Deadline | None = None
         self._ended = False

@@ -19,6 +19,7 @@ from elastic_ray.membership.signals import (
     Lost,
     PrepareFailed,
     Ready,
+    Replace,
     Rerun,
     Reserved,
     StepFailed,
@@ -45,7 +46,7 @@ class JobMembership(GenerationChanges):
         super().__init__(config, named=named)
         self._first_most = first_most
         self._target: dict[str, int] = {}
-        self._reason = ""
+        self._reason = self._replace_reason = ""
         self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
         self._patience = 1.0  # times join_timeout_s: on a busy machine, starting anew is what keeps it busy
         self._first_wish_s: float | None = None
@@ -58,6 +59,8 @@ class JobMembership(GenerationChanges):
         match stimulus:
             case Allocated():
                 self._aim(stimulus)
+            case Replace():
+                self._replace(stimulus, now_s)
             case Reserved(worker=worker):
                 self._reserved(worker, now_s)
             case Ready():
@@ -153,6 +156,20 @@ class JobMembership(GenerationChanges):
             self._bereft = False
         self._target, self._reason = target, goal.reason
 
+    def _replace(self, wish: Replace, now_s: float) -> None:
+        """Mark who is to go once another is ready; not for a while after no other was to be had."""
+        for record in self.workers.values():
+            wanted = record.worker in wish.workers and now_s >= self._replace_after_s
+            record.replace(wanted and record.phase is WorkerPhase.MEMBER)
+        self._replace_reason = wish.reason
+
+    def _keep_replaced(self, now_s: float) -> None:
+        """No other worker is to be had: those that were to be replaced stay."""
+        for record in self.workers.values():
+            if record.replaced:
+                record.replace(False)
+                self._replace_after_s = now_s + self.config.replace_again_s
+
     def _reserved(self, worker: str, now_s: float) -> None:
         record = self.workers.get(worker)
         if record is None or record.phase is not WorkerPhase.RESERVING:
@@ -221,6 +238,7 @@ class JobMembership(GenerationChanges):
         for record in self.in_phase(WorkerPhase.RESERVING):
             if now_s - record.since_s > config.reserve_timeout_s:
                 self._not_before_s = now_s + config.backoff_s
+                self._keep_replaced(now_s)
                 self._give_up(record, f"node {record.node[:8]} did not free its resources in time")
         for record in self.in_phase(WorkerPhase.LEAVING):
             if now_s - record.since_s > config.switch_timeout_s:
@@ -229,6 +247,7 @@ class JobMembership(GenerationChanges):
         late = [record for record in self.in_phase(WorkerPhase.STARTING) if now_s - record.since_s > limit_s]
         for record in late:
             self._not_before_s = now_s + config.backoff_s
+            self._keep_replaced(now_s)
             times = f" x {self._patience:g}" if self._patience > 1 else ""
             self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}{times}")
         if late:
@@ -293,6 +312,7 @@ class JobMembership(GenerationChanges):
                 return
             group = None if patient else group
             reason = f"in place of lost workers; {reason}" if self._bereft and joiners else reason
+            reason = self._replace_reason if any(w.replaced for w in leavers) else reason
         if group is not None:
             self._first_wish_s, self._bereft = None, False
             self._issue(group, forced=False, reason=reason, now_s=now_s)

@@ -47,11 +47,21 @@ class WorkerRecord:
     state_generation: int = 0
     rebuilt: bool = False
     failures: int = 0
+    replaced: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is neither on its way out nor to be replaced."""
+        return self.phase is not WorkerPhase.LEAVING and not self.replaced
 
     @property
     def number(self) -> int:
         """Order of age."""
         return number(self.worker)
+
+    def replace(self, wanted: bool) -> None:
+        """Whether it is to go once another is ready in its place."""
+        self.replaced = wanted
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
         """Come into a phase."""
@@ -171,8 +181,8 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
-        """As :meth:`workers_by_node`, without those on their way out."""
-        return dict(Counter(w.node for w in self.workers.values() if w.phase is not WorkerPhase.LEAVING))
+        """As :meth:`workers_by_node`, without those on their way out and those that are to be replaced."""
+        return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
         """Workers from whom signs of life are expected."""

@@ -8,7 +8,10 @@ from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Who is too many on each node: members that are to leave, and others to be given back at once."""
+    """Who is too many on each node: members that are to leave, and others to be given back at once.
+
+    Members that are to be replaced leave once as many others are ready.
+    """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
     rank = {w.worker: index for index, w in enumerate(roster.members())}
@@ -17,7 +20,7 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
         excess = count - target.get(node, 0)
         if excess <= 0:
             continue
-        here = [w for w in roster.workers.values() if w.node == node and w.phase is not WorkerPhase.LEAVING]
+        here = [w for w in roster.workers.values() if w.node == node and w.stays]
         # Newest first, and members last: what has not joined costs nothing to give back.
         here.sort(key=lambda w: (w.phase is not WorkerPhase.MEMBER, rank.get(w.worker, 0), w.number), reverse=True)
         for record in here[:excess]:
@@ -25,6 +28,8 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
                 leavers.append(record)
             elif record.worker not in flying and not record.has_state:
                 unwanted.append(record)
+    ready = len(roster.in_phase(WorkerPhase.READY)) - sum(1 for w in unwanted if w.phase is WorkerPhase.READY)
+    leavers += [w for w in roster.members() if w.replaced][: max(0, ready)]
     return leavers, unwanted
 
 

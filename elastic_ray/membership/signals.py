@@ -85,8 +85,21 @@ class Allocated:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """These members, and no others, are to go once others are ready in their places.
+
+    Attributes:
+        workers: their ids.
+        reason: why, as a sentence.
+    """
+
+    workers: frozenset[str]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
     """Time has passed."""
 
 
-Stimulus = Signal | Allocated | TimePassed
+Stimulus = Signal | Allocated | Replace | TimePassed

@@ -22,6 +22,18 @@ def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     optimizer.step = wrapped  # type: ignore[method-assign]
 
 
+def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:
+    """Call ``then`` whenever the optimizer has cleared its parameters' gradients."""
+    original = optimizer.zero_grad
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        then()
+
+    optimizer.zero_grad = wrapped  # type: ignore[method-assign]
+
+
 def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger) -> None:
     """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
     if not hasattr(scheduler, "step"):

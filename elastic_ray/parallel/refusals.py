@@ -62,6 +62,33 @@ def refuse_steps_in_backward(module: torch.nn.Module) -> None:
                 raise ValueError(f"a hook on the gradient of {name} steps an optimizer: {STEP_AFTER_BACKWARD}")
 
 
+def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Embedding layers with ``max_norm``, by name."""
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {
+        name or type(layer).__name__: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, tables) and layer.max_norm is not None
+    }
+
+
+def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -> None:
+    """Raise ValueError for tables with ``max_norm`` that several workers train.
+
+    Args:
+        tables: as :func:`bounded_tables` finds them.
+        workers: of the group, now or ever.
+    """
+    for name, layer in tables.items() if workers > 1 else ():
+        if layer.weight.requires_grad:
+            raise ValueError(
+                f"{name} has max_norm={layer.max_norm}, with which each worker shortens the rows that its own samples "
+                f"look up, so that the replicas of the table drift apart ({workers} workers, or as many later). Leave "
+                "it out: shorten the looked-up vectors in forward(), or all rows behind optimizer.step() under "
+                "torch.no_grad(), with torch.renorm; or train with one worker"
+            )
+
+
 def _reach(hook: Any) -> Iterator[Any]:
     """What a hook refers to by name, and what lies in dicts and lists among that."""
     try:

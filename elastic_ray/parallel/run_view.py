@@ -14,12 +14,17 @@ from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
-from elastic_ray.sync.engine.context import SyncContext, SyncLedger
+from elastic_ray.sync.engine.context import SyncConsensus, SyncContext, SyncGroup, SyncLedger
+from elastic_ray.sync.sharded.run_view import TableConsensus, TableGroup, TableLedger, TableStep
 from placement.goodput.model import NoiseScale
 
 
-class UpdateLedger(SyncLedger, Protocol):
+class UpdateLedger(SyncLedger, TableLedger, Protocol):
     """Which step this rank is in, and whether its optimizers may step."""
+
+    @property
+    def step(self) -> TableStep | None:
+        """The innermost step in progress."""
 
     @property
     def accumulating(self) -> bool:
@@ -37,6 +42,18 @@ class UpdateLedger(SyncLedger, Protocol):
 
     def applied(self) -> None:
         """It has stepped, or its update was left out."""
+
+
+class UpdateGroup(SyncGroup, TableGroup, Protocol):
+    """The present group, and what may become of it."""
+
+    @property
+    def most_workers(self) -> int:
+        """Number of ranks that it may ever have, as far as that is known."""
+
+
+class UpdateConsensus(SyncConsensus, TableConsensus, Protocol):
+    """What the ranks tell each other."""
 
 
 class SharedStates(Protocol):
@@ -102,6 +119,14 @@ class SyncedBuffers(Protocol):
 
 class ModelRun(SyncContext, Protocol):
     """See the module's text."""
+
+    @property
+    def group(self) -> UpdateGroup:
+        """The present group."""
+
+    @property
+    def consensus(self) -> UpdateConsensus:
+        """What the ranks tell each other."""
 
     @property
     def ledger(self) -> UpdateLedger:

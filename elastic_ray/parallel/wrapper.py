@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from elastic_ray.adaptation.policy import Policy, check_policies
-from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
-from elastic_ray.batch.statistics import is_adam_like
+from elastic_ray.batch.scaling_rules import ScalingRule
 from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.finite_watch import FiniteWatch
+from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.nonfinite import check_choice
-from elastic_ray.parallel.patches import after_step, count_optimizer_steps, keep_scale_while_accumulating, patch_step
+from elastic_ray.parallel.patches import (
+    after_step,
+    count_optimizer_steps,
+    keep_scale_while_accumulating,
+    patch_step,
+    patch_zero_grad,
+)
 from elastic_ray.parallel.refusals import (
+    bounded_tables,
+    refuse_bounded_tables,
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
@@ -35,15 +43,13 @@ from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from elastic_ray.sync.statistics.update_norms import with_update_norms
 from placement.goodput.model import NoiseScale
-
-# Rules whose factors are 1 at scale 1 and do not move with the progress.
-_BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
 
 
 class AdaptiveDataParallel(torch.nn.Module):
@@ -81,7 +87,8 @@ class AdaptiveDataParallel(torch.nn.Module):
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before; gradients are stepped within ``backward()``.
+            that was wrapped before; gradients are stepped within ``backward()``; a trained embedding has ``max_norm``
+            and there may be several workers.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -111,21 +118,28 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
             _check_process_group(session.group.rank_info.world_size)
+        self._bounded_tables = bounded_tables(module)
+        refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
         self._run: ModelRun = session
         self._optimizer = optimizer
         self._scaler = grad_scaler
-        self._rule = resolve(scaling_rule, adam_like=is_adam_like(optimizer))
-        self._by_default = scaling_rule is None
-        self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
-        self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
+        self._learning_rates = LearningRates(
+            optimizer,
+            scaling_rule,
+            noise=lambda: self._tracker.by_group,
+            epochs_done=lambda: self._run.ledger.epochs_done,
+            rate_factor=lambda: self._run.adaptation.rate_factor,
+        )
         if monitor is not None:
             self._run.registry.monitoring.ask(monitor)
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         session.add_policies(policies)
         patch_step(optimizer, self._step)
+        if self._tables:
+            patch_zero_grad(optimizer, self._tables.zero)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -140,6 +154,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
+        self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
         self._sync = GradientEngine(
             run,
             module,
@@ -151,9 +166,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._index,
             check_finite=self._finite.looks,
             scaler=self._scaler,
+            tables=self._tables,
         )
-        if not self._by_default and isinstance(self._rule, (AdaScale, AdamScale)):
-            self._sync.require_statistics(f"scaling_rule {type(self._rule).__name__}")
+        if self._learning_rates.wants_statistics:
+            self._sync.require_statistics(self._learning_rates.wants_statistics)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -164,7 +180,14 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
             _check_process_group(self._run.group.world_size)
+        if self._bounded_tables:
+            refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""
+        super().zero_grad(set_to_none)
+        self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
@@ -228,6 +251,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"model/{index}", ModuleState(self.module))
         trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
         states.register(f"optimizer/{index}", trained)
+        for number, table in enumerate(self._tables.tables):
+            states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back)
         states.register(f"noise/{index}", self._tracker)
         self._register_schedulers(lr_scheduler)
@@ -261,7 +286,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _check_batch(self) -> None:
         """An adaptive batch needs the noise scale."""
         loader = self._run.registry.loaders.info
-        if loader is not None and not loader.limits.fixed:
+        if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _check_scheduler(self) -> None:
@@ -295,28 +320,26 @@ class AdaptiveDataParallel(torch.nn.Module):
             return None
         self._sync.applied()
         if not self._counts():
+            self._tables.leave_out()
             ledger.applied()
             return None
         step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
-        with ledger.updating():
-            as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not self._sync.gives_statistics)
-            if as_it_is and self._run.adaptation.rate_factor == 1.0:
-                result = self._update(apply, **kwargs)
-            else:
-                with self._scaled_rates(None if as_it_is else scale):
-                    result = self._update(apply, **kwargs)
+        with ledger.updating(), self._learning_rates.scaled(scale, has_statistics=self._sync.gives_statistics):
+            result = self._update(apply, **kwargs)
         ledger.applied()
         return result
 
     def _update(self, apply: Any, **kwargs: Any) -> Any:
-        """``apply``, with a look at how far it moves the parameters, where that was asked for."""
-        if not self._statistics.meter.wants_update:
-            return apply(**kwargs)
-        step = functools.partial(apply, **kwargs)
-        result, norms = with_update_norms(self._optimizer, self._trainable.groups, step)
-        self._statistics.meter.updated(norms)
+        """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
+        if self._statistics.meter.wants_update:
+            step = functools.partial(apply, **kwargs)
+            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step)
+            self._statistics.meter.updated(norms)
+        else:
+            result = apply(**kwargs)
+        self._tables.update()
         return result
 
     def _check_called(self) -> None:
@@ -341,28 +364,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         if saved is not None:
             saved.forget()
         return not left_out
-
-    @contextmanager
-    def _scaled_rates(self, scale: float | None) -> Iterator[None]:
-        """Learning rates for the present batch size, None for the initial one, restored afterwards."""
-        groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        try:
-            factors = self._rate_factors(scale) if scale is not None else [1.0] * len(groups)
-            for group, rate, factor in zip(groups, rates, factors, strict=True):
-                group["lr"] = rate * factor * self._run.adaptation.rate_factor
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    def _rate_factors(self, scale: float) -> tuple[float, ...]:
-        noise, progress = self._tracker.by_group, self._run.ledger.epochs_done
-        # Rules of one's own and warm-ups may look at the progress, which moves with every step.
-        asked = (scale, noise, None if not self._warms else progress)
-        if self._factors is None or self._factors[0] != asked:
-            self._factors = asked, self._rule.factors(scale, noise, progress)
-        return self._factors[1]
 
 
 def _check_types(module: Any, optimizer: Any) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import StepReport
 from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
@@ -54,6 +55,7 @@ def allocator_view(
     allocation: Mapping[str, int],
     may_be_stopped: bool,
     weight: float,
+    slow_nodes: Mapping[str, float],
 ) -> JobView:
     """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
@@ -90,6 +92,7 @@ def allocator_view(
         models=planner.models,
         observations=planner.observations,
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
+        slow_nodes=slow_nodes,
     )
 
 
@@ -133,8 +136,12 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told))),
+        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told, *_slow(report)))),
     )
+
+
+def _slow(report: StepReport | None) -> tuple[str, ...]:
+    return tuple(map(str, report.stragglers)) if report is not None else ()
 
 
 def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, ProcessInfo]) -> tuple[WorkerInfo, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 
 
 class CurrentGeneration(Protocol):
@@ -32,12 +32,14 @@ class Group:
         worker: id of this worker.
         membership: knows the generation.
         expected: where this worker will stand in the first one, as far as that is known.
+        most_workers: that there may ever be, as far as that is known.
     """
 
-    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo) -> None:
+    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo, most_workers: int = 1) -> None:
         self._worker = worker
         self._membership = membership
         self._expected = expected
+        self._most_workers = most_workers
 
     @property
     def generation(self) -> int:
@@ -62,6 +64,11 @@ class Group:
         return communicator.world_size if communicator is not None else 1
 
     @property
+    def most_workers(self) -> int:
+        """Number of ranks that the group may ever have, as far as that is known."""
+        return max(self._most_workers, self.rank_info.world_size)
+
+    @property
     def rank_info(self) -> RankInfo:
         """Where this worker stands in the present generation; before the first, where it is expected to."""
         spec = self._membership.current
@@ -76,6 +83,12 @@ class Group:
         if spec is None or self._membership.communicator is None:
             return ("",)
         return tuple(member.node for member in spec.members)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of the present generation by rank; none before the first."""
+        spec = self._membership.current
+        return spec.members if spec is not None and self._membership.communicator is not None else ()
 
     @property
     def communicator(self) -> Communicator:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
 from elastic_ray.session.registry import HookPoint
@@ -40,12 +41,19 @@ class ChangedParts(GroupParts, Protocol):
     def collapse(self) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
-    def before_change(self) -> None:
+    def prepare_to_save(self) -> None:
+        """Have rank 0 hold what only others hold; raises CommunicationFailedError."""
+
+    def before_change(self, stays: Sequence[bool]) -> None:
         """The present group is about to change; raises CommunicationFailedError where it broke meanwhile."""
 
 
 class ChangedGroup(Protocol):
     """The present group."""
+
+    @property
+    def world_size(self) -> int:
+        """Its ranks."""
 
     @property
     def communicator(self) -> Communicator:
@@ -95,6 +103,13 @@ class HeldBatch(Protocol):
         """How it is cut in the present group; None where the job chooses."""
 
 
+class ChangeConsensus(EntryConsensus, Protocol):
+    """Announcements of this rank, and what rides on them."""
+
+    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> Sequence[float]:
+        """Announce what comes next, and wait for the others; returns the sums of what rides along."""
+
+
 class PauseClock(Protocol):
     """Times the pauses between groups."""
 
@@ -126,7 +141,7 @@ class ChangedRun(Protocol):
         """What the ranks have agreed on and not yet carried out."""
 
     @property
-    def consensus(self) -> EntryConsensus:
+    def consensus(self) -> ChangeConsensus:
         """This rank's announcements."""
 
     @property
@@ -239,7 +254,12 @@ class GroupChanges:
         batch = self._parts.agreed.take_batch()
         if self._parts.agreed.generation:
             generation = self._parts.agreed.take_generation()
-            if not self._waits_for_gradients():
+            try:
+                waits = self._waits_for_gradients()
+            except CommunicationFailedError as error:
+                self.regroup(str(error))
+                return
+            if not waits:
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self.set_shape(batch)
@@ -249,12 +269,23 @@ class GroupChanges:
         try:
             self._parts.registry.collapse()
             self._parts.registry.sync_buffers(self._parts.group.communicator)
+            self._parts.registry.prepare_to_save()
         except CommunicationFailedError as error:
             self.regroup(str(error))
 
     def _waits_for_gradients(self) -> bool:
-        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it."""
-        self._steps_waited = self._steps_waited + 1 if self._parts.registry.gradients_are_local else 0
+        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.
+
+        All ranks come here. They answer alike, though one may have left out an update that others have made.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        ranks = float(self._parts.registry.gradients_are_local)
+        if self._parts.group.world_size > 1:
+            # A rank that has waited for long may have an announcement under way, which nothing else may meet.
+            ranks = self._parts.consensus.agree_on(Announced(Intent.EDGE), [ranks])[0]
+        self._steps_waited = self._steps_waited + 1 if ranks else 0
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:

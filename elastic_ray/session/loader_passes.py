@@ -124,9 +124,16 @@ class LoaderPasses:
         trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
         if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
-            parts.clock.edge(shape, step.micro_steps, step.count, parts.registry.strategy_key)
+            parts.clock.edge(
+                shape,
+                step.micro_steps,
+                step.count,
+                parts.registry.strategy_key,
+                uneven=parts.stragglers.uneven,
+            )
             parts.meter.end_step()
             if trained:
+                parts.stragglers.after_step(step.sizes)
                 parts.adaptation.after_step(step)
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)

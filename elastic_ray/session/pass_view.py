@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
@@ -165,8 +165,17 @@ class PassParts(Protocol):
 class PassClock(Protocol):
     """Times of steps."""
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
-        """A step was committed; ``shape`` None when it trained nothing, ``strategy`` while one is being chosen."""
+    def edge(
+        self,
+        shape: BatchChoice | None,
+        micro_steps: int,
+        samples: int,
+        strategy: str | None,
+        *,
+        uneven: bool = False,
+    ) -> None:
+        """A step was committed; ``shape`` None when it trained nothing, ``strategy`` while one is being chosen;
+        ``uneven`` with unequal shares."""
 
     def micro(self) -> None:
         """A micro-step that does not synchronise was done."""
@@ -203,6 +212,17 @@ class PassPolicies(Protocol):
 
     def ends(self, loader_pass: PassProgress) -> bool:
         """Whether they have ended the training in this pass."""
+
+
+class PassStragglers(Protocol):
+    """Which workers are slow."""
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have unequal shares of a step."""
+
+    def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
+        """A step of training with these samples of each rank's micro-batches was committed."""
 
 
 class PassRun(Protocol):
@@ -243,3 +263,7 @@ class PassRun(Protocol):
     @property
     def adaptation(self) -> PassPolicies:
         """Policies of the user's."""
+
+    @property
+    def stragglers(self) -> PassStragglers:
+        """Which workers are slow."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
@@ -208,7 +208,7 @@ class Registry:
 
     @property
     def settled(self) -> bool:
-        """Whether none does after the steps that are committed."""
+        """Whether none does after the steps that are committed, and this rank holds all that is to be saved."""
         return all(each.settled for each in self._gradients)
 
     @property
@@ -227,8 +227,10 @@ class Registry:
         Raises:
             CommunicationFailedError: the group broke.
         """
+        drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
-            each.after_step()
+            shared = not each.drifts and any(each.scaler is scaler for scaler in drifting)
+            each.after_step(agree_on_scale=shared)
 
     def collapse(self) -> None:
         """Make models one that differ from rank to rank.
@@ -245,14 +247,26 @@ class Registry:
         for each in self._gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
-    def before_change(self) -> None:
+    def prepare_to_save(self) -> None:
+        """Rank 0 is about to save: have it hold what only other ranks hold.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        for each in self._gradients:
+            each.prepare_to_save()
+
+    def before_change(self, stays: Sequence[bool]) -> None:
         """The present group is about to change, as all its ranks have agreed.
+
+        Args:
+            stays: whether each of its ranks is in the next one.
 
         Raises:
             CommunicationFailedError: it broke meanwhile.
         """
         for each in self._gradients:
-            each.before_change()
+            each.before_change(stays)
 
     def enter_group(self) -> None:
         """A group was entered."""

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.events import EventKind
+from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group import Group
 from elastic_ray.session.registry import Registry
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,7 @@ class RunState:
         clock: times of steps.
         meter: what all ranks know of each other's.
         adaptation: policies of the user's.
+        stragglers: which workers are slow, and what share of a step's samples each takes.
     """
 
     group: Group
@@ -43,3 +53,53 @@ class RunState:
     clock: StepClock
     meter: StepMeter
     adaptation: Adaptation
+    stragglers: StragglerWatch
+
+
+class TellUser(Protocol):
+    """Tells the job's user something, from rank 0."""
+
+    def __call__(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None: ...
+
+
+def make_run_state(
+    group: Group,
+    membership: WorkerMembership,
+    progress: RunProgress,
+    replicas: Replicas,
+    *,
+    elastic: bool,
+    stragglers: StragglerConfig,
+    adaptation: Adaptation,
+    moment: Callable[[str], None],
+    tell: TellUser,
+) -> RunState:
+    """The parts of a run that begins at ``progress``; see :class:`elastic_ray.session.session.Session`."""
+    states = SharedState(progress)
+    ledger = StepLedger(states, recoverable=elastic, moment=moment)
+    agreed = AgreedChanges(membership)
+    monitoring = Monitoring(lambda: group.traffic)
+    meter = monitoring.meter
+    watch = StragglerWatch(
+        stragglers,
+        members=lambda: group.members,
+        measured=lambda: meter.workers,
+        tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
+    )
+    states.register("stragglers", watch)
+    if stragglers.watches:
+        meter.ask()
+    riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
+    return RunState(
+        group=group,
+        states=states,
+        registry=Registry(monitoring),
+        ledger=ledger,
+        sums=StepSums(),
+        agreed=agreed,
+        consensus=RankConsensus(lambda: group.communicator, lambda: group.world_size, agreed, replicas, ledger, riders),
+        clock=StepClock(),
+        meter=meter,
+        adaptation=adaptation,
+        stragglers=watch,
+    )

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo, StepReport
-from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.controller_client import ControllerClient
 from elastic_ray.session.group import Group
@@ -27,21 +25,21 @@ from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
-from elastic_ray.session.run_state import RunState
+from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
-from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
-from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.reports import StragglerConfig
 
 if TYPE_CHECKING:
     import torch
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
+_IGNORED = StragglerConfig()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +72,7 @@ class Session:
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         checkpoint: what ``get_checkpoint`` gives.
         sizes: fewest and most workers of the job; None where the group cannot change.
+        stragglers: what is done about slow workers.
 
     Attributes:
         passes: of its loaders.
@@ -98,6 +97,7 @@ class Session:
         explain: Callable[[str], str] = str,
         checkpoint: Any = None,
         sizes: tuple[int, int] | None = None,
+        stragglers: StragglerConfig = _IGNORED,
     ) -> None:
         self.worker, self.job, self.elastic, self.checkpoint = worker, job, elastic, checkpoint
         self.membership, self.controller = membership, controller
@@ -106,7 +106,17 @@ class Session:
         self._join_timeout_s = join_timeout_s
         self._faults = faults
         self._replicas = Replicas(lambda: self.registry.drifts)
-        self._parts = self._make_parts(progress or RunProgress(), expected or RankInfo(), sizes)
+        self._parts = make_run_state(
+            Group(worker, membership, expected or RankInfo(), sizes[1] if sizes is not None else 1),
+            membership,
+            progress or RunProgress(),
+            self._replicas,
+            elastic=elastic,
+            stragglers=stragglers,
+            adaptation=Adaptation(self, sizes),
+            moment=self.moment,
+            tell=self.tell,
+        )
         self.optimizers = OptimizerWatch(self.group, self.tell)
         self._changes = GroupChanges(
             self._parts,
@@ -119,30 +129,6 @@ class Session:
         )
         self._parts.adaptation.bind(self._parts, self._changes.set_shape)
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
-
-    def _make_parts(self, progress: RunProgress, expected: RankInfo, sizes: tuple[int, int] | None) -> RunState:
-        """The parts of a run that begins there."""
-        group = Group(self.worker, self.membership, expected)
-        states = SharedState(progress)
-        ledger = StepLedger(states, recoverable=self.elastic, moment=self.moment)
-        agreed = AgreedChanges(self.membership)
-        monitoring = Monitoring(lambda: group.traffic)
-        adaptation = Adaptation(self, sizes)
-        riders = (monitoring.meter, adaptation.runner.watched, adaptation.runner.ballot)
-        return RunState(
-            group=group,
-            states=states,
-            registry=Registry(monitoring),
-            ledger=ledger,
-            sums=StepSums(),
-            agreed=agreed,
-            consensus=RankConsensus(
-                lambda: group.communicator, lambda: group.world_size, agreed, self._replicas, ledger, riders
-            ),
-            clock=StepClock(),
-            meter=monitoring.meter,
-            adaptation=adaptation,
-        )
 
     @property
     def synced(self) -> bool:
@@ -196,8 +182,13 @@ class Session:
 
     @property
     def shape_changes(self) -> int:
-        """How often the group or the batch shape has changed."""
-        return self._changes.shape_changes
+        """How often the group, the batch shape or the ranks' shares have changed."""
+        return self._changes.shape_changes + self._parts.stragglers.changes
+
+    @property
+    def share_weights(self) -> tuple[float, ...] | None:
+        """Shares of the ranks in a step's samples; None where they are equal."""
+        return self._parts.stragglers.weights
 
     @property
     def in_epochs(self) -> bool:
@@ -324,7 +315,7 @@ class Session:
         if not self.synced or self.ledger.half_updated:
             return None
         self.states.roll_back()
-        return self.states.capture(), self.progress
+        return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int) -> None:
         """The loop asks for its remaining epochs.

@@ -28,6 +28,8 @@ def step_report(run: RunState) -> StepReport | None:
         batch_size=run.clock.batch_size,
         progress=progress.summary(),
         strategy=run.clock.strategy,
+        uneven=run.clock.uneven,
+        stragglers=run.stragglers.slow,
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
@@ -24,6 +24,10 @@ class GroupMembership(Protocol):
     @property
     def generation(self) -> int:
         """Number of the present generation, 0 before the first."""
+
+    @property
+    def current(self) -> GenerationSpec | None:
+        """The present generation as announced, None before the first."""
 
     @property
     def stop_requested(self) -> bool:
@@ -62,7 +66,8 @@ class GroupTransitions:
         controller: is told of failures.
         enter: exchanges state in a freshly formed group; returns the loader passes that its furthest rank has ended.
         moment: scripted faults.
-        before_change: makes equal what differs from rank to rank, while all are still in the present group.
+        before_change: makes equal what differs from rank to rank, while all are still in the present group; takes of
+            each whether it stays.
         regroup_timeout_s: longest wait for a generation to go on with.
     """
 
@@ -73,7 +78,7 @@ class GroupTransitions:
         enter: Callable[[GenerationSpec, Communicator], int],
         moment: Callable[[str], None],
         *,
-        before_change: Callable[[], None],
+        before_change: Callable[[Sequence[bool]], None],
         regroup_timeout_s: float,
     ) -> None:
         self._membership = membership
@@ -103,7 +108,7 @@ class GroupTransitions:
             return  # too few samples left in this pass for so many ranks: agreed on again at its end
         if prepared is not None:  # else the others find out that this rank has not come
             try:
-                self._before_change()
+                self._before_change(self._staying(prepared))
             except CommunicationFailedError as error:
                 self.regroup(str(error), self._membership.generation)
                 return
@@ -114,6 +119,12 @@ class GroupTransitions:
             self._go_to(*taken)
         except CommunicationFailedError as error:
             self.regroup(str(error), generation)
+
+    def _staying(self, following: GenerationSpec) -> list[bool]:
+        """Whether each rank of the present group is in the one that follows."""
+        present = self._membership.current
+        members = present.members if present is not None else ()
+        return [following.rank_of(member.worker) is not None for member in members]
 
     def regroup(self, cause: str, generation: int) -> int:
         """Wait for the next generation and enter it; returns the loader passes that its furthest rank has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class GroupDependent(Protocol):
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed."""
+        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
 
     def fix_drift(self) -> int:
         """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
@@ -30,8 +31,16 @@ class GroupDependent(Protocol):
     def marker(self) -> int:
         """Which average was the last to end on this rank; larger is later, 0 before the first."""
 
-    def after_step(self) -> None:
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP."""
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time.
+
+        Args:
+            agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
+                otherwise, while the gradients of this one are added up.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -39,6 +48,13 @@ class GroupDependent(Protocol):
 
     def collapse(self) -> None:
         """Make models one that differ from rank to rank.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def prepare_to_save(self) -> None:
+        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -57,8 +73,11 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
-    def before_change(self) -> None:
+    def before_change(self, stays: Sequence[bool]) -> None:
         """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Args:
+            stays: whether each rank is in the next group as well; what only others hold is handed over.
 
         Raises:
             CommunicationFailedError: the present group broke meanwhile.

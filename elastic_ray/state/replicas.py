@@ -12,6 +12,8 @@ from elastic_ray.state.layout import ReplicasDifferError
 
 _EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later
 _EVERY = 100
+# Passes of a few steps need no check each: as many steps in between as this part of all before, at most _EVERY.
+_PART_OF_ALL = 4
 _BYTES = 6  # exact in float64
 _NAMED = 5
 
@@ -57,7 +59,8 @@ class Replicas:
             steps: committed optimizer steps.
             at_end: of a loader's pass.
         """
-        due = at_end or steps in _EARLY or steps % _EVERY == 0
+        late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
+        due = late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
     def fingerprint(self, steps: int) -> int:

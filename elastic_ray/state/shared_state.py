@@ -17,6 +17,7 @@ from elastic_ray.state.tree import (
     DictState,
     ModuleState,
     OptimizerState,
+    SharedOut,
     Stateful,
     check_plain,
     receive_state,
@@ -106,6 +107,18 @@ class SharedState:
         trees = {key: state.capture() for key, state in self._states.items()}
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
         return {**trees, "run": self.progress.to_state(), "shape": shape}
+
+    def capture_to_save(self) -> dict[str, Any]:
+        """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""
+        return self.capture() | {
+            key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
+        }
+
+    def capture_to_keep(self) -> dict[str, Any]:
+        """The same with what this rank holds alone, for a rerun in this process."""
+        return self.capture() | {
+            key: state.capture_to_keep() for key, state in self._states.items() if isinstance(state, SharedOut)
+        }
 
     def install(self, trees: dict[str, Any], skip: set[str] | frozenset[str] = frozenset()) -> None:
         """Take over captured states.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -39,6 +39,17 @@ class Stateful(Protocol):
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state; the tree's tensors belong to the callee from now on."""
+
+
+@runtime_checkable
+class SharedOut(Stateful, Protocol):
+    """A state of which each rank holds a part; what :meth:`capture` gives is what all of them hold."""
+
+    def capture_to_save(self) -> Any:
+        """The whole, where this rank holds it."""
+
+    def capture_to_keep(self) -> Any:
+        """What all hold, and this rank's part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

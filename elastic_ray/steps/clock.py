@@ -1,4 +1,4 @@
-"""Times of undisturbed steps on one rank, and pauses; no clock but the monotonic one is read here."""
+"""Times of ununeven steps on one rank, and pauses; no clock but the monotonic one is read here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ class StepClock:
         self._last_micro_s: float | None = None
         self._shape: BatchChoice | None = None
         self.strategy = ""
+        self.uneven = False
         self.batch_size = 0
         self._skip = _WARM_UP
         self._steps: deque[float] = deque(maxlen=_KEPT)
         self._micros: deque[float] = deque(maxlen=_KEPT)
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
+    def edge(
+        self,
+        shape: BatchChoice | None,
+        micro_steps: int,
+        samples: int,
+        strategy: str | None,
+        *,
+        uneven: bool = False,
+    ) -> None:
         """A step was committed.
 
         Args:
@@ -34,6 +43,7 @@ class StepClock:
             micro_steps: that it had.
             samples: that it had.
             strategy: tells ways of synchronising apart; None while one is being chosen, for such steps do not count.
+            uneven: its ranks had unequal shares; such times are not mixed with others.
         """
         now_s = time.monotonic()
         if strategy is None:
@@ -41,8 +51,9 @@ class StepClock:
         elif shape is not None and strategy != self.strategy:
             self._restart(shape)
             self.strategy = strategy
-        if shape != self._shape:
+        if shape != self._shape or uneven != self.uneven:
             self._restart(shape)
+            self.uneven = uneven
         elif shape is not None and self._last_edge_s is not None and micro_steps == shape.accum_steps + 1:
             if self._skip:
                 self._skip -= 1

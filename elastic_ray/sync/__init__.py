@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from elastic_ray.sync.builders import (
     PS,
     SMA,
@@ -23,7 +25,19 @@ from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.choosing.links import LinkTable
 from elastic_ray.sync.choosing.resource_spec import ResourceSpec, read_resource_spec
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
+from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowSGD
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
+from placement.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.sharded.embedding import ShardedEmbedding
+    from elastic_ray.sync.sharded.shard import RowsLostError
+
+# Loaded on first use: builders and strategies load no torch.
+_HOMES = {
+    "RowsLostError": "elastic_ray.sync.sharded.shard",
+    "ShardedEmbedding": "elastic_ray.sync.sharded.embedding",
+}
 
 __all__ = [
     "PS",
@@ -47,8 +61,13 @@ __all__ = [
     "RandomAxisPartitionAR",
     "Reduce",
     "ResourceSpec",
+    "RowAdagrad",
+    "RowAdam",
+    "RowSGD",
     "Rows",
+    "RowsLostError",
     "Rule",
+    "ShardedEmbedding",
     "Strategy",
     "StrategyBuilder",
     "StrategyError",
@@ -57,3 +76,5 @@ __all__ = [
     "Wire",
     "read_resource_spec",
 ]
+
+__getattr__, _ = lazy_names(__name__, _HOMES)

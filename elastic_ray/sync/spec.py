@@ -248,6 +248,11 @@ class Strategy:
                 )
 
     @property
+    def label(self) -> str:
+        """Its name, where it has one."""
+        return self.name or "by hand"
+
+    @property
     def exact(self) -> bool:
         """Whether a step is that of plain data-parallel training."""
         return self.average is None and all(_wire(sync).exact for sync in self.syncs)

@@ -13,8 +13,8 @@ from elastic_ray.state.resume_point import ResumePoint
 class CapturedStates(Protocol):
     """What all ranks share."""
 
-    def capture(self) -> dict[str, Any]:
-        """All states by name; tensors are not copied."""
+    def capture_to_save(self) -> dict[str, Any]:
+        """All states by name, with what this rank holds for all; tensors are not copied."""
 
 
 class SavedRun(Protocol):

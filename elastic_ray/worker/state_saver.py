@@ -86,7 +86,7 @@ class StateSaver:
             return
         self._since_s = now_s
         try:
-            trees, point = self._session.states.capture(), self._session.resume_point()
+            trees, point = self._session.states.capture_to_save(), self._session.resume_point()
             skeleton, tensors = pack(trees)
             buffers = self._fit(tensors)
             if buffers is None:
@@ -117,7 +117,7 @@ class StateSaver:
                 self._thread.join(self._timeout_s)
             if self._writing is not None:  # a checkpoint that was begun earlier
                 self._calls.wait(self._writing, timeout_s=self._timeout_s)
-            state = self._write_now(self._session.states.capture(), self._session.resume_point())
+            state = self._write_now(self._session.states.capture_to_save(), self._session.resume_point())
             took_s = time.monotonic() - begin_s
             self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:

@@ -306,6 +306,7 @@ class Worker:
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
             job=assignment.job,
             expected=assignment.expected,
+            stragglers=elastic.straggler_config,
             checkpoint=checkpoint or _stored_checkpoint(assignment, link),
             sizes=assignment.sizes,
         )

@@ -27,6 +27,8 @@ class AllocatorConfig:
         rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+        avoid_slow_nodes: a job leaves a node on which it has seen slow steps where it finds room for all its workers
+            elsewhere, and so do all jobs where two have seen that.
         notices: how spot nodes learn that their cloud takes them away.
         autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
     """
@@ -41,6 +43,7 @@ class AllocatorConfig:
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()
     one_multi_node_job_per_node: bool = False
+    avoid_slow_nodes: bool = True
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
     autoscaling: Autoscaling | None = None
 
@@ -54,4 +57,8 @@ class AllocatorConfig:
     @property
     def constraints(self) -> Constraints:
         """The cluster's rules."""
-        return Constraints(tenants=self.tenants, one_multi_node_job_per_node=self.one_multi_node_job_per_node)
+        return Constraints(
+            tenants=self.tenants,
+            one_multi_node_job_per_node=self.one_multi_node_job_per_node,
+            avoid_slow_nodes=self.avoid_slow_nodes,
+        )

@@ -29,6 +29,8 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
         return Trigger.LIMITS
     if any((getattr(before, field) is None) != (getattr(after, field) is None) for field in _MAY_BE_UNKNOWN):
         return Trigger.LIMITS
+    if before.slow_nodes.keys() != after.slow_nodes.keys():
+        return Trigger.NODES
     if abs(after.weight - before.weight) > model_change * before.weight:
         return Trigger.WEIGHT
     if before.fingerprint != after.fingerprint:  # others may know the model

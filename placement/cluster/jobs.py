@@ -76,6 +76,8 @@ class JobView:
         tenant_weight: weight of its tenant where the cluster's configuration does not name it; None if it does not say.
         spot: how it uses spot nodes; on a cluster without any, all are the same.
         budget_usd: what it may cost [USD]; None if it does not matter.
+        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
+            left, where that was seen.
     """
 
     job: str
@@ -111,6 +113,7 @@ class JobView:
     tenant_weight: float | None = None
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
+    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -150,6 +153,8 @@ class JobView:
             raise ValueError(f"budget_usd {where} must be None or above 0 USD, but got {self.budget_usd}")
         if self.label_selector:
             check_selector(self.label_selector, f"label_selector {where}")
+        if any(not factor >= 1 for factor in self.slow_nodes.values()):
+            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
         self._check_batch(where)
         self._check_history(where)
 

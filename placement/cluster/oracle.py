@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from placement.checks import check_number
 from placement.cluster.jobs import JobView
@@ -36,21 +35,16 @@ class TraceJobView(JobView):
     Attributes:
         oracle: what is true of it; None if it is to be measured.
         requested_workers: what its user asked for; a scheduler of rigid jobs gives exactly that or nothing.
-        slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
-            left, where that was seen.
     """
 
     oracle: Oracle | None = None
     requested_workers: int | None = None
-    slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         JobView.__post_init__(self)  # super() does not see the class that slots made
         where = f"of job {self.job!r}"
         if self.requested_workers is not None:
             check_number(f"requested_workers {where}", self.requested_workers, least=1)
-        if any(not factor >= 1 for factor in self.slow_nodes.values()):
-            raise ValueError(f"slow_nodes {where} must hold factors of 1 or more, but got {dict(self.slow_nodes)}")
 
 
 def oracle_of(view: JobView) -> Oracle | None:
@@ -61,8 +55,3 @@ def oracle_of(view: JobView) -> Oracle | None:
 def requested_workers(view: JobView) -> int | None:
     """The exact number that the job's user asked for; None of a live one, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None
-
-
-def slow_nodes(view: JobView) -> Mapping[str, float]:
-    """Nodes on which the job has seen slow steps, and how slow; empty of a live one, which does not tell."""
-    return view.slow_nodes if isinstance(view, TraceJobView) else {}

@@ -13,6 +13,7 @@ from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
+from placement.planning.slow_nodes import avoid_slow
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -42,6 +43,31 @@ def make_plan(
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
+    if not constraints.avoid_slow_nodes:
+        return _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+    left_views, left_cluster = avoid_slow(views, cluster)
+    plan = _under_constraints(policy, left_views, left_cluster, now_s, constraints, guaranteed)
+    if left_views is views and left_cluster is cluster:
+        return plan
+    # A slow worker does some work, and a job without any does none: who would run otherwise decides.
+    anyway = _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+    return plan if _running(plan) >= _running(anyway) else anyway
+
+
+def _running(plan: Plan) -> int:
+    """How many jobs a plan lets run."""
+    return sum(1 for nodes in plan.allocation.values() if nodes)
+
+
+def _under_constraints(
+    policy: Policy,
+    views: Sequence[JobView],
+    cluster: Cluster,
+    now_s: float,
+    constraints: Constraints,
+    guaranteed: Collection[str],
+) -> Plan:
+    """A plan for jobs and nodes as they are."""
     apart = constraints.one_multi_node_job_per_node
 
     def solve(problem: Problem) -> Plan:

@@ -34,8 +34,9 @@ from placement.simulator.world.rules import Rules, make_rules
 from placement.simulator.world.state import World
 
 _LOG_LENGTH = 10_000_000
-_ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH)
-_LIVE = AllocatorConfig(min_interval_s=15.0, refresh_s=60.0, silence_s=math.inf, log_length=_LOG_LENGTH)
+# What is done about slow nodes is left to the policies, which are compared by it.
+_ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH, avoid_slow_nodes=False)
+_LIVE = dataclasses.replace(_ROUNDS, rounds=False, min_interval_s=15.0, refresh_s=60.0)
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
 OnProgress = Callable[[int, int, float], None]

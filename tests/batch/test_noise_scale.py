@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elastic_ray.batch.noise_scale import (
     TINY,
     SmoothedNoise,
+    equal_gradients,
     estimate,
     estimate_groups,
     estimate_successive,
@@ -181,3 +182,34 @@ def test_state_survives_pickle_and_json() -> None:
 def test_groups_must_not_change() -> None:
     with pytest.raises(ValueError, match="each of the 2 parameter groups, but got 1 and 1"):
         SmoothedNoise().update([1.0, 2.0], [1.0, 2.0], 1.0).update(1.0, 1.0, 1.0)
+
+
+@given(sizes=st.lists(st.integers(1, 10_000), min_size=2, max_size=16))
+def test_gradients_of_unequal_size_count_as_at_least_as_many(sizes: list[int]) -> None:
+    count = equal_gradients(sizes)
+    assert count >= len(sizes)
+    if len(set(sizes)) == 1:
+        assert count == pytest.approx(len(sizes))
+
+
+@pytest.mark.parametrize("sizes", ([20, 60, 60, 60], [4, 28], [1, 9, 30]))
+def test_gradients_of_unequal_size_show_the_same_noise(sizes: list[int]) -> None:
+    """Means over many steps of unequal shares are the truth, as those of equal ones are."""
+    rng = np.random.default_rng(3)
+    total, steps = sum(sizes), 4000
+    mean = rng.normal(size=50)
+    std = rng.uniform(0.5, 4.0, size=50)
+    found = []
+    for _ in range(steps):
+        own = [mean + rng.normal(size=50) * std / math.sqrt(size) for size in sizes]
+        whole = sum(size * gradient for size, gradient in zip(sizes, own, strict=True)) / total
+        found.append(
+            estimate(
+                mean_sq_norm=float(np.mean([gradient @ gradient for gradient in own])),
+                sq_norm_of_mean=float(whole @ whole),
+                samples=equal_gradients(sizes),
+                scale=total / M0,
+            )
+        )
+    assert np.mean([noise.var for noise in found]) == pytest.approx(float(std @ std) / M0, rel=0.03)
+    assert np.mean([noise.sqr for noise in found]) == pytest.approx(float(mean @ mean), rel=0.1)

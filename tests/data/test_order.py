@@ -24,12 +24,12 @@ from torch.utils.data import (
 from elastic_ray.data.order import (
     EpochOrder,
     IndexOrder,
-    PrivateRandom,
     SamplerOrder,
     digest,
     drops_last,
     order_for,
 )
+from elastic_ray.data.private_random import PrivateRandom
 
 DATASET = TensorDataset(torch.arange(40))
 

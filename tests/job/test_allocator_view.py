@@ -75,6 +75,7 @@ def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **f
         allocation={"n": 2},
         may_be_stopped=False,
         weight=1.0,
+        slow_nodes={},
     )
 
 

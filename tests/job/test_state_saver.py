@@ -37,7 +37,7 @@ class Rank0:
     def states(self) -> Rank0:
         return self
 
-    def capture(self) -> dict[str, Any]:
+    def capture_to_save(self) -> dict[str, Any]:
         self.captures += 1
         return {"model/0": {"weight": self._tensor}, "shape": None}
 

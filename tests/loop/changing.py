@@ -39,6 +39,15 @@ class Kill:
     last: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hold:
+    """A worker that has committed ``step`` steps waits at ``moment`` until its group is called off."""
+
+    step: int
+    worker: int
+    moment: str
+
+
 class _Killed(BaseException):
     pass
 
@@ -93,9 +102,12 @@ class _Script:
 
 
 class _Job:
-    def __init__(self, train: Callable[[], Any], script: Sequence[Change | Kill], controller: LocalController) -> None:
+    def __init__(
+        self, train: Callable[[], Any], script: Sequence[Change | Kill | Hold], controller: LocalController
+    ) -> None:
         self._train, self._controller = train, controller
         self._kills = [each for each in script if isinstance(each, Kill)]
+        self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
         self._changes = {each.step: each.workers for each in script if isinstance(each, Change)}
         self._lock = threading.RLock()
         self._sessions: dict[int, Session] = {}
@@ -176,6 +188,9 @@ class _Job:
                 if kill.last:
                     _wait(lambda: all((each, moment, step) in self._reached for each in self.members))
                 raise _Killed
+        if (worker, step, moment) in self._holds:
+            self._holds.remove((worker, step, moment))
+            _wait(lambda: self._sessions[worker].membership.voided)
         if moment == "forward" and step in self._changes:
             self._prepare(worker, step)
 
@@ -199,7 +214,9 @@ def _wait(until: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def run_job(train: Callable[[], Any], script: Sequence[Change | Kill] = (), *, first: Sequence[int] = (1,)) -> Outcome:
+def run_job(
+    train: Callable[[], Any], script: Sequence[Change | Kill | Hold] = (), *, first: Sequence[int] = (1,)
+) -> Outcome:
     """Run a train function in a thread for each worker, while the script says which workers there are."""
     with local_controller() as controller:
         return _Job(train, script, controller).run(first)

@@ -161,7 +161,9 @@ CASES = {
     another_model: ("rank 0 reduces the gradients of model 0", "rank 1 reduces the gradients of model 1"),
     one_more: ("rank 0 reduces the gradients", "rank 1 reduces the gradients", "after"),
     evaluates: ("rank 0 reduces the gradients", "rank 1 has come to the end of a step of a loader nested 1 deep"),
-    unfreezes: ("rank 0 reduces the gradients of model 0 (layout", "rank 1 reduces the gradients of model 0 (layout"),
+    unfreezes: tuple(
+        f"rank {rank} reduces the gradients of model 0 under strategy 'all_reduce' (layout" for rank in "01"
+    ),
     more_buffers: ("rank 0 ends its pass", "rank 1 ends its pass"),
     returns: ("rank 0 reduces the gradients", "rank 1 has returned from the train function"),
 }

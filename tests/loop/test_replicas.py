@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +215,18 @@ def test_what_was_unfrozen_reaches_a_joiner() -> None:
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["4.bias"]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert joiner.capture() == holder.capture()
+
+
+def test_passes_of_a_few_steps_are_not_all_followed_by_a_check() -> None:
+    replicas = Replicas()
+    replicas.add(nn.Linear(2, 1))
+    checked = []
+    for steps in range(5, 1005, 5):
+        if replicas.due(steps, at_end=True):
+            replicas.fingerprint(steps)
+            checked.append(steps)
+    assert checked[:4] == [5, 10, 15, 20] and 1000 in checked
+    gaps = [after - before for before, after in itertools.pairwise(checked)]
+    assert max(gaps) == 100 and len(checked) < 30
+    replicas.begin()
+    assert replicas.due(1001, at_end=True), "the first pass in a group is"

@@ -16,6 +16,7 @@ from elastic_ray.membership.signals import (
     Left,
     Lost,
     Ready,
+    Replace,
     Reserved,
     Stimulus,
     Switched,
@@ -106,6 +107,10 @@ class Driver:
     def target(self, **nodes: int) -> list[Instruction]:
         """The allocator's word."""
         return self.tell(Allocated(nodes=nodes, reason="test"))
+
+    def replace(self, *workers: str, after_s: float = 0.0) -> list[Instruction]:
+        """These are too slow."""
+        return self.tell(Replace(workers=frozenset(workers), reason="slow"), after_s=after_s)
 
     def reserved(self, *workers: str) -> list[Instruction]:
         """Their resources are there."""

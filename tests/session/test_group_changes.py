@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -61,7 +61,8 @@ class Registered:
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
 
-    def before_change(self) -> None:
+    def before_change(self, stays: Sequence[bool]) -> None:
+        assert stays == [True]
         self.equalised += 1
         if self.breaks:
             raise CommunicationFailedError("broke before the change")
@@ -70,6 +71,8 @@ class Registered:
         self.collapsed += 1
         if self.breaks:
             raise CommunicationFailedError("broke in a consensus")
+
+    def prepare_to_save(self) -> None: ...
 
     def reconcile(self, communicator: Any, marker: int, *, holds: bool) -> None: ...
 
@@ -82,6 +85,7 @@ class Steps:
     """Steps in progress, and whether a failure is forgotten; also the clock and the announcements."""
 
     depth, cleared = 0, False
+    others, breaks = 0.0, False  # what other ranks add to an announcement
 
     def clear_failure(self) -> None:
         self.cleared = True
@@ -91,7 +95,10 @@ class Steps:
 
     def enter_group(self) -> None: ...
 
-    def agree_on(self, what: object) -> None: ...
+    def agree_on(self, what: object, payload: Sequence[float] = ()) -> list[float]:
+        if self.breaks:
+            raise CommunicationFailedError("broke before it was known who waits")
+        return [own + self.others for own in payload]
 
 
 class Agreed:
@@ -121,6 +128,10 @@ class Membership:
 
     def __init__(self) -> None:
         self.generation, self.standing = 1, True
+
+    @property
+    def current(self) -> GenerationSpec:
+        return generation(self.generation)
 
     def prepared_spec(self, number: int) -> GenerationSpec | None:
         return generation(number) if self.standing else None
@@ -256,6 +267,17 @@ def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
     run.agreed.generation, run.membership.standing = 4, False
     run.changes.between_steps(anywhere)
     assert run.registry.equalised == 0, "other ranks may not come"
+
+
+def test_ranks_answer_alike_whether_a_planned_change_waits() -> None:
+    run = Run()
+    run.group.world_size, run.consensus.others = 2, 1.0
+    run.agreed.generation = 2
+    run.changes.between_steps(anywhere)
+    assert run.controller.switches == [] and run.registry.equalised == 0
+    run.consensus.breaks, run.agreed.generation = True, 2
+    run.changes.between_steps(anywhere)
+    assert run.controller.failures == [(1, "broke before it was known who waits")]
 
 
 def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

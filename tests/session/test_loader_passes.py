@@ -96,7 +96,15 @@ class Clock:
     def __init__(self) -> None:
         self.edges, self.micros = list[BatchChoice | None](), 0
 
-    def edge(self, shape: BatchChoice | None, micro_steps: int, samples: int, strategy: str | None) -> None:
+    def edge(
+        self,
+        shape: BatchChoice | None,
+        micro_steps: int,
+        samples: int,
+        strategy: str | None,
+        *,
+        uneven: bool = False,
+    ) -> None:
         self.edges.append(shape)
 
     def micro(self) -> None:
@@ -123,11 +131,22 @@ class Policies:
         return self.ended is loader_pass
 
 
+class Stragglers:
+    """Notes the steps that it is told of."""
+
+    def __init__(self) -> None:
+        self.uneven, self.steps = False, list[Any]()
+
+    def after_step(self, sizes: Any) -> None:
+        self.steps.append(sizes)
+
+
 class Run:
     """The parts that the passes go through; a step may be begun in them."""
 
     def __init__(self, failing: int = 0) -> None:
         self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()
+        self.stragglers = Stragglers()
         self.ledger = StepLedger(self.states, recoverable=True)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()

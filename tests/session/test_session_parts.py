@@ -80,7 +80,7 @@ def transitions(worker: Any, failing: int = 0) -> tuple[GroupTransitions, Contro
         controller,  # type: ignore[arg-type]
         enter,
         lambda moment: None,
-        before_change=lambda: None,
+        before_change=lambda stays: None,
         regroup_timeout_s=1.0,
     )
     return made, controller, entered

@@ -78,6 +78,8 @@ class Loop:
         make: the optimizer.
         inside: called in each step, behind its update.
         batch: global batch.
+        micro: most samples that a rank takes at once.
+        every: steps whose gradients are added up by hand.
     """
 
     def __init__(
@@ -86,22 +88,29 @@ class Loop:
         make: Make = sgd,
         inside: Callable[[int, nn.Module], None] = lambda step, model: None,
         batch: int = BATCH,
+        micro: int | None = None,
+        every: int = 1,
     ) -> None:
         self._strategy, self._make, self._inside, self._batch = strategy, make, inside, batch
+        self._micro, self._every = micro, every
 
     def __call__(self) -> tuple[Tensor, list[Seen]]:
         model = net()
         optimizer = self._make(model)
         wrapped = er.AdaptiveDataParallel(model, optimizer, strategy=self._strategy)
         loader = er.AdaptiveDataLoader(rows(), batch_size=self._batch, seed=3)
+        if self._micro is not None:
+            loader.autoscale_batch_size(self._batch, local_bsz_bounds=(1, self._micro), gradient_accumulation=True)
         context = er.get_context()
         seen: list[Seen] = []
         for _ in er.remaining_epochs_until(EPOCHS):
             for x, numbers in loader:
                 step, world, before = context.get_global_step(), context.get_world_size(), weights(model)
-                optimizer.zero_grad()
+                if step % self._every == 0:
+                    optimizer.zero_grad()
                 wrapped(x).square().mean().backward()
-                optimizer.step()
+                if (step + 1) % self._every == 0:
+                    optimizer.step()
                 seen.append(Seen(step, world, numbers.tolist(), before, weights(model)))
                 self._inside(step, model)
         return weights(model), seen

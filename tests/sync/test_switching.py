@@ -108,6 +108,30 @@ def test_one_worker_has_nothing_to_choose(ranks: Ranks) -> None:
     assert "all_reduce" in refused[0] and "cannot be read" in refused[1] and "5" in refused[2]
 
 
+def explained() -> Any:
+    """A choice, and then other strategies by hand; what each is said to send and to take."""
+    trainee = Trainee("auto")
+    trainee.train(epochs=5)
+    return {name: _explained(trainee, name) for name in ("all_reduce", "bf16", "int8", "powersgd", "ps", "local_sgd")}
+
+
+def _explained(trainee: Trainee, name: str) -> Any:
+    trainee.wrapped.set_strategy(name)
+    trainee.wrapped(torch.arange(20)[:, None])
+    table = trainee.wrapped.explain_strategy()
+    return sum(row.sent_nbytes for row in table.rows), [row.predicted_s for row in table.rows], str(table)
+
+
+def test_a_strategy_by_hand_is_predicted_from_links_that_were_measured_before(ranks: Ranks) -> None:
+    found = ranks.run(explained, world=2)[0]
+    whole = found["all_reduce"][0]
+    shares = {name: sent / whole for name, (sent, _, _) in found.items()}
+    assert shares["bf16"] == shares["ps"] / 2 == 0.5 and shares["int8"] == shares["local_sgd"] == 0.25
+    assert 0 < shares["powersgd"] < 0.25
+    assert all(predicted and all(predicted) for _, predicted, _ in found.values())
+    assert all("MiB sent" in text for _, _, text in found.values())
+
+
 def differing(given: Any) -> Any:
     rank = current_session().group.rank_info.rank
     trainee = Trainee("all_reduce")
@@ -124,9 +148,19 @@ def differing(given: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("given", [(SMALL, "parallax"), (SMALL, None), ("auto", None), ("auto", Auto(trial_steps=2))])
-def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (("ps", "parallax"), ("ps", "parallax")),
+        ((SMALL, None), ("all_reduce", "all_reduce")),
+        (("local_sgd", "bf16"), ("local_sgd", "bf16")),
+        (("auto", None), ("auto", "all_reduce")),
+        (("auto", Auto(trial_steps=2)), ("auto", "auto")),
+    ],
+)
+def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any, named: Any) -> None:
     for kind, text, took_s in ranks.run(differing, given, world=2):
+        assert all(f"rank {rank} reduces" in text and f"strategy {name!r}" in text for rank, name in enumerate(named))
         assert kind == "RanksDisagreeError" and "in step 5" in text and "strategy" in text
         assert took_s < 20
 

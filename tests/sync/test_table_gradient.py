@@ -167,6 +167,45 @@ def test_copies_of_the_layer_are_plain(copied: Any) -> None:
     assert not other.weight.grad.is_sparse and not other.sparse
 
 
+def early_hook(layer: nn.Module, hook: Any) -> Any:
+    """One that was there before ours."""
+    handle = layer.register_forward_hook(hook)
+    layer._forward_hooks.move_to_end(handle.id, last=False)
+    return handle
+
+
+HOOKS: list[Any] = [
+    early_hook,
+    lambda layer, hook: layer.register_forward_hook(hook),
+    lambda layer, hook: layer.register_forward_pre_hook(lambda layer, args: hook(layer, args, None)),
+    lambda layer, hook: nn.modules.module.register_module_forward_hook(hook),
+]
+
+
+@pytest.mark.parametrize("register", HOOKS, ids=["before ours", "after ours", "before forward", "of all layers"])
+def test_copies_that_are_made_within_forward_are_plain(register: Any) -> None:
+    pair = Pair()
+    tied = nn.ModuleList([pair.layer, nn.Linear(WIDTH, TABLE, bias=False)])
+    tied[1].weight = pair.layer.weight
+    made: list[Any] = []
+
+    def copied(layer: nn.Module, args: Any, output: Any) -> None:
+        if layer is pair.layer and not made:
+            made.append(None)
+            made.append(copy.deepcopy(tied))
+
+    handle = register(pair.layer, copied)
+    pair.layer(ids())
+    handle.remove()
+    other, head = made[1]
+    assert isinstance(other.weight, nn.Parameter) and other.weight is head.weight is not pair.layer.weight
+    torch.testing.assert_close(other.weight, pair.layer.weight)
+    other(ids()).sum().backward()
+    assert not other.weight.grad.is_sparse and not other.sparse and not pair.layer.sparse
+    pair.backward(ids())
+    pair.check()
+
+
 def test_an_error_in_forward_leaves_the_layer_as_it_is() -> None:
     pair = Pair()
     with pytest.raises(IndexError):

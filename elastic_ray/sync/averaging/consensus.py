@@ -75,7 +75,7 @@ def agree(
         specs = tuple((tuple(t.shape), dtype_name(t.dtype), t.is_cuda) for t in tensors[key])
         mine[key] = _Part(skeleton=skeleton, specs=specs)
     text = encode([(key, part.skeleton, part.specs) for key, part in mine.items()])
-    rows = communicator.gather_ints([int(counts), int(holds and changed), digest(text)])
+    rows = communicator.gather_ints([int(counts), int(holds and changed), digest(text)], with_gradients=True)
     if not any(row[1] for row in rows):
         return None
     counting = [rank for rank, row in enumerate(rows) if row[0]]
@@ -127,7 +127,7 @@ def _sums(
             if rank in (holders if dtype.is_floating_point or dtype.is_complex else holders[:1]):
                 piece.copy_(tensors[key][index].reshape(-1))
             found[key][index] = (piece, spec, len(holders))
-        works.append((communicator.all_reduce(flat), flat))
+        works.append((communicator.gradients.all_reduce(flat), flat))
     for work, _ in works:
         communicator.wait(work)
     return {key: unpack(each.part.skeleton, [_mean(*slot) for slot in found[key]]) for key, each in kept.items()}

@@ -38,6 +38,9 @@ class Drift:
         optimizer: steps them.
         number: of the model.
         scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
+
+    Attributes:
+        scaler: as given; None where it is not enabled.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Drift:
         self._trainable = trainable
         self._optimizer = optimizer
         self._number = number
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._replica = Replica(module, trainable, context)
         self._average: Average | None = None
         self._averager: Averager | None = None
@@ -132,12 +135,22 @@ class Drift:
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
-            amp = smallest_scale(communicator, self._scaler, counts=True)
+            amp = smallest_scale(communicator, self.scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
-            take_scale(self._scaler, amp)
+            take_scale(self.scaler, amp)
         steps = self._context.ledger.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
+
+    def agree_on_scale(self) -> None:
+        """Have all ranks go on with the smallest loss scale; all call it after the same committed step.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        communicator = self._context.group.communicator
+        if communicator.world_size > 1:
+            take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
@@ -154,14 +167,14 @@ class Drift:
         trees = self._trees()
         if self._averager is not None:
             trees["averager"] = self._averager.capture()
-        amp = smallest_scale(communicator, self._scaler, counts=counts)
+        amp = smallest_scale(communicator, self.scaler, counts=counts)
         agreed = agree(communicator, trees, holds=holds, counts=counts, changed=self._changed)
         self._take(agreed)
         if agreed is not None and self._averager is not None and "averager" in agreed:
             self._averager.restore(agreed["averager"])
         if holds:
             self._marker = marker
-            take_scale(self._scaler, amp)
+            take_scale(self.scaler, amp)
 
     def entered(self) -> None:
         """A group was entered, and all its ranks hold the same."""

@@ -29,7 +29,8 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
     state = scaler.state_dict()
     # In whole numbers, as which positive floats have the same order.
     (bits,) = struct.unpack("<i", struct.pack("<f", state[_SCALE]))
-    rows = [row for row in communicator.gather_ints([int(counts), bits, state[_TRACKER]]) if row[0]]
+    told = communicator.gather_ints([int(counts), bits, state[_TRACKER]], with_gradients=True)
+    rows = [row for row in told if row[0]]
     if not rows:
         return None
     _, bits, tracker = min(rows)

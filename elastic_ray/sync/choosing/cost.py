@@ -16,7 +16,9 @@ from elastic_ray.sync.choosing.links import (
     ALL_REDUCE_BF16,
     ALL_REDUCE_PARTS,
     BROADCAST,
+    OPERATIONS,
     REDUCE,
+    LinkSample,
     LinkTable,
 )
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
@@ -51,6 +53,8 @@ class CpuRates:
 
 
 RATES = CpuRates()
+# Where bytes are asked for, and not times.
+_ANY = LinkTable(samples=tuple(LinkSample(operation=each, nbytes=1, seconds=1.0) for each in OPERATIONS))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +109,30 @@ def predict(
         cpu_s=sum(cost.cpu_s for cost in costs),
         nbytes=sum(cost.nbytes for cost in costs),
     )
+
+
+def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
+    """What each rank gives to collectives in a step for some buckets of a plan, in the form in which it travels.
+
+    Of tables whose rows travel it is a guess, until rows were seen; of averaged models a step's share of a period.
+    """
+    if plan.strategy.average is not None:
+        mine = [params[i] for bucket in buckets for i in bucket.params]
+        return _average_cost(plan.strategy.average, mine, _ANY, world_size, RATES).nbytes
+    return sum(bucket_cost(bucket, params, _ANY, world_size).nbytes for bucket in buckets)
+
+
+def sync_seconds(
+    plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], links: LinkTable, world_size: int
+) -> float | None:
+    """What some buckets of a plan add to a step [s]; None where an operation that they need was not measured."""
+    try:
+        if plan.strategy.average is not None:
+            mine = [params[i] for bucket in buckets for i in bucket.params]
+            return _average_cost(plan.strategy.average, mine, links, world_size, RATES).sync_s
+        return sum(bucket_cost(bucket, params, links, world_size).sync_s for bucket in buckets)
+    except KeyError:
+        return None
 
 
 def bucket_cost(

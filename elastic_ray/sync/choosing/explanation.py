@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ray.sync.choosing.candidates import describe
 from elastic_ray.sync.choosing.choice import Choice
-from elastic_ray.sync.choosing.cost import bucket_cost
+from elastic_ray.sync.choosing.cost import sent_bytes, sync_seconds
 from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.profile import ModelProfile, Topology
@@ -24,6 +24,7 @@ class StrategyRow:
         parameters: the first of their names, and how many there are.
         what: is done with them.
         nbytes: of their gradients.
+        sent_nbytes: that each rank gives to collectives in a step for them, as they travel.
         predicted_s: what that adds to a step [s]; None where the links were not measured.
         measured_s: from its first collective to its last in a step [s], the median; None before a step.
     """
@@ -31,6 +32,7 @@ class StrategyRow:
     parameters: str
     what: str
     nbytes: int
+    sent_nbytes: int
     predicted_s: float | None = None
     measured_s: float | None = None
 
@@ -79,12 +81,12 @@ class StrategyTable:
     def __str__(self) -> str:
         head = f"strategy {self.strategy}, {self.workers} worker{'s' if self.workers > 1 else ''}"
         lines = [f"{head}: {self.reason}" if self.reason else head, f"after each step {self.invariant}"]
-        cells = [("parameters", "what is done", "MiB", "predicted ms", "measured ms")]
+        cells = [("parameters", "what is done", "MiB sent", "predicted ms", "measured ms")]
         cells += [
-            (row.parameters, row.what, f"{row.nbytes / 2**20:.3g}", _ms(row.predicted_s), _ms(row.measured_s))
+            (row.parameters, row.what, f"{row.sent_nbytes / 2**20:.3g}", _ms(row.predicted_s), _ms(row.measured_s))
             for row in self.rows
         ]
-        nbytes = sum(row.nbytes for row in self.rows)
+        nbytes = sum(row.sent_nbytes for row in self.rows)
         cells.append(("a step", "", f"{nbytes / 2**20:.3g}", _ms(self.predicted_s), _ms(self.measured_s)))
         lines += _aligned(cells)
         if self.candidates:
@@ -104,6 +106,7 @@ def explain(
     topology: Topology,
     *,
     choice: Choice | None = None,
+    links: LinkTable = UNMEASURED,
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
@@ -114,10 +117,11 @@ def explain(
         profile: the model, with touched rows where they are known.
         topology: the group.
         choice: that has led to it; None for a strategy by hand.
+        links: as measured by an earlier choice for this group; not used with ``choice``.
         step_s: a step under it, measured [s].
         bucket_s: collectives of a step by bucket, measured [s].
     """
-    links = choice.links if choice is not None else UNMEASURED
+    links = choice.links if choice is not None else links
     candidates = _candidates(choice) if choice is not None else ()
     chosen = next((each for each in candidates if each.chosen), None)
     classes: dict[str, list[int]] = {}
@@ -127,9 +131,9 @@ def explain(
     for what, indices in classes.items():
         mine = [plan.buckets[index] for index in indices]
         times = [bucket_s[index] for index in indices if index in bucket_s] if bucket_s else []
-        rows.append(_row(what, mine, profile, links, topology.world_size, max(times, default=None)))
+        rows.append(_row(what, plan, mine, profile, links, topology.world_size, max(times, default=None)))
     return StrategyTable(
-        strategy=plan.strategy.name or "by hand",
+        strategy=plan.strategy.label,
         workers=topology.world_size,
         rows=tuple(rows),
         candidates=candidates,
@@ -148,6 +152,7 @@ def _what(bucket: BucketPlan, average: Average | None) -> str:
 
 def _row(
     what: str,
+    plan: SyncPlan,
     buckets: Sequence[BucketPlan],
     profile: ModelProfile,
     links: LinkTable,
@@ -157,18 +162,13 @@ def _row(
     """One class of parameters."""
     names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    predicted = None
-    if links.samples and not what.startswith("models"):
-        try:
-            costs = [bucket_cost(bucket, profile.params, links, world_size) for bucket in buckets]
-            predicted = sum(cost.sync_s for cost in costs)
-        except KeyError:  # of an operation that was not measured
-            predicted = None
+    predicted = sync_seconds(plan, buckets, profile.params, links, world_size) if links.samples else None
     in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
     return StrategyRow(
         parameters=shown,
         what=what + in_buckets,
         nbytes=sum(profile.params[i].nbytes for bucket in buckets for i in bucket.params),
+        sent_nbytes=sent_bytes(plan, buckets, profile.params, world_size),
         predicted_s=predicted,
         measured_s=measured_s,
     )

@@ -20,6 +20,7 @@ from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
+from elastic_ray.sync.engine.protocol import ShardedTables
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
@@ -50,6 +51,7 @@ class GradientEngine:
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
         scaler: AMP's ``GradScaler``; None without AMP.
+        tables: the model's sharded tables.
 
     Raises:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
@@ -68,13 +70,16 @@ class GradientEngine:
         *,
         check_finite: bool,
         scaler: Any = None,
+        tables: ShardedTables,
     ) -> None:
         self._context = context
         self._module = module
         self._trainable = trainable
         self._optimizer = optimizer
         self._statistics_for: list[str] = []
+        self._sharded = tables
         self._in_force = StrategyInForce(context, self, builder, number)
+        self._check_tables(self.plan.strategy)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
@@ -88,11 +93,12 @@ class GradientEngine:
             self._lay_out,
             self._carried,
             context,
-            SummingGroup(context, self._drift, number, self.fix_drift),
+            SummingGroup(context, self._drift, number, self._agree_on),
             statistics,
             grad_scale,
             number,
             check_finite=check_finite,
+            exchange_rows=tables.exchange,
         )
 
     @property
@@ -123,6 +129,7 @@ class GradientEngine:
     def check(self, plan: SyncPlan) -> None:
         """Raise StrategyError where a plan cannot be carried out."""
         self._check_statistics(plan.strategy)
+        self._check_tables(plan.strategy)
         for bucket in plan.buckets:
             make_operation(bucket)
 
@@ -181,6 +188,14 @@ class GradientEngine:
                 'scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
             )
 
+    def _check_tables(self, strategy: Strategy) -> None:
+        """Raise StrategyError where ranks would drift that share a table's rows."""
+        if self._sharded and strategy.average is not None:
+            raise StrategyError(
+                f"strategy {strategy.name or strategy.average.algorithm!r} averages models that ranks train by "
+                "themselves, but all ranks share the rows of a ShardedEmbedding: use one that reduces gradients"
+            )
+
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
         self._in_force.before_forward()
@@ -189,6 +204,11 @@ class GradientEngine:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
+        if self._sharded:
+            raise RuntimeError(
+                "no_sync() is not served for a model with a ShardedEmbedding, whose owners get gradients in each step: "
+                "let the loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+            )
         return self._reducer.no_sync()
 
     def before_update(self) -> None:
@@ -196,6 +216,7 @@ class GradientEngine:
         self._reducer.close()
         self._in_force.stepped()
         self._row_steps.stand_inside()
+        self._sharded.close()
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
@@ -219,8 +240,8 @@ class GradientEngine:
 
     @property
     def settled(self) -> bool:
-        """Whether they do not after the steps that are committed."""
-        return self._drift.settled
+        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
+        return self._drift.settled and self._sharded.settled
 
     def fix_drift(self) -> int:
         """Settle what comes after the step; a digest of how models are averaged, of what, and of what comes next.
@@ -231,14 +252,24 @@ class GradientEngine:
         self._ends = self._in_force.pending
         return digest((self.plan.digest, self._in_force.asked_digest))
 
+    def _agree_on(self) -> tuple[int, str]:
+        return self.fix_drift(), self._in_force.label
+
     @property
     def marker(self) -> int:
         """Which average was the last to end on this rank."""
         return self._drift.marker
 
-    def after_step(self) -> None:
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP."""
+        return self._drift.scaler
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
         self._drift.after_step(ends=self._ends)
+        if agree_on_scale:
+            self._drift.agree_on_scale()
 
     def collapse(self) -> None:
         """Where models differ from rank to rank: make them one."""
@@ -249,8 +280,13 @@ class GradientEngine:
         """The same in a new group, before its ranks exchange state."""
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
-    def before_change(self) -> None:
-        """What compressions owe on all ranks is added up; models that differ from rank to rank are made one."""
+    def prepare_to_save(self) -> None:
+        """Rank 0 holds whole tables until the next update."""
+        self._sharded.gather()
+
+    def before_change(self, stays: Sequence[bool]) -> None:
+        """What compressions owe is added up, models that differ are made one, leavers hand their rows over."""
+        self._sharded.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
         self.collapse()
@@ -266,6 +302,7 @@ class GradientEngine:
         self._statistics.enter_group()
         self._reducer.enter_group()
         self._owed.enter_group()
+        self._sharded.enter_group()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""

@@ -62,6 +62,7 @@ class BucketLayout:
         sequel: as given.
         tail: the tail.
         tail_rides: whether the last bucket holds it.
+        strategy: what a user calls the plan's.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
         no_norms, nothing_to_share, all_used: values for them.
     """
@@ -95,15 +96,17 @@ class BucketLayout:
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
+        name = plan.strategy.label
+        self.strategy = f"auto, now {name}" if sequel.agenda and name != "auto" else name
 
     @property
     def digest(self) -> int:
         """What must be equal on all ranks."""
         return digest((*self._layout, self.sequel.takes))
 
-    def settle_first(self, index: int, owed: torch.Tensor) -> SettlingOperation:
-        """Have a bucket's first pass add what a strategy before has left owed, without a loss scale."""
-        settling = SettlingOperation(self.operations[index], owed)
+    def settle_first(self, index: int) -> SettlingOperation:
+        """Have a bucket's next pass add what a strategy before has left owed."""
+        settling = SettlingOperation(self.operations[index])
         self.operations[index] = settling
         return settling
 

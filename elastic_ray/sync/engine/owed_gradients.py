@@ -10,7 +10,6 @@ import torch
 
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.operations.residual import Residual
@@ -41,6 +40,11 @@ class _Debtor:
         owed = self.residual.owed
         return owed is not None and owed.flat is not None and bool(owed.flat.any())
 
+    @property
+    def knows(self) -> bool:
+        """Whether it knows what all ranks owe together, or has nothing to know."""
+        return self.residual.folded is not None or (self.compression is None and not self.owes)
+
     def owed(self) -> torch.Tensor:
         """A copy of it, without a loss scale."""
         owed = self.residual.owed
@@ -70,11 +74,14 @@ class _Debtor:
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 
+    def is_among(self, tensors: _Tensors) -> bool:
+        """Whether one of its parameters is."""
+        return not tensors.keys().isdisjoint(self.names)
+
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
         """Go on from these."""
-        mine = set(self.names)
-        self.residual.become(self.flat(owed) if mine & owed.keys() else None)
-        if mine & folded.keys():
+        self.residual.become(self.flat(owed) if self.is_among(owed) else None)
+        if self.is_among(folded):
             self.residual.fold(self.flat(folded))
         if self.compression is not None:
             self.compression.take_factors(
@@ -88,7 +95,7 @@ class OwedGradients:
     Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
     own with it, and so does one that was behind and takes over another's state: that is told. Where the next strategy
-    does not compress, each rank adds its own to the first step.
+    does not compress, each rank adds its own to the first step that counts.
 
     Args:
         context: the run.
@@ -97,7 +104,9 @@ class OwedGradients:
     def __init__(self, context: SyncContext) -> None:
         self._context = context
         self._debtors: list[_Debtor] = []
-        self._settling: list[_Debtor] = []  # which owe for one step, and only some ranks do
+        self._settling: list[_Debtor] = []  # which owe until a step has sent it, perhaps on some ranks only
+        self._plain: dict[int, _Debtor] = {}  # of buckets that nothing compresses, the ones that could be such
+        self._layout: BucketLayout | None = None
         self._members = 0  # ranks of the group that owes, or would under another strategy
         self._holds = True  # not taken over from another rank
 
@@ -112,22 +121,38 @@ class OwedGradients:
         owed: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
         factors: dict[str, torch.Tensor] = {}
-        for each in (*self._debtors, *self._settling):
+        for each in self._all:
             factors |= each.factors()
             if each.owes:
                 owed |= each.by_name(each.owed())
             if each.residual.folded is not None:
                 folded |= each.by_name(each.residual.folded)
-        self._debtors, self._settling = [], []
+        self._debtors, self._settling, self._plain, self._layout = [], [], {}, layout
         for index, (bucket, mine) in enumerate(zip(layout.buckets, places, strict=True)):
             operation, names = layout.operations[index], [params[place].name for place in mine]
             if isinstance(operation, CompressedOperation):
                 self._debtors.append(_Debtor(bucket, names, operation.residual, operation.compression))
-                self._debtors[-1].take(owed, folded, factors)
-            elif isinstance(bucket, Bucket) and owed.keys() & set(names):
-                debtor = _Debtor(bucket, names, Residual(), None)
-                residual = layout.settle_first(index, debtor.flat(owed)).residual
-                self._settling.append(dataclasses.replace(debtor, residual=residual))
+            else:
+                self._plain[index] = _Debtor(bucket, names, Residual(), None)
+        self._take(owed, folded, factors)
+
+    @property
+    def _all(self) -> Sequence[_Debtor]:
+        return (*self._debtors, *self._settling)
+
+    def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
+        """Go on from these."""
+        for index, each in list(self._plain.items()):
+            if each.is_among(owed) or each.is_among(folded):
+                self._settle(index)
+        for each in self._all:
+            each.take(owed, folded, factors)
+
+    def _settle(self, index: int) -> None:
+        """A bucket that nothing compresses is to send what is owed, once that is known."""
+        assert self._layout is not None, "buckets are laid out"
+        residual = self._layout.settle_first(index).residual
+        self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
 
     def before_change(self) -> None:
         """Add up over all ranks what is owed.
@@ -135,12 +160,20 @@ class OwedGradients:
         Raises:
             CommunicationFailedError: the group broke; each rank still has its own.
         """
-        communicator = self._context.group.communicator
-        sums = [each.owed() for each in self._debtors]
-        if self._context.group.world_size > 1:
+        communicator, several = self._context.group.communicator, self._context.group.world_size > 1
+        settles = int(any(each.owes for each in self._settling))
+        if several:
+            settles = sum(row[0] for row in communicator.gather_ints([settles], with_gradients=True))
+        if settles:  # on other ranks, perhaps, in other buckets
+            for index in list(self._plain):
+                self._settle(index)
+            self._settling.sort(key=lambda each: each.bucket.index)
+        owing = self._all if settles else self._debtors
+        sums = [each.owed() for each in owing]
+        if several:
             for work in [communicator.gradients.all_reduce(total) for total in sums]:
                 communicator.wait(work)
-        for each, total in zip(self._debtors, sums, strict=True):
+        for each, total in zip(owing, sums, strict=True):
             each.residual.fold(total)
 
     def enter_group(self) -> None:
@@ -153,12 +186,12 @@ class OwedGradients:
             CommunicationFailedError: the group broke again.
         """
         world_size = self._context.group.world_size
-        owes = any(each.owes for each in self._debtors)
-        known = all(each.residual.folded is not None for each in self._debtors)
+        owes = any(each.owes for each in self._all)
+        known = all(each.knows for each in self._all)
         row = [int(known), int(self._holds), int(owes), self._members]
         rows = self._context.group.communicator.gather_ints(row) if world_size > 1 else [row]
         if all(row[0] for row in rows):
-            for each in self._debtors:
+            for each in self._all:
                 each.residual.share(world_size)
         elif any(row[2] for row in rows):
             self._tell_lost(max(row[3] for row in rows) - sum(row[1] for row in rows))
@@ -177,11 +210,11 @@ class OwedGradients:
 
     def capture(self) -> Any:
         """What is the same on all ranks: factors, and the sum of what is owed where that was added up."""
-        if not self._members or not self._debtors:
+        if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}
         folded: dict[str, torch.Tensor] = {}
-        for each in self._debtors:
+        for each in self._all:
             factors |= each.factors()
             if each.residual.folded is not None:
                 folded |= each.by_name(each.residual.folded)
@@ -191,5 +224,4 @@ class OwedGradients:
         """Take over a captured state; what this rank has owed itself is part of no state any more."""
         state = tree.get("owed", {})
         self._members, self._holds = state.get("members", 0), False
-        for each in self._debtors:
-            each.take({}, state.get("folded", {}), state.get("factors", {}))
+        self._take({}, state.get("folded", {}), state.get("factors", {}))

@@ -1,4 +1,4 @@
-"""The protocol between a wrapped model and the way its gradients are synchronised."""
+"""The protocols between a wrapped model, the way its gradients are synchronised, and its sharded tables."""
 
 from __future__ import annotations
 
@@ -66,3 +66,29 @@ class GradientSync(GroupDependent, Protocol):
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state."""
+
+
+class ShardedTables(Protocol):
+    """Those of one model. Methods that communicate raise CommunicationFailedError where the group breaks."""
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+
+    def exchange(self) -> None:
+        """Other gradients of a backward pass are reduced: have all owners receive those of rows."""
+
+    def close(self) -> None:
+        """The optimizer was asked to step."""
+
+    def enter_group(self) -> None:
+        """A group was entered, and all ranks hold the same dense state."""
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Ranks of the present group are about to leave, all but those that stay."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank can save all tables."""
+
+    def gather(self) -> None:
+        """Have rank 0 hold whole tables until the next update."""

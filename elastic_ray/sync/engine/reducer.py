@@ -50,6 +50,7 @@ class GradientReducer:
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
+        exchange_rows: sends row gradients of a pass to their owners.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class GradientReducer:
         number: int,
         *,
         check_finite: bool,
+        exchange_rows: Callable[[], None],
     ) -> None:
-        self._number = number
+        self._number, self._exchange_rows = number, exchange_rows
         self._lay_out = lay_out
         self._check_finite = check_finite
         self._warned = False
@@ -74,8 +76,7 @@ class GradientReducer:
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
         self._context = context
         self._ledger, self._group, self._consensus = context.ledger, group, context.consensus
-        self._carried, self._statistics = carried, statistics
-        self._grad_scale = grad_scale
+        self._carried, self._statistics, self._grad_scale = carried, statistics, grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
         self._build()
@@ -109,7 +110,7 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
-        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest)
+        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest, self._layout.strategy)
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
@@ -325,6 +326,8 @@ class GradientReducer:
                 self._fill(bucket)
             if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
+                if self._measures:
+                    self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: [float(norm) for norm in self._statistics.local_norms()])
         elif self._measures:
             self._pair(step)
@@ -342,10 +345,11 @@ class GradientReducer:
             self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
-            if self._check_finite and not self._reduction.is_finite():
-                own = [int(not all(bucket.own_is_finite() for bucket in self._buckets))]
-                rows = self._group.communicator.gather_ints(own, with_gradients=True)
-                self.nonfinite_ranks = [rank for rank, (bad,) in enumerate(rows) if bad]
+            if self._measures:
+                self._statistics.measure_mean(self._buckets, first=self._group.rank == 0)
+            if self._check_finite:
+                self.nonfinite_ranks = self._reduction.nonfinite_ranks()
+            self._exchange_rows()
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
@@ -380,8 +384,7 @@ class GradientReducer:
         """Take the step's statistics, where they can be told apart from what it had reduced before."""
         if not self._measures or (self._goes_on and self._accumulates):
             return
-        first, scale = self._group.rank == 0, self._grad_scale()
-        self._statistics.collect(step, norms(), self._buckets, first=first, grad_scale=scale, goes_on=self._goes_on)
+        self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     @torch.no_grad()
     def _pair(self, step: StepView) -> None:

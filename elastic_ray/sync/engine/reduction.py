@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ray.sync.engine.context import SyncConsensus, SyncGroup
@@ -39,8 +39,8 @@ class Reduction:
         self._layout = layout
         self._grad_scale = grad_scale
         self._works: list[list[Any]] = [[] for _ in layout.buckets]
-        self._owing = [each for each in layout.operations if isinstance(each, OwingOperation)]
-        self._compresses = any(isinstance(each, CompressedOperation) for each in self._owing)
+        self._owing: Sequence[OwingOperation] = ()
+        self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
@@ -62,6 +62,9 @@ class Reduction:
             Whether its gradients travel in a form that gives statistics.
         """
         self.end_step()
+        # What does not compress may have been given something to send by a change of group.
+        owing = [each for each in self._layout.operations if isinstance(each, OwingOperation)]
+        self._owing = [each for each in owing if isinstance(each, CompressedOperation) or each.residual.in_use]
         self._plain = steps % PROBE_EVERY == 0
         return self._plain or not self._compresses or self._group.world_size == 1
 
@@ -131,12 +134,25 @@ class Reduction:
             self._finite = are_finite(self._layout.buckets)
         return self._finite
 
+    def nonfinite_ranks(self) -> list[int] | None:
+        """Ranks whose own gradients in the last pass are not finite; None where its sum is."""
+        if self.is_finite():
+            return None
+        own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
+        rows = self._group.communicator.gather_ints(own, with_gradients=True)
+        return [rank for rank, (bad,) in enumerate(rows) if bad]
+
     def settle(self) -> None:
-        """A group of one rank reduces nothing: what compressions owe goes into its gradients."""
+        """A group of one rank reduces nothing: what compressions owe goes into its gradients.
+
+        Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
+        mean as there are ranks: what it owes does so, too.
+        """
         if self._owing and self._group.world_size == 1:
+            scale = self._grad_scale() * len(self._group.nodes)
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
                 if isinstance(operation, OwingOperation):
-                    operation.settle(bucket, self._grad_scale())
+                    operation.settle(bucket, scale)
 
     def asked(self) -> None:
         """The optimizer was asked to step."""

@@ -31,10 +31,12 @@ class SummingGroup:
         context: the run.
         model: the model.
         number: of the model.
-        layout: a digest of what is averaged, and how.
+        layout: a digest of what is averaged, and how, and what a user calls it.
     """
 
-    def __init__(self, context: SyncContext, model: DriftingModel, number: int, layout: Callable[[], int]) -> None:
+    def __init__(
+        self, context: SyncContext, model: DriftingModel, number: int, layout: Callable[[], tuple[int, str]]
+    ) -> None:
         self._context = context
         self._group = context.group
         self._model = model
@@ -91,7 +93,7 @@ class SummingGroup:
     def _agree(self) -> None:
         """Add up what rides on reductions; raises CommunicationFailedError."""
         consensus, group = self._context.consensus, self._group
-        announced = Announced(Intent.GRADIENTS, self._number, self._layout())
+        announced = Announced(Intent.GRADIENTS, self._number, *self._layout())
         known = self._met == (group.generation, announced) and self._context.models == 1
         if consensus.announce_reductions(announced, known=known):
             consensus.agreed()

@@ -97,6 +97,10 @@ class Bucket:
         """Add a share to what it holds."""
         self.body.add_(share)
 
+    def add_vector(self, vector: torch.Tensor) -> None:
+        """As :meth:`add`."""
+        self.body.add_(vector)
+
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """What the optimizer multiplies these gradients with."""
         return preconditioner(optimizer, self.params)

@@ -50,11 +50,12 @@ class OwingOperation(abc.ABC):
         owed = self.residual.owed
         if owed is None or owed.flat is None or any(p.grad is None for p in bucket.params):
             return
-        vector = torch.zeros_like(owed.flat)
-        self.residual.add_to(vector, scale)
+        vector = self.residual.take(scale)
+        assert vector is not None, "it is owed"
         for param, piece in zip(bucket.params, torch.split(vector, [p.numel() for p in bucket.params]), strict=True):
             if param.grad is not None:
-                param.grad.add_(piece.view(param.shape))
+                piece = piece.view(param.shape).to(param.grad.dtype)
+                param.grad.add_(piece.to_sparse(1) if param.grad.is_sparse else piece)
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
@@ -75,18 +76,18 @@ class SettlingOperation(OwingOperation):
 
     Args:
         operation: the other one.
-        owed: it, without a loss scale.
     """
 
-    def __init__(self, operation: BucketOperation, owed: torch.Tensor) -> None:
+    def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
         self._operation = operation
-        self.residual.become(owed)
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
         """What is owed and the gradients."""
-        if not self._plain and self.residual.owed is not None:
-            self.residual.add_to(bucket.flat_gradient(), self._scale)
+        if not self._plain:
+            owed = self.residual.take(self._scale)
+            if owed is not None:
+                bucket.add_vector(owed)
             self.residual.leave(None, self._scale)
         return self._operation.launch(bucket, group)
 

@@ -118,6 +118,9 @@ class GradientBucket(Protocol):
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""
 
+    def add_vector(self, vector: torch.Tensor) -> None:
+        """Add a vector, as :meth:`flat_gradient` gives one, to what it holds."""
+
     def note_used(self) -> None:
         """Remember for the step's later micro-steps which parameters had a gradient."""
 

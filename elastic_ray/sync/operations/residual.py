@@ -45,6 +45,11 @@ class Residual:
         """What is owed after the last committed step; None for nothing."""
         return self._kept
 
+    @property
+    def in_use(self) -> bool:
+        """Whether there is anything that a pass has to look at."""
+        return self._kept is not None or self.folded is not None
+
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
         """A pass begins: what is owed is part of it from here on.
 
@@ -52,11 +57,19 @@ class Residual:
             flat: its gradients.
             scale: the loss scale in them.
         """
-        self.folded = None
-        self._latest, self._fresh = self._fresh or self._latest, None
-        owed = self._latest or self._kept
+        owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
+
+    def take(self, scale: float) -> torch.Tensor | None:
+        """The same for a pass whose gradients are no vector: what is owed, times ``scale``; None for nothing."""
+        owed = self._begin_pass()
+        return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
+
+    def _begin_pass(self) -> Owed | None:
+        self.folded = None
+        self._latest, self._fresh = self._fresh or self._latest, None
+        return self._latest or self._kept
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
         """Memory for what a pass leaves out; its content is of no meaning."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ class GradientStatistics:
         self._noise_due = self._variance_due = self._norms_due = False
         self._carried: list[_Norm] = []  # of the micro-steps before
         self._local: list[_Norm] = []
+        self._first = self._preconditioned = False
+        self._mean: list[float] | None = None  # squared norms of the mean gradient, in the noise scale's units
+        self._plain_mean: list[float] | None = None  # without preconditioning
 
     def rebuilt(self, groups: int) -> None:
         """Buckets are laid out anew, for so many parameter groups."""
@@ -150,44 +154,48 @@ class GradientStatistics:
             if due:
                 place[part] = torch.stack([torch.as_tensor(norm) for norm in norms[part]])
 
-    def collect(
-        self,
-        step: StepView,
-        norms: Sequence[float],
-        buckets: Sequence[GradientBucket],
-        *,
-        first: bool,
-        grad_scale: float,
-        goes_on: bool,
-    ) -> None:
-        """The buckets hold the step's mean gradient.
+    def measure_mean(self, buckets: Sequence[GradientBucket], *, first: bool) -> bool:
+        """The buckets hold the step's mean gradient; ``first`` on rank 0, which alone measures for all.
+
+        Returns:
+            Whether this has shown that all of it is finite.
+        """
+        self._first, self._mean = first, None
+        self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
+        plain = first and (self._variance_due or self._norms_due)
+        if self._noise_due:
+            self._mean = self._norms_of_mean(buckets, preconditioned=self._preconditioned)
+        if plain and (self._mean is None or self._preconditioned):
+            self._plain_mean = self._norms_of_mean(buckets, preconditioned=False)
+        else:
+            self._plain_mean = self._mean
+        norms = self._mean or self._plain_mean
+        return norms is not None and all(map(math.isfinite, norms))
+
+    def collect(self, step: StepView, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
+        """Take in what the pass has shown, after :meth:`measure_mean`.
 
         Args:
             step: the step.
             norms: :meth:`local_norms`, added up over all ranks.
-            buckets: all of them.
-            first: whether this is rank 0.
             grad_scale: AMP's loss scale that is still in the gradients.
             goes_on: this pass added its loss's gradient to what the pass before had reduced.
         """
-        squared, groups, plain = grad_scale * grad_scale, self._groups, None
+        groups, squared = self._groups, grad_scale * grad_scale
         gradients = sum(1 for row in step.sizes for size in row if size)
-        if self._noise_due and gradients > 1:
-            preconditioned = self.noise.preconditions(buckets)
-            means = self._norms_of_mean(buckets, squared, preconditioned=preconditioned)
-            plain = None if preconditioned else means
+        if self._noise_due and gradients > 1 and self._mean is not None:
             self.noise.collect(
                 step,
                 [norm / squared for norm in norms[:groups]],
-                means,
+                [norm / squared for norm in self._mean],
                 gradients=gradients,
                 replicas=self._replicas,
-                preconditioned=preconditioned,
+                preconditioned=self._preconditioned,
                 goes_on=goes_on,
             )
-        if not first or not (self._variance_due or self._norms_due):
+        if not self._first or self._plain_mean is None:
             return
-        plain = self._norms_of_mean(buckets, squared, preconditioned=False) if plain is None else plain
+        plain = [norm / squared for norm in self._plain_mean]
         if self._variance_due:
             means = [norm / squared for norm in norms[groups:]]
             self.meter.take_variance(step, means, plain, gradients=gradients, goes_on=goes_on)
@@ -201,17 +209,16 @@ class GradientStatistics:
         if self._variance_due:
             self.meter.take_pair(step, buckets, grad_scale)
         if self._norms_due:
-            self.meter.take_norms(self._norms_of_mean(buckets, grad_scale * grad_scale, preconditioned=False))
+            squared = grad_scale * grad_scale
+            self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
-    def _norms_of_mean(
-        self, buckets: Sequence[GradientBucket], squared_scale: float, *, preconditioned: bool
-    ) -> list[float]:
+    def _norms_of_mean(self, buckets: Sequence[GradientBucket], *, preconditioned: bool) -> list[float]:
         """Squared norms of what the buckets hold, by parameter group."""
         sums: list[Any] = [0.0] * self._groups
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
             sums[bucket.group] += bucket.squared_norm(preconditioner)
-        return [float(each) / squared_scale for each in sums]
+        return [float(each) for each in sums]
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.choice import ChoiceSettings
 from elastic_ray.sync.choosing.considering import with_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
+from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
@@ -73,6 +74,7 @@ class StrategyInForce:
         self._given = self._plan.strategy.to_json()
         self._tuner = self._tuner_for(builder, self._plan.strategy)
         self._has_tuned = self._tuner is not None
+        self._links: tuple[Topology, LinkTable] | None = None  # measured for a choice that was given up
         self._key = _key(self._plan.strategy)
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
@@ -109,6 +111,13 @@ class StrategyInForce:
     def pending(self) -> bool:
         """Whether another strategy, or another tuner, is to take effect."""
         return self._asked is not None or self._wanted is not None
+
+    @property
+    def label(self) -> str:
+        """What a user calls the present strategy, and the one that is to take effect."""
+        asked = self._asked.strategy if self._asked is not None else self._wanted
+        present = self._plan.strategy.label
+        return present if asked is None else f"{present}, then {asked.label}"
 
     @property
     def asked_digest(self) -> int:
@@ -190,6 +199,8 @@ class StrategyInForce:
             asked, self._asked = self._asked, None
             strategy, self._wanted = self._wanted or strategy, None
             if asked is not None:
+                if self._tuner is not None:
+                    self._links = self.topology, self._tuner.choice.links
                 self._tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self._plan = lower(strategy, self.profile, self.topology)
@@ -291,11 +302,13 @@ class StrategyInForce:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
         choice = self._tuner.choice if self._tuner is not None else None
         rows = dict(choice.rows) if choice is not None else {}
+        known = self._links is not None and self._links[0] == self.topology
         return explain(
             self._plan,
             with_rows(self.profile, {**rows, **self.touched}),
             self.topology,
             choice=choice,
+            links=self._links[1] if known and self._links is not None else UNMEASURED,
             step_s=statistics.median(self._step_s) if self._step_s else None,
             bucket_s=times,
         )
@@ -303,4 +316,4 @@ class StrategyInForce:
 
 def _key(strategy: Strategy) -> str:
     digest = hashlib.blake2b(strategy.to_json().encode(), digest_size=3).hexdigest()
-    return f"{strategy.name or 'by hand'}-{digest}"
+    return f"{strategy.label}-{digest}"

@@ -10,7 +10,7 @@ import torch
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.tables.row_preconditioner import RowPreconditioner, row_preconditioner
 from elastic_ray.sync.tables.table_gradient import TableGradient
-from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
+from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense
 
 
 class RowBucket:
@@ -99,6 +99,10 @@ class RowBucket:
     def add(self, share: TouchedRows) -> None:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])
+
+    def add_vector(self, vector: torch.Tensor) -> None:
+        """Add the rows of a whole table's vector that are not zero."""
+        self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
         """What the optimizer multiplies rows with."""

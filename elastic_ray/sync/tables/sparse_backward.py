@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ class SparseBackward:
             switch = _Switch(param)
             self._handles = [
                 layer.register_forward_pre_hook(switch.before),
-                layer.register_forward_hook(switch.after, always_call=True),
+                # Before those of the user, which see the layer as it is.
+                layer.register_forward_hook(switch.after, always_call=True, prepend=True),
             ]
 
     def close(self) -> None:
@@ -68,11 +71,16 @@ def _accumulates(param: torch.Tensor) -> bool:
 
 
 class _Switch:
-    """Hooks on one layer. Copies of the layer, by ``deepcopy`` or pickle, have hooks that do nothing."""
+    """Hooks on one layer. Copies of the layer, by ``deepcopy`` or pickle, have hooks that do nothing.
 
-    def __init__(self, param: torch.nn.Parameter | None) -> None:
+    Args:
+        param: the layer's table; None for a copy.
+        switched: whether the copy was made while the layer was switched; its first forward undoes that.
+    """
+
+    def __init__(self, param: torch.nn.Parameter | None, switched: bool = False) -> None:
         self._param = param
-        self._switched = False
+        self._switched = switched
 
     def before(self, layer: Any, args: Any) -> None:
         """Forward begins."""
@@ -92,7 +100,9 @@ class _Switch:
         if _has_strange_hooks(self._param):
             return
         layer.sparse = self._switched = True
-        layer._parameters["weight"] = _Gate.apply(self._param)  # type: ignore[no-untyped-call]
+        layer._parameters["weight"] = gated = _Gate.apply(self._param)  # type: ignore[no-untyped-call]
+        # Torch copies no tensors with a history; who copies the layer now, in a hook, wants the table.
+        gated.__deepcopy__ = functools.partial(copy.deepcopy, self._param)
 
     def after(self, layer: Any, args: Any, output: Any) -> None:
         """Forward has ended, perhaps with an error."""
@@ -102,10 +112,11 @@ class _Switch:
         """Undo what :meth:`before` has done."""
         if self._switched:
             layer.sparse = self._switched = False
-            layer._parameters["weight"] = self._param
+            if self._param is not None:
+                layer._parameters["weight"] = self._param
 
     def __reduce__(self) -> Any:
-        return _Switch, (None,)
+        return _Switch, (None, self._switched)
 
 
 def _has_strange_hooks(param: torch.nn.Parameter) -> bool:

@@ -26,7 +26,7 @@ class ThroughputEfficiencyPolicy:
     idle.
 
     A straggler is left, as the paper replaces them: jobs go to other nodes than those on which some job has seen its
-    steps take ``slow_factor`` times longer (``TraceJobView.slow_nodes``), as long as every job still runs.
+    steps take ``slow_factor`` times longer (``JobView.slow_nodes``), as long as every job still runs.
 
     Attributes:
         threshold: least s(k), from 0 (any gain) to below 1 (perfect scaling).

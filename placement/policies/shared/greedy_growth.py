@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView, speeds
-from placement.cluster.oracle import slow_nodes
 from placement.cluster.packing import pack
 from placement.goodput.step_time import Floats
 from placement.policies.shared.base import Admission, Target, admit, grow, held_reason
@@ -95,7 +94,7 @@ def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cl
     One slow worker holds up its whole group, so that a job is faster without it unless it has few others. Where a
     job would not run at all any more, all nodes stay in use.
     """
-    slow = {node for view in jobs for node, times in slow_nodes(view).items() if times >= factor}
+    slow = {node for view in jobs for node, times in view.slow_nodes.items() if times >= factor}
     rest = cluster.draining(slow)
     if rest == cluster or admit(jobs, rest).floors != admit(jobs, cluster).floors:
         return cluster

@@ -1,0 +1,87 @@
+"""Learning rates of one optimizer for the present batch size, while it steps (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
+from elastic_ray.batch.statistics import is_adam_like
+from placement.goodput.model import NoiseScale
+
+# Rules whose factors are 1 at scale 1 and do not move with the progress.
+_BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
+
+
+class LearningRates:
+    """See the module's text.
+
+    Args:
+        optimizer: whose rates user code and schedulers set.
+        rule: as of ``AdaptiveDataParallel(scaling_rule=...)``.
+        noise: gives the noise of each parameter group, as far as it is known.
+        epochs_done: epochs of data trained on.
+        rate_factor: what policies multiply all rates by.
+
+    Raises:
+        TypeError, ValueError: there is no such rule.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: ScalingRule | str | None,
+        *,
+        noise: Callable[[], Sequence[NoiseScale | None]],
+        epochs_done: Callable[[], float],
+        rate_factor: Callable[[], float],
+    ) -> None:
+        self._optimizer = optimizer
+        self._rule = resolve(rule, adam_like=is_adam_like(optimizer))
+        self._by_default = rule is None
+        self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
+        self._noise = noise
+        self._epochs_done = epochs_done
+        self._rate_factor = rate_factor
+        self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
+
+    @property
+    def wants_statistics(self) -> str:
+        """What of the user's needs gradient statistics; empty for nothing."""
+        asked = not self._by_default and isinstance(self._rule, (AdaScale, AdamScale))
+        return f"scaling_rule {type(self._rule).__name__}" if asked else ""
+
+    @contextmanager
+    def scaled(self, scale: float, *, has_statistics: bool) -> Iterator[None]:
+        """Rates for a batch of ``scale`` x the initial one, restored afterwards.
+
+        Args:
+            scale: global / initial batch size.
+            has_statistics: whether the strategy gives gradient statistics, without which no rule holds by default.
+        """
+        as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
+        by_policy = self._rate_factor()
+        if as_it_is and by_policy == 1.0:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        factors = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
+        try:
+            for group, rate, factor in zip(groups, rates, factors, strict=True):
+                group["lr"] = rate * factor * by_policy
+            yield
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _rule_factors(self, scale: float) -> Sequence[float]:
+        noise, progress = self._noise(), self._epochs_done()
+        # Rules of one's own and warm-ups may look at the progress, which moves with every step.
+        asked = (scale, noise, None if not self._warms else progress)
+        if self._factors is None or self._factors[0] != asked:
+            self._factors = asked, self._rule.factors(scale, noise, progress)
+        return self._factors[1]

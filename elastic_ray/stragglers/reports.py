@@ -1,0 +1,96 @@
+"""What is known of slow workers, as plain values (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from typing import Literal, get_args
+
+Response = Literal["ignore", "tell", "share", "replace"]
+"""What is done about a straggler; each includes what stands before it."""
+
+RESPONSES: tuple[str, ...] = get_args(Response)
+
+
+class StragglerCause(str, enum.Enum):
+    """Why a worker is slow, as far as its times and its neighbours' tell."""
+
+    WORKER = "worker"
+    NODE = "node"
+    DATA = "data"
+
+    @property
+    def sentence(self) -> str:
+        """The cause in words."""
+        return {
+            StragglerCause.WORKER: "the others on its node, if any, are not slow",
+            StragglerCause.NODE: "all workers on its node are slow",
+            StragglerCause.DATA: "it waits for its data",
+        }[self]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerConfig:
+    """What is done about stragglers.
+
+    Attributes:
+        response: see :data:`Response`.
+        patience_s: how long a worker must have been slow before it is replaced [s].
+
+    Raises:
+        ValueError: no such response, or a time that is not above 0.
+    """
+
+    response: Response = "ignore"
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.response not in RESPONSES:
+            raise ValueError(f"stragglers must be one of {', '.join(RESPONSES)}, but got {self.response!r}")
+        if not (self.patience_s > 0 and math.isfinite(self.patience_s)):
+            raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
+
+    @property
+    def watches(self) -> bool:
+        """Whether stragglers are looked for."""
+        return self.response != "ignore"
+
+    @property
+    def shares(self) -> bool:
+        """Whether slow workers get fewer samples."""
+        return self.response in ("share", "replace")
+
+    @property
+    def replaces(self) -> bool:
+        """Whether workers that stay slow are replaced."""
+        return self.response == "replace"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlowWorker:
+    """A worker that holds up its group.
+
+    Attributes:
+        worker: its id.
+        node: the node that it is on.
+        ratio: how many times as long as the others it takes for the same work, above 1.
+        cause: why, as far as that can be told.
+        weight: its share of a step's samples, that of a worker that is not slow being 1.
+        fixed: part of its time at weight 1 that did not shrink with its samples, from 0 to 1; None before its first
+            steps at another weight.
+        slow_s: for how long it has been slow [s].
+        replace: whether it is to be replaced.
+    """
+
+    worker: str
+    node: str
+    ratio: float
+    cause: StragglerCause
+    weight: float = 1.0
+    fixed: float | None = None
+    slow_s: float = 0.0
+    replace: bool = False
+
+    def __str__(self) -> str:
+        return f"worker {self.worker} takes {self.ratio:.1f} times as long as the others: {self.cause.sentence}"

@@ -1,0 +1,306 @@
+"""Looks after the stragglers of one group: all ranks do so alike, from measures that all of them have (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
+from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
+
+REPLACED_BELOW = 0.67
+"""Speed over the median's of a worker that is replaced if it stays so slow."""
+
+_LEAST_WEIGHT = 1.0 / 64.0
+_FULL_WEIGHT = 0.9  # and above, for which no unequal shares are worth it
+_WORTH = 1.1  # times a weight must move
+_SHORT_S = 0.01  # shorter steps are taken together, so that looking at them costs no more than half a percent
+_LONGEST_REST = 32 * MIN_STEPS
+
+
+class Place(Protocol):
+    """A member of the group."""
+
+    @property
+    def worker(self) -> str:
+        """Its id."""
+
+    @property
+    def node(self) -> str:
+        """The node that it is on."""
+
+
+class Measured(Protocol):
+    """What one worker has measured of a step."""
+
+    @property
+    def compute_s(self) -> float:
+        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
+
+    @property
+    def data_s(self) -> float:
+        """Waiting for data [s]."""
+
+    @property
+    def step_s(self) -> float:
+        """The whole step before [s]."""
+
+
+class Tell(Protocol):
+    """Tells the job's user something."""
+
+    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecentSteps:
+    """Sums over the latest steps, as long as they are short.
+
+    Attributes:
+        work: samples of each rank.
+        busy_s: time of each rank until its gradients were complete [s].
+        data_s: the part of it that was waiting for data [s].
+        seconds: of the steps, by the slowest rank's clock [s].
+    """
+
+    work: list[float] = dataclasses.field(default_factory=list)
+    busy_s: list[float] = dataclasses.field(default_factory=list)
+    data_s: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
+        """The same with another step."""
+        work: list[float] = [sum(row) for row in sizes]
+        busy_s = [each.compute_s + each.data_s for each in measured]
+        data_s = [each.data_s for each in measured]
+        if self.work:
+            work = [old + new for old, new in zip(self.work, work, strict=True)]
+            busy_s = [old + new for old, new in zip(self.busy_s, busy_s, strict=True)]
+            data_s = [old + new for old, new in zip(self.data_s, data_s, strict=True)]
+        seconds = self.seconds + max([each.step_s for each in measured])
+        return RecentSteps(work=work, busy_s=busy_s, data_s=data_s, seconds=seconds)
+
+
+class StragglerWatch:
+    """Finds stragglers, has them take fewer samples, and says which are to be replaced.
+
+    It is told of every committed step of training, on all ranks, and keeps no other clock than the steps' own times.
+    Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the others
+    takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for the
+    ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
+
+    Args:
+        config: what is done.
+        members: gives the group's members by rank; none before the first group.
+        measured: gives what they have measured of the latest step.
+        tell: tells the job's user something.
+
+    Attributes:
+        slow: the present stragglers, by rank.
+        changes: how often the shares have changed.
+    """
+
+    def __init__(
+        self,
+        config: StragglerConfig,
+        *,
+        members: Callable[[], Sequence[Place]],
+        measured: Callable[[], Sequence[Measured]],
+        tell: Tell,
+    ) -> None:
+        self._config = config
+        self._members = members
+        self._measured = measured
+        self._tell = tell
+        self._workers: tuple[str, ...] = ()
+        self._seen: Sequence[Place] = ()
+        self._recent = RecentSteps()
+        self._trace = SpeedTrace()
+        self._rest = MIN_STEPS
+        self._rising: bool | None = None
+        self.slow: tuple[SlowWorker, ...] = ()
+        self.changes = 0
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Shares of the present ranks in a step's samples; None where they are equal."""
+        if not any(each.weight < 1.0 for each in self.slow):
+            return None
+        weights = {each.worker: each.weight for each in self.slow}
+        return tuple(weights.get(member.worker, 1.0) for member in self._members())
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have unequal shares, so that times of steps say nothing of equal ones."""
+        return self.weights is not None
+
+    def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
+        """A step of training was committed.
+
+        Args:
+            sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
+        """
+        members, measured = self._members(), self._measured()
+        if not self._config.watches or len(members) < 2 or not len(members) == len(measured) == len(sizes):
+            return
+        if members is not self._seen:
+            self._seen = members
+            self._enter(tuple(member.worker for member in members))
+        self._recent = self._recent.plus(sizes, measured)
+        if self._recent.seconds < _SHORT_S:
+            return
+        recent, self._recent = self._recent, RecentSteps()
+        self._trace = self._trace.add(work=recent.work, busy_s=recent.busy_s, data_s=recent.data_s, among=self._healthy)
+        self._take_time(recent.seconds)
+        if self._trace.ready:
+            self._judge(members)
+            self._share()
+        self._ask_for_replacement()
+
+    def _enter(self, workers: tuple[str, ...]) -> None:
+        """The group may have changed: what is known of workers that are still there stays."""
+        if workers == self._workers:
+            return
+        self.slow = tuple(each for each in self.slow if each.worker in workers)
+        self._workers, self._trace, self._recent = workers, SpeedTrace(), RecentSteps()
+        self._rest, self._rising = MIN_STEPS, None
+
+    def _take_time(self, seconds: float) -> None:
+        if self.slow:
+            self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
+
+    def _judge(self, members: Sequence[Place]) -> None:
+        """Find new stragglers, and those that have caught up."""
+        known = {each.worker: each for each in self.slow}
+        healthy = self._healthy
+        if not known and not any(self._trace.slow(rank, healthy) for rank in healthy):
+            return
+        for rank, member in enumerate(members):
+            before = known.get(member.worker)
+            if before is None:
+                if self._trace.slow(rank, healthy):
+                    found = self._found(rank, members)
+                    known[member.worker] = found
+                    self._tell(str(found), self._detail("slow", found, rank))
+                continue
+            times = self._trace.ratio(rank, healthy)
+            now = _measured_again(before, times)
+            known[member.worker] = now
+            if RECOVERED * times < before.weight or (times < RECOVERED and RECOVERED * now.ratio < 1.0):
+                del known[member.worker]
+                text = f"worker {member.worker} keeps up with the others again"
+                self._tell(text, self._detail("recovered", now, rank))
+        before_all, self.slow = self.slow, tuple(known[worker] for worker in self._workers if worker in known)
+        if any(each.weight < 1.0 and each.worker not in known for each in before_all):
+            self._reshared()
+
+    @property
+    def _healthy(self) -> tuple[int, ...]:
+        """Ranks that are not known to be slow, or all where every one is."""
+        ranks = tuple(range(len(self._workers)))
+        if not self.slow:
+            return ranks
+        slow = {each.worker for each in self.slow}
+        return tuple(rank for rank in ranks if self._workers[rank] not in slow) or ranks
+
+    def _found(self, rank: int, members: Sequence[Place]) -> SlowWorker:
+        """A new straggler."""
+        member, healthy, trace = members[rank], self._healthy, self._trace
+        here = [other for other, each in enumerate(members) if each.node == member.node]
+        cause = StragglerCause.WORKER
+        if trace.waits_for_data(rank, healthy):
+            cause = StragglerCause.DATA
+        elif 1 < len(here) < len(members) and all(RECOVERED * trace.ratio(other, healthy) > 1.0 for other in here):
+            cause = StragglerCause.NODE
+        ratio = trace.last_ratio(rank, healthy)
+        return SlowWorker(worker=member.worker, node=member.node, ratio=ratio, cause=cause)
+
+    @staticmethod
+    def _detail(state: str, slow: SlowWorker, rank: int) -> dict[str, Any]:
+        """Numbers of an event."""
+        return {
+            "state": state,
+            "worker": slow.worker,
+            "rank": rank,
+            "node": slow.node,
+            "ratio": round(slow.ratio, 3),
+            "cause": slow.cause.value,
+            "weight": round(slow.weight, 4),
+        }
+
+    def _share(self) -> None:
+        """Move the shares of slow ranks towards equal times, where that is worth a change."""
+        if not self._config.shares or not self.slow:
+            return
+        wanted, healthy = [], self._healthy
+        if not self._trace.ready or len(healthy) == len(self._workers):
+            return
+        for each in self.slow:
+            rank = self._workers.index(each.worker)
+            times = each.ratio if each.weight == 1.0 else self._trace.ratio(rank, healthy)
+            weight = max(_LEAST_WEIGHT, min(1.0, each.weight / times))
+            weight = 1.0 if weight > _FULL_WEIGHT else weight
+            moves = weight > _WORTH * each.weight or each.weight > _WORTH * weight or weight == 1.0 > each.weight
+            wanted.append(dataclasses.replace(each, weight=weight) if moves else each)
+        new = any(before.weight == 1.0 > after.weight for before, after in zip(self.slow, wanted, strict=True))
+        if tuple(wanted) == self.slow or not (new or self._trace.steps >= self._rest):
+            return
+        rises = any(after.weight > before.weight for before, after in zip(self.slow, wanted, strict=True))
+        if self._rising is not None and rises != self._rising:
+            self._rest = min(2 * self._rest, _LONGEST_REST)  # one that is slow now and then is not followed closely
+        self._rising = rises
+        for before, after in zip(self.slow, wanted, strict=True):
+            if before.weight == 1.0 > after.weight:
+                text = f"worker {after.worker} takes {after.weight:.2f} of another's samples in a step from now on"
+                self._tell(text, self._detail("shares", after, self._workers.index(after.worker)))
+        self.slow = tuple(wanted)
+        self._reshared()
+
+    def _reshared(self) -> None:
+        """Shares are others from the next step on, and so are times."""
+        self.changes += 1
+        self._trace, self._recent = SpeedTrace(), RecentSteps()
+
+    def _ask_for_replacement(self) -> None:
+        """Mark those that have been too slow for too long."""
+        config = self._config
+        if config.replaces and self.slow:
+            self.slow = tuple(
+                dataclasses.replace(
+                    each, replace=each.slow_s >= config.patience_s and REPLACED_BELOW * each.ratio > 1.0
+                )
+                for each in self.slow
+            )
+
+    def capture(self) -> dict[str, Any]:
+        """State for joiners and checkpoints."""
+        return {
+            "workers": list(self._workers),
+            "trace": self._trace.to_state(),
+            "recent": dataclasses.asdict(self._recent),
+            "rest": self._rest,
+            "rising": self._rising,
+            "slow": [{**dataclasses.asdict(each), "cause": each.cause.value} for each in self.slow],
+        }
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Take over a captured state."""
+        self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
+        self._recent = RecentSteps(**tree["recent"])
+        self._rest, self._rising = tree["rest"], tree["rising"]
+        self.slow = tuple(SlowWorker(**{**each, "cause": StragglerCause(each["cause"])}) for each in tree["slow"])
+        self.changes += 1
+
+
+def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
+    """What is known of a straggler that takes so many times as long as the others, with its present share.
+
+    With a part c of its time that does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, r
+    being the ratio at equal work. The first measurement at another share gives c, for r is known from before.
+    """
+    fixed = slow.fixed
+    if fixed is None and slow.weight < 1.0:
+        fixed = max(0.0, min(1.0, (times / slow.ratio - slow.weight) / (1.0 - slow.weight)))
+    part = fixed or 0.0
+    return dataclasses.replace(slow, fixed=fixed, ratio=times / (part + (1.0 - part) * slow.weight))

@@ -1,0 +1,1 @@
+"""Tables whose rows live with owners: no worker holds a whole one."""

@@ -1,0 +1,284 @@
+"""``ShardedEmbedding``: a table too large for every worker, whose rows live with owners (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from elastic_ray.sync.checks import check_count, check_one_of
+from elastic_ray.sync.sharded.rules import RowRule, named_rule
+from elastic_ray.sync.sharded.shard import Shard
+from elastic_ray.sync.sharded.store import LoadedRows, SeededRows
+from elastic_ray.sync.sharded.table import ShardedTable, TableShape
+from elastic_ray.sync.sharded.tiles import Tiling
+
+_MOST = 1 << 40
+_UNSERVED = {
+    "max_norm": "rows are not shortened when they are looked up: normalise them in the model",
+    "norm_type": "it belongs to max_norm, which is not served",
+    "scale_grad_by_freq": "gradients are added up over all ranks before they are applied, without counting lookups",
+    "sparse": "gradients are always those of touched rows; leave it out",
+}
+
+
+class ShardedEmbedding(torch.nn.Module):
+    """``torch.nn.Embedding``, or ``EmbeddingBag`` with a ``mode``, of which each worker holds a part of the rows.
+
+    Rows are fetched from their owners in the forward pass, and their gradients, averaged over the samples of the step
+    as all others, go to the owners, which update them in ``optimizer.step()``. The rows are no parameter: give
+    ``model.parameters()`` to the optimizer as always, and the model to ``AdaptiveDataParallel``, which finds tables.
+    With a group of one worker it is a plain table.
+
+    Every rank calls the module equally often, in the same order. ``state_dict()`` must be called on all ranks of a
+    group; it holds the whole ``weight`` on rank 0, as that of ``torch.nn.Embedding`` does, and one without rows on the
+    others.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: width of a row.
+        padding_idx: row that has no gradient and is zero at the beginning.
+        mode: ``"sum"`` or ``"mean"`` of bags, as of ``EmbeddingBag``; None for the rows themselves.
+        optimizer: how rows are updated: ``RowSGD``, ``RowAdagrad``, ``RowAdam``, or ``"sgd"``, ``"adagrad"``,
+            ``"adam"``; None for what the wrapped optimizer does, where that is SGD without momentum, Adagrad or
+            SparseAdam without decays. Its learning rate follows the wrapped optimizer's.
+        copies: workers that own each row, 1 or 2. With 2, on different nodes where balance allows, one may be lost
+            without loss of rows. With 1 the job goes on from its last checkpoint when a worker is lost.
+        std: standard deviation of the normal distribution that rows are drawn from.
+        seed: of that; None draws one from torch's generator, and rank 0's counts.
+        dtype: of the rows, floating.
+        device: of the rows; results are on the device of the ids.
+
+    Raises:
+        StrategyError: a size or ``copies`` is out of range.
+        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not served.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        mode: str | None = None,
+        optimizer: RowRule | str | None = None,
+        copies: int = 2,
+        std: float = 1.0,
+        seed: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        _refuse(options)
+        check_count("num_embeddings", num_embeddings, least=1, most=_MOST)
+        check_count("embedding_dim", embedding_dim, least=1, most=_MOST)
+        check_count("copies", copies, least=1, most=2)
+        if mode is not None:
+            check_one_of("mode", mode, ("sum", "mean"))
+        if not std >= 0.0:
+            raise ValueError(f"std must be 0 or more, but got {std}")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype must be floating, but got {dtype}")
+        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.rule = named_rule(optimizer)
+        self._seed = int(torch.randint(1 << 31, ())) if seed is None else seed
+        self._shape = TableShape(
+            rows=num_embeddings,
+            width=embedding_dim,
+            copies=copies,
+            std=std,
+            padding=self.padding_idx,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+        self._table: ShardedTable | None = None
+        self._loaded: dict[str, Tensor] | None = None
+        self._alone: Shard | None = None
+
+    def join(self, rule: RowRule, name: str, number: tuple[int, int], run: Any) -> ShardedTable:
+        """Take part in a run's training; ``AdaptiveDataParallel`` calls it.
+
+        Args:
+            rule: how rows are updated.
+            name: of the module in its model.
+            number: of the model in the run, and of the table in the model.
+            run: the run.
+
+        Raises:
+            ValueError: another model of the run has it. RuntimeError: its rows lie with workers of another run.
+        """
+        if self._table is not None:
+            self._loaded = self._table.left_for(run)
+        table = ShardedTable(self._shape, rule, self._seed, name, number, run)
+        if self._loaded is not None:
+            table.load(self._loaded)
+        self._table, self._loaded, self._alone = table, None, None
+        return table
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Rows, or bags of them, as ``torch.nn.Embedding`` and ``EmbeddingBag`` give them.
+
+        Args:
+            input: ids, of any shape; with a ``mode`` [bags, ids], or [ids] with ``offsets``.
+            offsets: where bags begin in a flat ``input``.
+            per_sample_weights: of the ids, with mode ``"sum"``.
+
+        Raises:
+            IndexError: an id is below 0, or not below ``num_embeddings``.
+            RanksDisagreeError: the ranks do not call the module at the same place.
+            RuntimeError: rows cannot be asked for here; the message says why.
+        """
+        ids, where = torch.unique(input.reshape(-1), return_inverse=True)
+        if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < self.num_embeddings):
+            raise IndexError(
+                f"ids must be from 0 to below num_embeddings={self.num_embeddings}, but are from {int(ids[0])} to "
+                f"{int(ids[-1])}"
+            )
+        rows = self._rows(ids.to(self._shape.device, torch.int64)).to(input.device)
+        padding = self._place_of_padding(ids)
+        where = where.view(input.shape)
+        if self.mode is None:
+            return functional.embedding(where, rows, padding_idx=padding)
+        return functional.embedding_bag(
+            where, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights, padding_idx=padding
+        )
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Rows as a leaf of autograd's graph, whose gradient goes to the table."""
+        table, grad = self._table, torch.is_grad_enabled()
+        if table is None:
+            if grad and self.training:
+                raise RuntimeError(
+                    "a ShardedEmbedding is trained in a model that is wrapped: "
+                    "model = elastic_ray.AdaptiveDataParallel(model, optimizer); to evaluate it, use torch.no_grad()"
+                )
+            return self._whole_alone().read(ids)
+        rows = table.rows(ids)
+        if grad:
+            rows.requires_grad_()
+
+            def give(leaf: Tensor) -> None:
+                gradient, leaf.grad = leaf.grad, None
+                if gradient is not None:
+                    table.add_gradient(ids, gradient)
+
+            rows.register_post_accumulate_grad_hook(give)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _whole_alone(self) -> Shard:
+        """All rows, outside of any run."""
+        if self._alone is None:
+            shape, tiling = self._shape, Tiling.of(self.num_embeddings)
+            empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
+            shard = self._alone = Shard(tiling, 1, {"weight": empty}, "")
+            loaded = self._loaded
+            shard.begin(
+                SeededRows(tiling, self._seed, shape.std, shape.padding, {})
+                if loaded is None
+                else LoadedRows(tiling, loaded, {})
+            )
+            shard.make_whole()
+        return self._alone
+
+    def _place_of_padding(self, ids: Tensor) -> int | None:
+        """Where the padding row stands among these; None where it is not there."""
+        if self.padding_idx is None:
+            return None
+        place = int(torch.searchsorted(ids, self.padding_idx))
+        return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
+
+    def row_state_dict(self) -> dict[str, Any]:
+        """The whole table with the state of its rule, and the number of updates; all ranks call it.
+
+        Returns:
+            ``weight``, the rule's tensors by torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each
+            [num_embeddings, embedding_dim] on rank 0 and without rows on others, and ``step``.
+
+        Raises:
+            RuntimeError: the model is not wrapped.
+        """
+        table = self._wrapped()
+        return {**table.whole(("weight", *table.rule.initial)), "step": table.updates}
+
+    def load_row_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`row_state_dict` gave on rank 0, of a group of any size; all ranks do the same.
+
+        Raises:
+            RuntimeError: the model is not wrapped. ValueError: it is of another table.
+        """
+        table = self._wrapped()
+        whole = {name: state[name] for name in ("weight", *table.rule.initial) if name in state}
+        for name, tensor in whole.items():
+            self._check_shape(name, tensor)
+        table.load(whole, int(state.get("step", 0)))
+
+    def _wrapped(self) -> ShardedTable:
+        if self._table is None:
+            raise RuntimeError("rows have state once the model is wrapped: AdaptiveDataParallel(model, optimizer)")
+        return self._table
+
+    def _check_shape(self, name: str, tensor: Tensor) -> None:
+        wanted = (self.num_embeddings, self.embedding_dim)
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"{name} must have shape {wanted}, but got {tuple(tensor.shape)}")
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As torch calls it: the whole weight."""
+        found = self._table.whole() if self._table is not None else self._whole_alone().whole(None, ("weight",))
+        assert found is not None
+        destination[prefix + "weight"] = found["weight"]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As torch calls it: a whole weight, of which each rank takes its part; the rule's state begins anew."""
+        key = prefix + "weight"
+        if key not in state_dict:
+            missing_keys.append(key)
+            return
+        try:
+            self._check_shape(key, state_dict[key])
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
+        whole = {"weight": state_dict[key].detach()}
+        if self._table is not None:
+            self._table.load(whole)
+        else:
+            self._loaded, self._alone = whole, None
+
+    def extra_repr(self) -> str:
+        """As of ``torch.nn.Embedding``, with what is shared out."""
+        mode = f", mode={self.mode!r}" if self.mode is not None else ""
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{mode}, copies={self._shape.copies}"
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments that are not served; one that asks for nothing passes."""
+    for name, value in options.items():
+        if name not in _UNSERVED:
+            raise TypeError(f"ShardedEmbedding has no argument {name!r}")
+        if value not in (None, False) and not (name == "norm_type" and value == 2.0) and name != "sparse":
+            raise TypeError(f"{name}={value!r} is not served by ShardedEmbedding: {_UNSERVED[name]}")
+
+
+def _padding(padding_idx: int | None, rows: int) -> int | None:
+    """From 0; raises ValueError where there is no such row."""
+    if padding_idx is None:
+        return None
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"padding_idx must be within num_embeddings={rows}, but got {padding_idx}")
+    return padding_idx % rows

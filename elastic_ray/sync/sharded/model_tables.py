@@ -1,0 +1,116 @@
+"""The sharded tables of one wrapped model: what training and changes of the group do with all of them (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.sharded.embedding import ShardedEmbedding
+from elastic_ray.sync.sharded.rules import RowRule, rule_of
+from elastic_ray.sync.sharded.run_view import TableRun
+from elastic_ray.sync.sharded.table import ShardedTable
+
+
+class ModelTables:
+    """See the module's text. A model without any costs nothing.
+
+    Args:
+        run: that the model is trained in.
+        module: the model.
+        optimizer: steps its parameters; tables follow its learning rates.
+        number: of the model, in the order in which the loop wraps them.
+        scaler: AMP's ``GradScaler``; None without AMP.
+
+    Raises:
+        StrategyError: a table cannot be trained with this optimizer or with a scaler.
+    """
+
+    def __init__(
+        self, run: TableRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, scaler: Any = None
+    ) -> None:
+        self._run = run
+        self._optimizer = optimizer
+        layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
+        if layers and scaler is not None and scaler.is_enabled():
+            raise StrategyError(
+                "grad_scaler is not served for a model with a ShardedEmbedding: the scaler looks for overflow in "
+                "gradients of parameters, which rows are not. Train in bfloat16, which needs no scaler"
+            )
+        self.tables: list[ShardedTable] = [
+            layer.join(self._rule(name, layer), name, (number, index), run)
+            for index, (name, layer) in enumerate(layers.items())
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self.tables)
+
+    def _rule(self, name: str, layer: ShardedEmbedding) -> RowRule:
+        """The rule of a table; raises StrategyError where there is none, or it follows no parameter group."""
+        groups = self._optimizer.param_groups
+        rule = layer.rule or rule_of(type(self._optimizer).__name__, groups[0])
+        if rule.group >= len(groups):
+            raise StrategyError(
+                f"optimizer of ShardedEmbedding {name!r} follows parameter group {rule.group}, but "
+                f"{type(self._optimizer).__name__} has {len(groups)}"
+            )
+        return rule
+
+    def exchange(self) -> None:
+        """Gradients of a backward pass that has ended to the owners, then a vote: all have received theirs.
+
+        What the vote has not decided, no rank applies.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        if not self.tables:
+            return
+        for table in self.tables:
+            table.push()
+        communicator = self._run.group.communicator
+        vote = communicator.gradients.all_reduce(torch.ones(1))
+        self._run.moment("vote")
+        communicator.wait(vote)
+
+    def close(self) -> None:
+        """The optimizer was asked to step."""
+        for table in self.tables:
+            table.close()
+
+    def zero(self) -> None:
+        """Gradients are cleared."""
+        for table in self.tables:
+            table.zero()
+
+    def update(self) -> None:
+        """The optimizer steps, at the rates that its groups have now."""
+        for table in self.tables:
+            table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
+
+    def leave_out(self) -> None:
+        """An update is not made, on any rank."""
+        for table in self.tables:
+            table.leave_out()
+
+    def enter_group(self) -> None:
+        """A group was entered; raises CommunicationFailedError, and RowsLostError where rows were lost."""
+        for table in self.tables:
+            table.enter_group()
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Ranks of the present group are about to leave; raises CommunicationFailedError."""
+        for table in self.tables:
+            table.hand_over(stays)
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank can save all tables."""
+        return all(table.settled for table in self.tables)
+
+    def gather(self) -> None:
+        """Have rank 0 hold whole tables until the next update; raises CommunicationFailedError."""
+        for table in self.tables:
+            table.gather()

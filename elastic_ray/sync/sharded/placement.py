@@ -1,0 +1,159 @@
+"""Which ranks own which tiles, and which tiles move when the group changes (pure)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence, Set
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A tile that one rank sends to another."""
+
+    tile: int
+    source: int
+    destination: int
+
+
+def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
+    """The owners of each tile, those that hold it already as far as balance allows.
+
+    Every tile has ``min(copies, ranks)`` owners, and the ranks own equally many tiles, within one. Owners of one tile
+    are on different nodes as far as that balance allows; a copy that is held on a node twice moves to another one.
+    As many copies as possible stay where they are (a maximum matching), and the others fill what room is left.
+
+    Args:
+        tiles: how many there are; 1 or more.
+        held: the tiles that each rank holds, by rank.
+        nodes: the node of each rank.
+        copies: owners of a tile; 1 or more.
+
+    Returns:
+        By tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
+    """
+    world = len(held)
+    copies = min(copies, world)
+    matching = _Matching(tiles, _room(tiles * copies, [len(each) for each in held]), nodes)
+    for apart, may in ((True, lambda t, r: t in held[r]), (True, lambda t, r: True), (False, lambda t, r: True)):
+        for _ in range(copies):
+            for tile in range(tiles):
+                if len(matching.owners[tile]) < copies:
+                    matching.add(tile, may, apart=apart and len(set(nodes)) > 1)
+    return _first_in_turn(matching.owners, world)
+
+
+def _room(total: int, sizes: Sequence[int]) -> list[int]:
+    """How many copies each rank is to own: as many on each, and one more where most are held."""
+    each, more = divmod(total, len(sizes))
+    largest = sorted(range(len(sizes)), key=lambda rank: (-sizes[rank], rank))[:more]
+    return [each + (rank in set(largest)) for rank in range(len(sizes))]
+
+
+def _first_in_turn(owners: Sequence[Set[int]], world: int) -> tuple[tuple[int, ...], ...]:
+    """Owners of each tile, the one first that is first for the fewest tiles before."""
+    first = [0] * world
+    found = []
+    for mine in owners:
+        ordered = sorted(mine, key=lambda rank: (first[rank], rank))
+        first[ordered[0]] += 1
+        found.append(tuple(ordered))
+    return tuple(found)
+
+
+class _Matching:
+    """Tiles and their owners, as they are found; no rank gets more than its room."""
+
+    def __init__(self, tiles: int, room: Sequence[int], nodes: Sequence[str]) -> None:
+        self._room = room
+        self._nodes = nodes
+        self._owned: list[set[int]] = [set() for _ in room]
+        self.owners: list[set[int]] = [set() for _ in range(tiles)]
+
+    def add(self, tile: int, may: Callable[[int, int], bool], *, apart: bool) -> bool:
+        """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
+
+        Args:
+            tile: it.
+            may: whether a tile may go to a rank.
+            apart: whether its owners must be on different nodes.
+
+        Returns:
+            Whether there is one.
+        """
+        gives: dict[int, tuple[int, int]] = {}  # by tile: the owner that it would give up, and for which tile
+        queue = collections.deque([tile])
+        seen = {tile}
+        while queue:
+            each = queue.popleft()
+            stay = self.owners[each] - {gives[each][0]} if each in gives else self.owners[each]
+            taken = {self._nodes[rank] for rank in stay} if apart else set()
+            for rank, owned in enumerate(self._owned):
+                if rank in self.owners[each] or self._nodes[rank] in taken or not may(each, rank):
+                    continue
+                if len(owned) < self._room[rank]:
+                    self._give(each, rank, gives)
+                    return True
+                for other in sorted(owned - seen):
+                    seen.add(other)
+                    gives[other] = (rank, each)
+                    queue.append(other)
+        return False
+
+    def _give(self, tile: int, rank: int, gives: dict[int, tuple[int, int]]) -> None:
+        """Carry out a path from its end."""
+        while True:
+            self.owners[tile].add(rank)
+            self._owned[rank].add(tile)
+            if tile not in gives:
+                return
+            rank, after = gives[tile]
+            self.owners[tile].remove(rank)
+            self._owned[rank].remove(tile)
+            tile = after
+
+
+def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
+    """What owners that do not hold their tiles receive, from holders that send about equally much.
+
+    Raises:
+        ValueError: no rank holds a tile; see :func:`lost`.
+    """
+    sent = [0] * len(held)
+    found = []
+    for tile, mine in enumerate(owners):
+        holders = [rank for rank, each in enumerate(held) if tile in each]
+        for rank in mine:
+            if rank in holders:
+                continue
+            if not holders:
+                raise ValueError(f"every tile must have a holder, but tile {tile} has none")
+            source = min(holders, key=lambda holder: (sent[holder], holder))
+            sent[source] += 1
+            found.append(Move(tile, source, rank))
+    return tuple(found)
+
+
+def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[Move, ...]:
+    """What ranks that leave give to those that stay: the tiles that only the former own.
+
+    Args:
+        owners: of each tile.
+        stays: whether a rank does, by rank; at least one.
+    """
+    load = [0.0 if stay else float("inf") for stay in stays]
+    for mine in owners:
+        for rank in mine:
+            load[rank] += 1
+    found = []
+    for tile, mine in enumerate(owners):
+        if not any(stays[rank] for rank in mine):
+            destination = min(range(len(load)), key=lambda rank: (load[rank], rank))
+            load[destination] += 1
+            found.append(Move(tile, mine[0], destination))
+    return tuple(found)
+
+
+def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
+    """Tiles that no rank holds."""
+    return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

@@ -1,0 +1,153 @@
+"""How the rows of a sharded table are updated: rules by row, as values (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.sync.checks import StrategyError
+
+# What of a parameter group changes the update in a way that rows of a table are not updated in, and what is none.
+_UNSERVED = {
+    "momentum": 0,
+    "dampening": 0,
+    "nesterov": False,
+    "weight_decay": 0,
+    "maximize": False,
+    "lr_decay": 0,
+    "differentiable": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """What all rules have in common.
+
+    Attributes:
+        lr_factor: the table's learning rate is that of the wrapped optimizer (of its parameter group ``group``, with
+            its schedule and the step's factor) times this; more than 0.
+        group: index of that parameter group.
+    """
+
+    lr_factor: float = 1.0
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.lr_factor < math.inf:
+            raise ValueError(f"lr_factor must be more than 0 and finite, but got {self.lr_factor}")
+        if self.group < 0:
+            raise ValueError(f"group must be the index of a parameter group, 0 or more, but got {self.group}")
+
+    @property
+    def initial(self) -> Mapping[str, float]:
+        """State that each element has, by name, with its value before the first update."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowSGD(RowRule):
+    """p <- p - lr g, as ``torch.optim.SGD`` without momentum and weight decay."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowAdagrad(RowRule):
+    """s <- s + g^2, p <- p - lr g / (sqrt(s) + eps), as ``torch.optim.Adagrad`` without decays.
+
+    Attributes:
+        initial_accumulator_value: s before the first update; 0 or more.
+        eps: added to the root; 0 or more.
+    """
+
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        RowRule.__post_init__(self)
+        for name in ("initial_accumulator_value", "eps"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more and finite, but got {getattr(self, name)}")
+
+    @property
+    def initial(self) -> Mapping[str, float]:
+        """One accumulator."""
+        return {"sum": self.initial_accumulator_value}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowAdam(RowRule):
+    """Adam on the rows that a step has touched, as ``torch.optim.SparseAdam``; moments of other rows stand still.
+
+    Attributes:
+        betas: decay of the first and of the second moment; from 0 to below 1.
+        eps: added to the root; 0 or more.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        RowRule.__post_init__(self)
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers from 0 to below 1, but got {self.betas}")
+        if not 0.0 <= self.eps < math.inf:
+            raise ValueError(f"eps must be 0 or more and finite, but got {self.eps}")
+
+    @property
+    def initial(self) -> Mapping[str, float]:
+        """Two moments."""
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+
+_BY_NAME: dict[str, type[RowRule]] = {"sgd": RowSGD, "adagrad": RowAdagrad, "adam": RowAdam}
+
+
+def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
+    """What a table was given as its optimizer: a rule, the name of one, or None for that of the wrapped optimizer.
+
+    >>> named_rule("sgd")
+    RowSGD(lr_factor=1.0, group=0)
+
+    Raises:
+        ValueError: there is no rule of this name.
+        TypeError: it is none of these.
+    """
+    if optimizer is None or isinstance(optimizer, RowRule):
+        return optimizer
+    if not isinstance(optimizer, str):
+        raise TypeError(
+            f"optimizer must be a rule for rows (RowSGD, RowAdagrad, RowAdam), its name or None, not {optimizer!r}: "
+            "a torch optimizer steps whole parameters, which a sharded table has not"
+        )
+    if optimizer not in _BY_NAME:
+        raise ValueError(f"optimizer must be one of {', '.join(_BY_NAME)}, but got {optimizer!r}")
+    return _BY_NAME[optimizer]()
+
+
+def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
+    """The rule that does what a torch optimizer would.
+
+    Args:
+        optimizer: name of its class.
+        group: its first parameter group.
+
+    Raises:
+        StrategyError: none does.
+    """
+    found: RowRule | None = None
+    if optimizer == "SGD":
+        found = RowSGD()
+    elif optimizer == "Adagrad":
+        found = RowAdagrad(initial_accumulator_value=group["initial_accumulator_value"], eps=group["eps"])
+    elif optimizer == "SparseAdam":
+        found = RowAdam(betas=tuple(group["betas"]), eps=group["eps"])
+    others = [f"{name}={group[name]}" for name, none in _UNSERVED.items() if group.get(name, none) != none]
+    if found is None or others:
+        what = f"{optimizer}({', '.join(others)})" if others else optimizer
+        raise StrategyError(
+            f"the rows of a ShardedEmbedding cannot be updated as {what} would: choose their rule by name, "
+            'ShardedEmbedding(..., optimizer="sgd"), "adagrad" or "adam" (only rows that a step has touched, as '
+            "SparseAdam); its learning rate follows that of the wrapped optimizer"
+        )
+    return found

@@ -1,0 +1,125 @@
+"""The rows that one rank holds, by tile, and where rows come from at the beginning (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from elastic_ray.sync.sharded.tiles import Tiling
+
+
+class TileStore:
+    """Some tiles of a table: its rows, and the state of the rule that updates them.
+
+    Args:
+        tiling: of the table.
+        tiles: those that are here.
+        tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
+    """
+
+    def __init__(self, tiling: Tiling, tiles: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        self.tiling = tiling
+        self.tiles = tuple(tiles)
+        self.tensors = tensors
+        self._slots = torch.full((tiling.tiles,), -1, dtype=torch.int64)
+        self._slots[list(tiles)] = torch.arange(len(tiles))
+        self._slots = self._slots.to(tensors["weight"].device)
+
+    @classmethod
+    def empty(cls, tiling: Tiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
+        """Memory for some tiles of tensors such as these."""
+        places = len(tiles) * tiling.height
+        return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of these rows are here."""
+        return self._slots[ids % self.tiling.tiles] >= 0
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Where rows are that are here."""
+        tiles = self.tiling.tiles
+        return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """A copy of rows that are here."""
+        return self.tensors["weight"].index_select(0, self.places(ids))
+
+    def tile(self, name: str, tile: int) -> Tensor:
+        """A tile's part of one tensor, [height, width], to read and to write; the place behind a short tile is free."""
+        begin = int(self._slots[tile]) * self.tiling.height
+        return self.tensors[name][begin : begin + self.tiling.height]
+
+
+class InitialRows(Protocol):
+    """Where a table's rows come from before any rank holds them."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether they were loaded, and not made."""
+
+    def fill(self, name: str, tile: int, into: Tensor) -> None:
+        """Write a tile's part of one tensor, [height, width]."""
+
+
+class SeededRows:
+    """Rows that are drawn tile by tile, so that each rank can make those that it owns, and all make the same.
+
+    Args:
+        tiling: of the table.
+        seed: of the random numbers; the same on all ranks.
+        std: standard deviation of the normal distribution.
+        padding: row that is zero; None for none.
+        initial: what else than ``weight`` begins with.
+    """
+
+    trained = False
+
+    def __init__(self, tiling: Tiling, seed: int, std: float, padding: int | None, initial: Mapping[str, float]):
+        self._tiling, self._seed, self._std, self._padding, self._initial = tiling, seed, std, padding, initial
+
+    def fill(self, name: str, tile: int, into: Tensor) -> None:
+        """As of ``InitialRows``."""
+        if name != "weight":
+            into.fill_(self._initial[name])
+            return
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + tile) % (1 << 63))
+        into.copy_(torch.empty(into.shape, dtype=into.dtype).normal_(0.0, self._std, generator=generator))
+        if self._padding is not None and self._padding % self._tiling.tiles == tile:
+            into[self._padding // self._tiling.tiles] = 0.0
+
+
+class LoadedRows:
+    """A whole table that was loaded, kept until this rank has taken the tiles that it owns.
+
+    Args:
+        tiling: of the table.
+        whole: ``weight`` and what there is of the rule's state, each [rows, width].
+        initial: what state begins with that is not there.
+    """
+
+    trained = True
+
+    def __init__(self, tiling: Tiling, whole: Mapping[str, Tensor], initial: Mapping[str, float]) -> None:
+        self._tiling, self._whole, self._initial = tiling, whole, initial
+
+    def fill(self, name: str, tile: int, into: Tensor) -> None:
+        """As of ``InitialRows``."""
+        if name in self._whole:
+            part = self._whole[name][tile :: self._tiling.tiles]
+            into[: len(part)].copy_(part)
+            into[len(part) :] = 0.0
+        else:
+            into.fill_(self._initial[name])
+
+
+def whole_of(tiling: Tiling, name: str, stores: Sequence[Any]) -> Tensor:
+    """One tensor of a table, [rows, width], from stores that hold all of its tiles between them."""
+    first: Tensor = stores[0].tensors[name]
+    whole = first.new_empty(tiling.rows, first.shape[1])
+    for store in stores:
+        for tile in store.tiles:
+            whole[tile :: tiling.tiles] = store.tile(name, tile)[: tiling.rows_in(tile)]
+    return whole

@@ -1,0 +1,395 @@
+"""A sharded table in training: its rows, their gradients, and its state through changes of the group (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded.local_gradients import LocalGradients
+from elastic_ray.sync.sharded.row_updates import summed, update_rows
+from elastic_ray.sync.sharded.rules import RowRule
+from elastic_ray.sync.sharded.run_view import TableRun
+from elastic_ray.sync.sharded.shard import Shard
+from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
+from elastic_ray.sync.sharded.tiles import Tiling
+
+_FETCH, _WHOLE, _LOAD = 1, 2, 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """What a table is made as.
+
+    Attributes:
+        rows: of the table.
+        width: of a row.
+        copies: owners of each row.
+        std: standard deviation of rows at the beginning.
+        padding: row without gradients, zero at the beginning; None for none.
+        dtype: of the rows.
+        device: of the rows.
+    """
+
+    rows: int
+    width: int
+    copies: int
+    std: float
+    padding: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Update:
+    """An update, made or to be made: its number, the group that computed it, and its learning rate."""
+
+    number: int = 0
+    generation: int = 0
+    lr: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pending:
+    """What owners have received for the next update."""
+
+    update: _Update
+    ids: Tensor
+    gradient: Tensor
+
+
+class ShardedTable:
+    """See the module's text.
+
+    An update is decided when all ranks have received their gradients, and a vote has ended that follows. Then it can be
+    made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
+    its own update still lacks, the learning rate. So no rank needs rows of another one's after a loss but its second
+    owner's.
+
+    Args:
+        shape: of the table.
+        rule: of the updates.
+        seed: of the rows at the beginning.
+        name: for errors.
+        number: of the model, and of the table in it.
+        run: that it is trained in.
+    """
+
+    def __init__(
+        self, shape: TableShape, rule: RowRule, seed: int, name: str, number: tuple[int, int], run: TableRun
+    ) -> None:
+        self._shape, self.rule, self._seed, self._number, self._run = shape, rule, seed, number, run
+        self._tiling = Tiling.of(shape.rows)
+        empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
+        self._names = ("weight", *rule.initial)
+        self._shard = Shard(self._tiling, shape.copies, dict.fromkeys(self._names, empty), name)
+        self._nothing = torch.empty(0, dtype=torch.int64, device=shape.device), empty
+        self._local = LocalGradients(self._nothing)
+        self._last = _Update()
+        self._pending: _Pending | None = None
+        self._begun = False
+        self._gathered: dict[str, Tensor] | None = None
+        self._unused = False  # gradients that no optimizer step was asked for
+        self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
+
+    def begin(self, source: InitialRows) -> None:
+        """Rows come from there, where no other rank holds them already."""
+        self._shard.begin(source)
+        self._loaded, self._begun = source.trained, False
+
+    def left_for(self, run: TableRun) -> dict[str, Tensor] | None:
+        """The whole weight, for another run of this process; None where there is none yet."""
+        if run is self._run:
+            raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")
+        if self._shard.store is not None and not self._shard.everywhere:
+            raise RuntimeError(
+                "a ShardedEmbedding whose rows lie with several workers cannot be wrapped again: keep "
+                "row_state_dict() of the run before, build it anew and load that"
+            )
+        return self._shard.whole(None, ("weight",)) if self._shard.store is not None else None
+
+    @property
+    def updates(self) -> int:
+        """How many have been made."""
+        return self._last.number
+
+    def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
+        """Take over a whole table after so many updates; all ranks do the same.
+
+        Raises:
+            RuntimeError: a step of a loader is in progress, which might be lost and drawn again.
+            RanksDisagreeError: another rank does not. CommunicationFailedError: the group broke.
+        """
+        group = self._run.group
+        if self._run.ledger.step is not None:
+            raise RuntimeError("load the state of a ShardedEmbedding before the first epoch, or between loops")
+        if group.generation and group.world_size > 1:
+            self._run.consensus.agree_on(self._announced(_LOAD))
+        self._last = _Update(updates)
+        self.begin(LoadedRows(self._tiling, whole, self.rule.initial))
+        if group.generation:
+            self.enter_group()
+
+    # -- rows in forward passes ----------------------------------------------------------------------------------------
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the present update, [len(ids), width]; all ranks ask at the same place, also for none.
+
+        In a step that is lost, and while user code only catches up with others, they are zeros.
+
+        Args:
+            ids: each once.
+
+        Raises:
+            RanksDisagreeError: other ranks do something else here.
+            RuntimeError: rows cannot be asked for here; the message says why.
+        """
+        ledger, group = self._run.ledger, self._run.group
+        self._check_place()
+        if self._shard.store is None:
+            self._shard.make_whole()
+        if self._shard.everywhere:
+            return self._shard.read(ids)
+        if ledger.failed or ledger.replaying:
+            return self._nothing[1].new_zeros(len(ids), self._shape.width)
+        try:
+            self._run.consensus.agree_on(self._announced(_FETCH))
+            return self._shard.fetch(group.communicator, ids)
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+            return self._nothing[1].new_zeros(len(ids), self._shape.width)
+
+    def _announced(self, what: int) -> Announced:
+        model, table = self._number
+        return Announced(Intent.ROWS, model, table * 4 + what)
+
+    def _check_place(self) -> None:
+        """Raise RuntimeError where ranks could not meet."""
+        step, group = self._run.ledger.step, self._run.group
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "a ShardedEmbedding cannot be called within backward(), as activation checkpointing does: all ranks "
+                "fetch its rows together; leave it out of the checkpointed part"
+            )
+        if step is not None and step.whole:  # also where no rank fetches any: the group may grow
+            raise RuntimeError(
+                "a ShardedEmbedding cannot be called in a pass over whole_batches=True: towards its end some ranks of "
+                "a group have no batch, and all fetch rows together; evaluate without whole_batches"
+            )
+        if self._shard.store is None and group.rank_info.world_size > 1:
+            raise RuntimeError(
+                "a ShardedEmbedding has no rows before the first epoch: no worker is to hold the whole table; call the "
+                "model inside `for epoch in elastic_ray.remaining_epochs_until(n):`"
+            )
+
+    # -- gradients and updates -----------------------------------------------------------------------------------------
+
+    def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
+        """A backward pass gives this gradient for rows that were fetched.
+
+        Raises:
+            RuntimeError: gradients of another step have not been applied.
+        """
+        ledger, group = self._run.ledger, self._run.group
+        if ledger.failed or ledger.replaying:
+            return
+        step = ledger.step
+        if self._local.begin(step, step.micro if step is not None else 0):
+            self._check_applied()
+        weight = step.weight(group.rank) if step is not None else 1.0 / group.world_size
+        padding = self._shape.padding
+        if padding is not None and bool((ids == padding).any()):
+            keep = ids != padding
+            ids, gradient = ids[keep], gradient[keep]
+        self._local.add(ids, gradient * weight)
+        self._unused = True
+
+    def _check_applied(self) -> None:
+        """Raise RuntimeError where a step has left gradients to a later one."""
+        unused, self._unused = self._unused, False
+        if unused:
+            raise RuntimeError(
+                "gradients of a ShardedEmbedding cannot be added up over several steps of a loader: call "
+                "optimizer.step() in each of them, or let the loader accumulate "
+                "(autoscale_batch_size(..., gradient_accumulation=True))"
+            )
+
+    def push(self) -> None:
+        """Send this rank's gradients to the owners, and receive others'; all ranks call it.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
+        update = _Update(self._last.number + 1, self._run.group.generation)
+        before = self._pending
+        if before is not None and before.update == update:
+            ids, gradient = summed([(before.ids, before.gradient), (ids, gradient)], self._shape.width)
+        self._pending = _Pending(update, ids, gradient)
+
+    def close(self) -> None:
+        """The optimizer was asked to step."""
+        self._local.close()
+        self._unused = False
+
+    def zero(self) -> None:
+        """Gradients are cleared."""
+        if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
+            self._local.zero()
+            self._pending, self._unused = None, False
+
+    def update(self, lr: float) -> None:
+        """Apply what was received, or was computed here where this rank is alone.
+
+        Raises:
+            RuntimeError: gradients of rows were not sent, for no parameter had one.
+        """
+        if self._local.waits and self._run.group.world_size > 1:
+            raise RuntimeError(
+                "gradients of a ShardedEmbedding travel with those of parameters, but a backward pass had none of "
+                "the latter: let one parameter of the wrapped model at least take part in each loss"
+            )
+        if self._run.group.world_size == 1:
+            self.push()
+        self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
+
+    def leave_out(self) -> None:
+        """The update is not made, on any rank."""
+        self._pending = None
+
+    def _apply(self, update: _Update) -> None:
+        pending, store = self._pending, self._shard.store
+        if pending is not None and store is not None and len(pending.ids):
+            places = store.places(pending.ids)
+            update_rows(self.rule, store.tensors, places, pending.gradient, lr=update.lr, step=update.number)
+        self._pending, self._gathered, self._last = None, None, update
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def enter_group(self) -> None:
+        """Hold what this rank owns in the present group.
+
+        Raises:
+            CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
+        """
+        group = self._run.group
+        self._shard.enter(group.communicator, group.nodes)
+        self._begun, self._unused, self._pending, self._gathered = True, False, None, None
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave; see ``Shard.hand_over``."""
+        self._gathered = None
+        self._shard.hand_over(self._run.group.communicator, stays)
+
+    def gather(self) -> None:
+        """Have rank 0 hold the whole table until the next update; all ranks call it.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        self._gathered = self._shard.whole(self._run.group.communicator, self._names)
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank can save the whole table."""
+        return self._gathered is not None or self._run.group.world_size == 1
+
+    def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
+        """The whole table on rank 0, tensors without rows on the others; all ranks call it.
+
+        In a step that is lost rank 0 gets no rows either, which an event says.
+
+        Raises:
+            RanksDisagreeError: another rank does not.
+            CommunicationFailedError: the group broke, outside of steps.
+        """
+        ledger, found = self._run.ledger, None
+        self._check_place()
+        if self._shard.store is None:
+            self._shard.make_whole()
+        try:
+            if not ledger.failed:
+                found = self._collected(names)
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+        if ledger.failed:
+            self._run.tell("warning", "state of a ShardedEmbedding, asked for in a step that is lost, has no rows")
+        return found if found is not None else dict.fromkeys(names, self._nothing[1])
+
+    def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
+        """The whole table where this rank is to have it."""
+        group = self._run.group
+        if group.generation and group.world_size > 1:
+            self._run.consensus.agree_on(self._announced(_WHOLE))
+        return self._shard.whole(group.communicator if group.generation else None, names)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def capture(self) -> Any:
+        """What all ranks share, without rows."""
+        return {
+            "rows": [self._shape.rows, self._shape.width],
+            "rule": repr(self.rule),
+            "update": [self._last.number, self._last.generation, self._last.lr],
+            "seed": self._seed,
+            "begun": self._begun,
+            "loaded": self._loaded,
+        }
+
+    def capture_to_save(self) -> Any:
+        """The same with the whole table, where this rank can save it."""
+        if not self._begun or not self.settled:
+            return self.capture()
+        whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
+        return {**self.capture(), "whole": whole}
+
+    def capture_to_keep(self) -> Any:
+        """The same with the rows that this rank holds."""
+        store = self._shard.store
+        kept = {"tiles": list(store.tiles), "tensors": dict(store.tensors)} if store is not None else {}
+        return {**self.capture(), "kept": kept}
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state: rows that are of its last update stay, those of the one before are updated.
+
+        Raises:
+            RuntimeError: it is of another table.
+        """
+        self._check_same(tree)
+        number, generation, lr = tree["update"]
+        update, pending, shape = _Update(number, generation, lr), self._pending, self._shape
+        same = (self._last.number, self._last.generation) == (number, generation)
+        self._seed = tree["seed"]
+        if "whole" in tree:
+            self.begin(LoadedRows(self._tiling, tree["whole"], self.rule.initial))
+        elif tree.get("kept"):
+            self._shard.take(TileStore(self._tiling, tree["kept"]["tiles"], tree["kept"]["tensors"]))
+            self._begun = True
+        elif not tree["begun"] and not tree["loaded"]:
+            self.begin(SeededRows(self._tiling, self._seed, shape.std, shape.padding, self.rule.initial))
+        elif pending is not None and (pending.update.number, pending.update.generation) == (number, generation):
+            self._apply(update)
+        elif not (same and (self._begun or (not tree["begun"] and self._loaded))):
+            self._shard.drop()
+            self._begun = True
+        self._last, self._pending, self._gathered = update, None, None
+
+    def _check_same(self, tree: Any) -> None:
+        """Raise RuntimeError where a captured state is of another table."""
+        mine = self.capture()
+        for what in ("rows", "rule", "loaded"):
+            alike = mine[what] == tree[what] or (what == "loaded" and (tree["begun"] or tree["loaded"]))
+            if not alike:
+                raise RuntimeError(
+                    "train_loop_per_worker must build the same model on every worker, and load the same into it, but "
+                    f"{what} of a ShardedEmbedding is {mine[what]} here and {tree[what]} there"
+                )

@@ -1,0 +1,128 @@
+"""A worker becomes three times slower in the middle of a job: it is found, told of, relieved and replaced."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+
+import elastic_ray as er
+from elastic_ray.events import EventKind, JobEvent
+from tests.job import straggling, traced
+from tests.job.jobs import kinds, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(180)]
+
+SAMPLES, WORKERS = 360, 3
+
+
+def start(folder: Path, **elastic: Any) -> er.JobHandle:
+    """A job of three workers, none of which is slow yet."""
+    for name in ("trace", "slow"):
+        (folder / name).mkdir()
+    config = {
+        "trace": str(folder / "trace"),
+        "slow": str(folder / "slow"),
+        "samples": SAMPLES,
+        "batch_size": 36,
+        "sample_s": 0.003,
+        "epochs": 100_000,
+    }
+    return er.ElasticTrainer(
+        straggling.train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=WORKERS),
+        run_config=ray.train.RunConfig(storage_path=str(folder / "runs")),
+        elastic_config=er.ElasticConfig(**elastic),
+    ).submit()
+
+
+def told(handle: er.JobHandle, state: str) -> list[JobEvent]:
+    """What was told of stragglers."""
+    return [e for e in handle.events() if e.kind is EventKind.STRAGGLER and e.detail["state"] == state]
+
+
+def slow_down(handle: er.JobHandle, folder: Path, rank: int) -> er.WorkerInfo:
+    """Make a worker three times slower, once the job has trained for a while."""
+    wait_until(lambda: handle.status().workers == WORKERS and handle.status().step > 30, handle)
+    worker = handle.workers()[rank]
+    (folder / "slow" / str(worker.pid)).write_text("3")
+    return worker
+
+
+def check_epochs(folder: Path) -> dict[tuple[int, int], int]:
+    """Every complete epoch has each sample exactly once; returns samples by step and rank."""
+    lines = [line for line in traced.read(folder / "trace") if line["kind"] == "step"]
+    newest: dict[int, int] = collections.defaultdict(int)
+    for line in lines:
+        newest[line["step"]] = max(newest[line["step"]], line["generation"])
+    drawn: dict[int, list[int]] = collections.defaultdict(list)
+    sizes = {}
+    for line in lines:
+        if line["generation"] == newest[line["step"]]:
+            drawn[line["epoch"]] += line["indices"]
+            sizes[line["step"], line["rank"]] = len(line["indices"])
+    for epoch in sorted(drawn)[:-1]:
+        assert sorted(drawn[epoch]) == list(range(SAMPLES)), f"epoch {epoch}: not every sample exactly once"
+    return sizes
+
+
+def test_a_slow_worker_is_told_of_and_takes_fewer_samples(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, stragglers="share")
+    worker = slow_down(handle, tmp_path, rank=1)
+    wait_until(lambda: bool(told(handle, "shares")), handle)
+    found = told(handle, "slow")[0]
+    assert found.detail["worker"] == worker.worker and found.detail["node"] == worker.node
+    assert found.detail["rank"] == 1 and found.detail["cause"] == "worker" and 2 < found.detail["ratio"] < 4.5
+    wait_until(lambda: worker.worker in handle.status().note, handle)
+    at = handle.status().step
+    wait_until(lambda: handle.status().step > at + 60, handle)
+    (tmp_path / "slow" / str(worker.pid)).unlink()
+    wait_until(lambda: bool(told(handle, "recovered")), handle)
+    wait_until(lambda: worker.worker not in handle.status().note, handle)
+    handle.stop()
+    handle.result(timeout=30)
+    assert {EventKind.RESIZE, EventKind.FAILURE, EventKind.RESTART}.isdisjoint(kinds(handle))
+    sizes = check_epochs(tmp_path)
+    relieved = [sizes[at + step, 1] for step in range(30, 60)]
+    assert sum(relieved) / len(relieved) < 9 < 12 < sizes[at + 50, 0]
+    batches = collections.Counter[int]()
+    for (step, _), count in sizes.items():
+        batches[step] += count
+    assert {batches[at + step] for step in range(60)} == {36}, "the global batch stays"
+
+
+@pytest.mark.slow
+def test_by_default_it_is_only_told_of(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path)
+    worker = slow_down(handle, tmp_path, rank=2)
+    wait_until(lambda: bool(told(handle, "slow")), handle)
+    at = handle.status().step
+    wait_until(lambda: handle.status().step > at + 20, handle)
+    handle.stop()
+    handle.result(timeout=30)
+    assert [event.detail["worker"] for event in told(handle, "slow")] == [worker.worker]
+    assert not told(handle, "shares")
+    sizes = check_epochs(tmp_path)
+    assert {sizes[at + step, rank] for step in range(20) for rank in range(WORKERS)} == {12}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", (0, 2))
+def test_one_that_stays_slow_is_replaced_while_it_trains(ray_cluster: Any, tmp_path: Path, rank: int) -> None:
+    handle = start(tmp_path, stragglers="replace", straggler_patience_s=2.0)
+    worker = slow_down(handle, tmp_path, rank=rank)
+    wait_until(lambda: worker.pid not in {each.pid for each in handle.workers()} and bool(handle.workers()), handle)
+    at = handle.status().step
+    wait_until(lambda: handle.status().step > at + 40 and not handle.status().note, handle)
+    handle.stop()
+    handle.result(timeout=30)
+    assert {EventKind.FAILURE, EventKind.RESTART}.isdisjoint(kinds(handle))
+    moves = [event for event in handle.events() if event.kind is EventKind.RESIZE]
+    assert [(event.from_workers, event.to_workers) for event in moves] == [(WORKERS, WORKERS)]
+    assert f"in place of worker {worker.worker}" in moves[0].reason and moves[0].pause_s < 5
+    sizes = check_epochs(tmp_path)
+    assert {sizes[at + 30, other] for other in range(WORKERS)} == {12}, "the newcomer has a whole share"

@@ -1,0 +1,96 @@
+"""A simulated group: each worker needs a fixed part and a part per sample, times how slow it is; with noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A member of the group."""
+
+    worker: str
+    node: str
+
+
+class Group:
+    """Steps of a group under one watch.
+
+    Args:
+        config: of the watch.
+        nodes: node of each worker.
+        batch: samples of a step.
+        fixed_s: part of a healthy worker's step that does not grow with its samples [s].
+        sample_s: the part of one sample [s].
+        noise: draws what a worker's time is multiplied with.
+    """
+
+    def __init__(
+        self,
+        config: StragglerConfig | None = None,
+        *,
+        nodes: Sequence[str] = ("n", "n", "n", "n"),
+        batch: int = 64,
+        fixed_s: float = 0.0,
+        sample_s: float = 0.01,
+        noise: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self.members = [Place(f"w{rank}", node) for rank, node in enumerate(nodes, 1)]
+        self.batch, self.fixed_s, self.sample_s, self.noise = batch, fixed_s, sample_s, noise
+        self.measured: list[WorkerMeasures] = []
+        self.told: list[dict[str, Any]] = []
+        self.slow: dict[str, float] = {}
+        self.data_s: dict[str, float] = {}
+        self._sizes: dict[tuple[int, tuple[float, ...]], list[int]] = {}
+        self.steps, self.last_s = 0, 0.0
+        self.watch = StragglerWatch(
+            config or StragglerConfig(response="tell"),
+            members=lambda: self.members,
+            measured=lambda: self.measured,
+            tell=self._tell,
+        )
+
+    def _tell(self, text: str, detail: Mapping[str, Any]) -> None:
+        self.told.append({**detail, "text": text, "step": self.steps})
+
+    @property
+    def states(self) -> list[str]:
+        """What was told, in order."""
+        return [each["state"] for each in self.told]
+
+    def sizes(self) -> list[int]:
+        """Samples of each rank in the next step."""
+        key = self.batch, self.watch.weights or (1.0,) * len(self.members)
+        if key not in self._sizes:
+            self._sizes[key] = by_weight(self.batch, Shares(weights=key[1]), 1)
+        return self._sizes[key]
+
+    def step(self, steps: int = 1) -> float:
+        """Make steps; returns the time of the last one [s]."""
+        for _ in range(steps):
+            sizes = self.sizes()
+            self.measured = [
+                WorkerMeasures(
+                    compute_s=(self.fixed_s + self.sample_s * size) * self.slow.get(member.worker, 1.0) * self.noise(),
+                    data_s=self.data_s.get(member.worker, 0.0),
+                    step_s=self.last_s,
+                )
+                for member, size in zip(self.members, sizes, strict=True)
+            ]
+            self.last_s = max(each.compute_s + each.data_s for each in self.measured)
+            self.steps += 1
+            self.watch.after_step([[size] for size in sizes])
+        return self.last_s
+
+
+def sequence_noise(generator: random.Random, spread: float) -> Callable[[], float]:
+    """Times of batches padded to their longest sequence: 1 on average, with a long tail."""
+    return lambda: generator.lognormvariate(-spread * spread / 2, spread)
