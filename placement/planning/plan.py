@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.checks import is_whole
-from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
+from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cluster, Node, check, slots, without
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
+from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -28,6 +29,7 @@ def make_plan(
     now_s: float,
     constraints: Constraints = NO_CONSTRAINTS,
     guaranteed: Collection[str] = (),
+    granted: Allocation | None = None,
 ) -> Plan:
     """Decide the counts, check them, and place them, under all constraints.
 
@@ -38,20 +40,35 @@ def make_plan(
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
+        granted: ``Plan.granted`` of the last decision.
 
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
-    apart = constraints.one_multi_node_job_per_node
+    whole = Problem(views=views, cluster=cluster, apart=constraints.one_multi_node_job_per_node)
+    granted = granted or {}
+    if not granted and all(view.wished is None for view in views):
+        return _plan_without_wishes(policy, whole, now_s, constraints, guaranteed)
+    asked = [without_wish(view, granted.get(view.job, {})) for view in views]
+    own = dataclasses.replace(whole, views=asked)
+    plan = _plan_without_wishes(policy, own, now_s, constraints, guaranteed)
+    plan = grant(whole, plan, constraints.tenants)
+    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    return plan
+
+
+def _plan_without_wishes(
+    policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
+) -> Plan:
+    """The policy's decision under all constraints."""
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
-    problem = Problem(views=views, cluster=cluster, apart=apart)
-    if not apart and not constraints.concern(views):
+    if not problem.apart and not constraints.concern(problem.views):
         return solve(problem)
     plan = decide(problem, solve, constraints, now_s, guaranteed)
-    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    check(plan.allocation, {view.job: view.bundle for view in problem.views}, problem.cluster)
     return plan
 
 
