@@ -87,6 +87,19 @@ class BatchPlanner:
         return self._tuners.get(self._gpu)
 
     @property
+    def held_batch(self) -> int | None:
+        """Global batch that a policy of the user's has set [samples]; None where the job chooses."""
+        return self._held
+
+    @property
+    def wish(self) -> tuple[int | None, int | None]:
+        """Fewest and most workers that a policy of the user's asks for; None for no wish.
+
+        Every report repeats it, so that a controller that is started anew knows it.
+        """
+        return (self.latest.wish if self.latest is not None else None) or (None, None)
+
+    @property
     def models(self) -> dict[str, GoodputModel]:
         """The models that the job has measured itself, by GPU type."""
         own = {gpu: tuner.own_model for gpu, tuner in self._tuners.items() if gpu is not None}

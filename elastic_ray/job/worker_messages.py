@@ -95,7 +95,8 @@ class WorkerMessages:
         if before is not None:
             detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
             replicas = report.replicas
-            self._events.add(EventKind.BATCH, replicas, replicas, self._record.batch_reason, detail=detail)
+            held = f"batch {report.held_batch}: set by a policy" if report.held_batch is not None else ""
+            self._events.add(EventKind.BATCH, replicas, replicas, held or self._record.batch_reason, detail=detail)
         self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:

@@ -59,19 +59,22 @@ def allocator_view(
 ) -> JobView:
     """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
+    most, wished = _wished(spec, planner, held_at)
     return JobView(
         job=spec.job,
         bundle=spec.bundle,
         min_workers=spec.min_workers,
-        max_workers=max_workers(spec, planner),
+        max_workers=most,
         submitted_s=submitted_s,
         held_at=held_at,
+        wished=wished,
         allocation=allocation,
         most_workers=history.most_workers,
         growth_limit=_growth_limit(spec, history),
         goodput=planner.own_model,
         init_batch_size=limits.init_batch_size if limits else None,
         max_batch_size=limits.max_batch_size if limits else None,
+        held_batch=planner.held_batch,
         atomic_bsz_range=_atomic_bsz_range(planner),
         accumulation=limits.gradient_accumulation if limits else False,
         resize_cost_s=max(0.0, history.resize_cost_s),
@@ -94,6 +97,16 @@ def allocator_view(
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
         slow_nodes=slow_nodes,
     )
+
+
+def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
+    """Most workers, and the fewest that the user's own policies ask for; a size set by hand outranks them."""
+    most = max_workers(spec, planner)
+    if held_at is not None:
+        return most, None
+    least_wished, most_wished = planner.wish
+    most = most if most_wished is None else max(spec.min_workers, min(most, most_wished))
+    return most, None if least_wished is None else min(least_wished, most)
 
 
 def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
@@ -136,12 +149,29 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, record.told, *_slow(report)))),
+        note=""
+        if ended
+        else "; ".join(filter(None, (record.note, record.waiting, _wish(planner), record.told, *_slow(report)))),
     )
 
 
 def _slow(report: StepReport | None) -> tuple[str, ...]:
     return tuple(map(str, report.stragglers)) if report is not None else ()
+
+
+def _wish(planner: BatchPlanner) -> str:
+    """What the user's own policies ask for, as a status says it; empty without a wish."""
+    match planner.wish:
+        case (None, None):
+            return ""
+        case (None, most):
+            return f"its policy asks for {most} workers at most"
+        case (least, None):
+            return f"its policy asks for {least} workers or more"
+        case (least, most) if least == most:
+            return f"its policy asks for {least} workers"
+        case (least, most):
+            return f"its policy asks for {least} to {most} workers"
 
 
 def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, ProcessInfo]) -> tuple[WorkerInfo, ...]:

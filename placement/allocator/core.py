@@ -48,6 +48,7 @@ class AllocatorCore:
         self._config = config or AllocatorConfig()
         self._constraints = self._config.constraints
         self._guaranteed: frozenset[str] = frozenset()
+        self._granted: Allocation = {}
         self._cluster = Cluster()
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
@@ -236,11 +237,11 @@ class AllocatorCore:
             for job in self._jobs.values():
                 job.give(self._surviving(job.target))
             return []
-        self._guaranteed = plan.guaranteed
+        self._guaranteed, self._granted = plan.guaranteed, plan.granted
         return self._carry_out(plan, trigger, now_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed)
+        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
 
     def views(self, now_s: float) -> list[JobView]:
         """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""

@@ -9,7 +9,7 @@ from placement.allocator.snapshot import Trigger
 from placement.cluster.jobs import JobView, speeds
 
 _LIMITS = (
-    *("bundle", "min_workers", "max_workers", "held_at", "label_selector", "submitted_s"),
+    *("bundle", "min_workers", "max_workers", "held_at", "wished", "label_selector", "submitted_s"),
     *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
 )
 
@@ -54,6 +54,7 @@ def _sizes(view: JobView) -> tuple[object, ...]:
         view.useful_workers,
         view.init_batch_size,
         view.max_batch_size,
+        view.held_batch,
         view.atomic_bsz_range,
         view.accumulation,
     )

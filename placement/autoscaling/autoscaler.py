@@ -22,6 +22,7 @@ from placement.cluster.node_types import NodeType, check_types, type_of
 from placement.goodput.speeds import GoodputCache
 from placement.planning.constraints import Constraints
 from placement.planning.plan import NO_CONSTRAINTS, make_plan
+from placement.planning.wishes import without_wish
 from placement.policies.shared.base import Policy
 
 
@@ -306,7 +307,8 @@ class Autoscaler:
         return all(view.job in plan for view in views if view.workers)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Allocation:
-        return make_plan(self._policy, views, cluster, now_s, self._constraints).allocation
+        asked = [without_wish(view, {}) for view in views]  # a wish is for slots that are there
+        return make_plan(self._policy, asked, cluster, now_s, self._constraints).allocation
 
     def _decided(
         self,

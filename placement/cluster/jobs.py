@@ -44,6 +44,8 @@ class JobView:
         max_workers: with more workers it does not want to run.
         submitted_s: when the job was submitted [s since the epoch]; earlier jobs are admitted first.
         held_at: the user holds the job at exactly this many workers; None leaves it to the policy.
+        wished: fewest workers that a policy of the job's own asks for; it gets them from slots that are of no use to
+            other jobs (``placement.planning.wishes``), and ``held_at`` outranks it. None for no wish.
         allocation: bundles held now by node id: every reservation that is fulfilled, whether or not its
             worker has joined yet, and every leaving worker's until it is given back.
         most_workers: the most workers the job has trained with so far; bounds exploration before ``goodput``
@@ -51,6 +53,8 @@ class JobView:
         goodput: the fitted model, None before there is one.
         init_batch_size: the global batch size M0 the user asked for [samples].
         max_batch_size: largest global batch the job may use [samples]; None keeps it at ``init_batch_size``.
+        held_batch: global batch that a policy of the job's own holds it at [samples], where it fits; None where the
+            job takes the best one.
         atomic_bsz_range: least and most samples of one worker in one micro-step.
         accumulation: whether the job may accumulate gradients over several micro-steps.
         resize_cost_s: training time lost by one change of size [s], measured or estimated.
@@ -86,11 +90,13 @@ class JobView:
     max_workers: int = 1
     submitted_s: float = 0.0
     held_at: int | None = None
+    wished: int | None = None
     allocation: Mapping[str, int] = dataclasses.field(default_factory=dict)
     most_workers: int = 0
     goodput: GoodputModel | None = None
     init_batch_size: int | None = None
     max_batch_size: int | None = None
+    held_batch: int | None = None
     atomic_bsz_range: tuple[int, int] | None = None
     accumulation: bool = False
     resize_cost_s: float = 0.2
@@ -135,6 +141,10 @@ class JobView:
                 f"held_at {where} must lie between min_workers and max_workers "
                 f"({self.min_workers} to {self.max_workers}), but got {self.held_at}"
             )
+        if self.wished is not None and not 1 <= self.wished <= self.max_workers:
+            raise ValueError(
+                f"wished {where} must lie between 1 and max_workers ({self.max_workers}), but got {self.wished}"
+            )
         if any(workers < 1 for workers in self.allocation.values()):
             raise ValueError(f"allocation {where} must hold 1 or more workers per node, but got {self.allocation}")
         check_number(f"most_workers {where}", self.most_workers, least=0)
@@ -172,7 +182,7 @@ class JobView:
 
     def _check_batch(self, where: str) -> None:
         """Raise unless batch sizes are 1 sample or more and the atomic bounds in order; None is no limit."""
-        for name in ("init_batch_size", "max_batch_size"):
+        for name in ("init_batch_size", "max_batch_size", "held_batch"):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=1, unit="sample")
@@ -214,13 +224,24 @@ class JobView:
         global batch; before a model exists at most twice what the job has run with (2 -> 4..., as Pollux
         explores), since nothing is known about larger sizes. Never below ``min_workers``.
         """
-        most = self.max_workers
-        batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
-        if batch is not None:
-            most = min(most, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
+        most = self._most_with_samples
         if self.goodput is None:
             most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
         return max(most, self.min_workers)
+
+    @property
+    def wished_workers(self) -> int:
+        """``wished``, as far as each worker gets its least micro-batch and trials may grow; the minimum without."""
+        limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
+        return max(min(limits), self.min_workers)
+
+    @property
+    def _most_with_samples(self) -> int:
+        """At most ``max_workers``, and so many that each gets its least micro-batch out of the largest batch."""
+        batch = self.max_batch_size if self.max_batch_size is not None else self.init_batch_size
+        if batch is None:
+            return self.max_workers
+        return min(self.max_workers, batch // (self.atomic_bsz_range[0] if self.atomic_bsz_range else 1))
 
 
 def worker_kind(view: JobView) -> WorkerKind:
@@ -272,13 +293,14 @@ class _FittedSizes(NamedTuple):
     max_batch_size: int | None
     atomic_bsz_range: tuple[int, int] | None
     accumulation: bool
+    held_batch: int | None
 
 
 def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most: int) -> _FittedSizes:
     """The job's sizes 1..most, each on as few nodes as it fits."""
     roomy = np.cumsum(sorted(slots, reverse=True))
     nodes = tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
-    return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation)
+    return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation, view.held_batch)
 
 
 @functools.lru_cache(maxsize=4096)  # a decision asks again for every job, though few models have changed
@@ -295,9 +317,10 @@ def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
 def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
     """Goodput [samples/s] on 1..n workers; 0 where no batch fits, read-only."""
     most = sizes.max_batch_size
-    best, _, _ = sizes.model.best(
+    best = sizes.model.best_held(
         np.array(sizes.nodes),
         np.arange(1, len(sizes.nodes) + 1),
+        sizes.held_batch,
         max_batch_size=None if most is None else max(most, sizes.model.init_batch_size),
         atomic_bsz_range=sizes.atomic_bsz_range,
         accumulation=sizes.accumulation,

@@ -207,6 +207,49 @@ class GoodputModel:
         atomic_bsz, accum_steps = (np.where(fits, x, 0).astype(np.int64).reshape(n.shape) for x in (m, k - 1))
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
+    def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
+        """For a job that keeps to another batch than M0.
+
+        Returns:
+            A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its samples:
+            its goodput times the worth is this model's goodput at the batch.
+
+        Raises:
+            ValueError: the batch is below 1.
+        """
+        held = GoodputModel(self.throughput_model, self.noise, batch_size)
+        return held, float(self._efficiency(np.array(held.init_batch_size, dtype=np.float64)))
+
+    def best_held(
+        self,
+        nodes: ArrayLike,
+        replicas: ArrayLike,
+        batch_size: int | None,
+        *,
+        max_batch_size: int | None = None,
+        atomic_bsz_range: AtomicRange = None,
+        accumulation: bool = False,
+    ) -> FloatOrArray:
+        """Goodput at a global batch, at the best one (see `best`) where it does not fit or is None; 0 where none fits.
+
+        Raises:
+            TypeError: an argument is of another type.
+            ValueError: a batch is below 1, max_batch_size below init_batch_size, or the bounds are empty or below 1.
+        """
+        free, _, _ = self.best(
+            nodes,
+            replicas,
+            max_batch_size=max_batch_size,
+            atomic_bsz_range=atomic_bsz_range,
+            accumulation=accumulation,
+        )
+        if batch_size is None:
+            return free
+        model, worth = self.held_at(batch_size)
+        held, _, _ = model.best(nodes, replicas, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation)
+        values = np.asarray(held, dtype=np.float64)
+        return plain(np.where(values > 0, np.minimum(values * worth, LARGEST), free))
+
     def _fixed_batch(self, ask: _BatchQuery) -> _BestBatches:
         """M0 itself in each column, split as evenly as can be; goodput is -1 where the shares do not fit."""
         share = np.ceil(self.init_batch_size / ask.replicas)

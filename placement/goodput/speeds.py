@@ -65,14 +65,23 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
     cache.make_room(len(views))
     result = np.full(workers.shape, np.nan)
     known, numbers = [], []
+    held, held_numbers, worths = [], [], []
     for j, view in enumerate(views):
         model = model_of(view, gpu)
         if model is not None:
             bounds = view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range)
             known.append(j)
             numbers.append(numbers_of(model, view.max_batch_size, bounds, view.accumulation))
+            if view.held_batch is not None:
+                at_held, worth = model.held_at(view.held_batch)
+                held.append(j)
+                held_numbers.append(numbers_of(at_held, None, bounds, view.accumulation))
+                worths.append(worth)
     if known:
         result[known] = _rows(np.array(numbers, dtype=np.float64), nodes[known], workers[known], cache)
+    if held:
+        rows = _rows(np.array(held_numbers, dtype=np.float64), nodes[held], workers[held], cache)
+        result[held] = np.where(rows > 0, rows * np.array(worths)[:, np.newaxis], result[held])
     factors: dict[tuple[int, bytes], Floats] = {}
     for j, view in enumerate(views):
         measured, model = view.observations.get(gpu), model_of(view, gpu)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.checks import is_whole
-from placement.cluster.cluster import TOLERANCE, AllocationError, Cluster, Node, check, slots, without
+from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cluster, Node, check, slots, without
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
@@ -14,6 +14,7 @@ from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
 from placement.planning.slow_nodes import avoid_slow
+from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 
 _ROUNDS = 4  # counts that do not fit onto nodes are decided again with what did fit as a limit
@@ -29,6 +30,7 @@ def make_plan(
     now_s: float,
     constraints: Constraints = NO_CONSTRAINTS,
     guaranteed: Collection[str] = (),
+    granted: Allocation | None = None,
 ) -> Plan:
     """Decide the counts, check them, and place them, under all constraints.
 
@@ -39,18 +41,19 @@ def make_plan(
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.
+        granted: ``Plan.granted`` of the last decision.
 
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
     if not constraints.avoid_slow_nodes:
-        return _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+        return _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted)
     left_views, left_cluster = avoid_slow(views, cluster)
-    plan = _under_constraints(policy, left_views, left_cluster, now_s, constraints, guaranteed)
+    plan = _with_wishes(policy, left_views, left_cluster, now_s, constraints, guaranteed, granted)
     if left_views is views and left_cluster is cluster:
         return plan
     # A slow worker does some work, and a job without any does none: who would run otherwise decides.
-    anyway = _under_constraints(policy, views, cluster, now_s, constraints, guaranteed)
+    anyway = _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted)
     return plan if _running(plan) >= _running(anyway) else anyway
 
 
@@ -59,25 +62,40 @@ def _running(plan: Plan) -> int:
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
-def _under_constraints(
+def _with_wishes(
     policy: Policy,
     views: Sequence[JobView],
     cluster: Cluster,
     now_s: float,
     constraints: Constraints,
     guaranteed: Collection[str],
+    granted: Allocation | None,
 ) -> Plan:
-    """A plan for jobs and nodes as they are."""
-    apart = constraints.one_multi_node_job_per_node
+    """A plan for nodes as they are; what jobs wish comes from what is left."""
+    whole = Problem(views=views, cluster=cluster, apart=constraints.one_multi_node_job_per_node)
+    granted = granted or {}
+    if not granted and all(view.wished is None for view in views):
+        return _plan_without_wishes(policy, whole, now_s, constraints, guaranteed)
+    asked = [without_wish(view, granted.get(view.job, {})) for view in views]
+    own = dataclasses.replace(whole, views=asked)
+    plan = _plan_without_wishes(policy, own, now_s, constraints, guaranteed)
+    plan = grant(whole, plan, constraints.tenants)
+    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    return plan
+
+
+def _plan_without_wishes(
+    policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
+) -> Plan:
+    """The policy's decision under all constraints."""
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
-    problem = Problem(views=views, cluster=cluster, apart=apart)
-    if not apart and not constraints.concern(views):
+    if not problem.apart and not constraints.concern(problem.views):
         return solve(problem)
     plan = decide(problem, solve, constraints, now_s, guaranteed)
-    check(plan.allocation, {view.job: view.bundle for view in views}, cluster)
+    check(plan.allocation, {view.job: view.bundle for view in problem.views}, problem.cluster)
     return plan
 
 

@@ -25,11 +25,13 @@ class Plan:
         allocation: workers per job and node.
         reasons: a sentence per job.
         guaranteed: jobs whose deadline will be met.
+        granted: workers per job and node that the jobs' own policies asked for (``placement.planning.wishes``).
     """
 
     allocation: Allocation
     reasons: Mapping[str, str]
     guaranteed: frozenset[str] = frozenset()
+    granted: Allocation = dataclasses.field(default_factory=dict)
 
     def plus(self, other: Plan) -> Plan:
         """Both together; of a job in both, the other's."""

@@ -52,14 +52,14 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
 def goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> Floats:
-    """Useful samples per second of each shape at its best batch within the job's limits, 0 where nothing fits.
+    """Useful samples per second of each shape at the batch held, or else the best, within limits; 0 where none fits.
 
     Read-only.
     """
     limit = view.max_batch_size
     if limit is not None:
         limit = max(limit, model.init_batch_size)
-    return _goodputs(model, wanted, limit, atomic_bsz_range, view.accumulation)
+    return _goodputs(model, wanted, limit, atomic_bsz_range, view.accumulation, view.held_batch)
 
 
 @functools.lru_cache(maxsize=16384)  # a decision asks again for every job, though few models have changed
@@ -69,11 +69,17 @@ def _goodputs(
     max_batch_size: int | None,
     atomic_bsz_range: tuple[int, int] | None,
     accumulation: bool,
+    held_batch: int | None,
 ) -> Floats:
-    """Goodput [samples/s] of each shape at its best batch, finite, 0 where nothing fits; read-only."""
+    """Goodput [samples/s] of each shape at that batch, finite, 0 where nothing fits; read-only."""
     nodes, workers = np.array(wanted).T
-    best, _, _ = model.best(
-        nodes, workers, max_batch_size=max_batch_size, atomic_bsz_range=atomic_bsz_range, accumulation=accumulation
+    best = model.best_held(
+        nodes,
+        workers,
+        held_batch,
+        max_batch_size=max_batch_size,
+        atomic_bsz_range=atomic_bsz_range,
+        accumulation=accumulation,
     )
     values: Floats = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
     values.setflags(write=False)

@@ -1,0 +1,139 @@
+"""Sizes that jobs' own policies ask for: served from what is left once the allocation policy has shared out everything.
+
+The allocation policy sees neither wishes nor the workers that were granted for them: it decides about the others as if
+these slots were free. So a wish takes no worker from another job, and what was granted goes as soon as the policy has a
+use for it, by its own measure of goodput.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from placement.cluster.cluster import GPU_TYPE_LABEL, TOLERANCE, Allocation, Resources
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView
+from placement.planning.problem import Plan, Problem
+from placement.planning.tenants import Tenant
+from placement.policies.shared.base import count
+
+
+def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
+    """The job as the allocation policy sees it: with the workers that the policy itself gave it, never below its
+    minimum where it has that.
+
+    Args:
+        view: the job.
+        granted: workers by node that it has because it asked, ``Plan.granted`` of the last decision.
+    """
+    if not granted:
+        return view if view.wished is None else dataclasses.replace(view, wished=None)
+    place, spare = dict(view.allocation), max(view.workers - view.min_workers, 0)
+    for node_id, workers in sorted(granted.items()):
+        less = min(workers, place.get(node_id, 0), spare)
+        if less:
+            spare -= less
+            place[node_id] -= less
+    allocation = {node_id: workers for node_id, workers in place.items() if workers}
+    return dataclasses.replace(view, wished=None, allocation=allocation)
+
+
+def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
+    """Give jobs what their policies ask for, from slots that the plan leaves free.
+
+    Served are jobs that run and that their user does not hold at a size, by priority and arrival. Granted workers stay
+    where they are while their slots are free, are on nodes of the GPU type that the job has, and keep quotas, the
+    preference for whole nodes, and, where it is asked for, nodes of one multi-node job.
+
+    Args:
+        problem: all jobs, where they are now, and the whole cluster.
+        plan: what was decided without wishes.
+        tenants: those with quotas.
+    """
+    wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
+    if not wishing:
+        return plan
+    quotas = {tenant.name: tenant.quota for tenant in tenants if tenant.quota}
+    slots = _FreeSlots(problem, plan.allocation, quotas)
+    granted: dict[str, dict[str, int]] = {}
+    notes: dict[str, str] = {}
+    for view in sorted(wishing, key=lambda view: (-view.priority, view.arrival)):
+        own = sum(plan.allocation[view.job].values())
+        wanted = view.wished_workers
+        given = slots.give(view, wanted - own)
+        more = sum(given.values())
+        if given:
+            granted[view.job] = given
+        if own + more < wanted:
+            notes[view.job] = f"{count(wanted)} asked for by its policy, of which {own + more} are to be had"
+        elif more:
+            notes[view.job] = f"{count(wanted)} asked for by its policy, {more} of them from slots of no use to others"
+    return dataclasses.replace(plan.noted(notes), allocation=slots.allocation, granted=granted)
+
+
+class _FreeSlots:
+    """What a plan leaves free, while it is given out."""
+
+    def __init__(self, problem: Problem, allocation: Allocation, quotas: Mapping[str, Resources]) -> None:
+        self._room = FreeResources(problem.beside(allocation).cluster)
+        self._views = {view.job: view for view in problem.views}
+        self._quotas = quotas
+        self._apart = problem.apart
+        self._gpus = {node.node_id: node.labels.get(GPU_TYPE_LABEL) for node in problem.cluster.nodes}
+        self.allocation: dict[str, dict[str, int]] = {job: dict(place) for job, place in allocation.items()}
+
+    def give(self, view: JobView, most: int) -> dict[str, int]:
+        """Take up to so many slots for a job; returns them by node."""
+        given: dict[str, int] = {}
+        place = self.allocation[view.job]
+        for _ in range(most):
+            node_id = self._next(view, place)
+            if node_id is None:
+                break
+            index = self._room.index(node_id)
+            assert index is not None, f"node {node_id} has a free slot"
+            self._room.take(view, index, 1)
+            place[node_id] = place.get(node_id, 0) + 1
+            given[node_id] = given.get(node_id, 0) + 1
+        return given
+
+    def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
+        """The node of its next worker: where it has one now, one of its own, or the fullest; None if there is none."""
+        if self._quota_is_used(view):
+            return None
+        free = dict(zip(self._room.node_ids, self._room.slots(view).tolist(), strict=True))
+        kinds = {self._gpus.get(node_id) for node_id in place}
+        open_nodes = [
+            node_id
+            for node_id, fits in free.items()
+            if fits and self._gpus.get(node_id) in kinds and not self._is_closed(view, place, node_id)
+        ]
+        present = view.allocation
+        return min(
+            open_nodes,
+            key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n),
+            default=None,
+        )
+
+    def _quota_is_used(self, view: JobView) -> bool:
+        quota = self._quotas.get(view.tenant, {})
+        used = dict.fromkeys(quota, 0.0)
+        for job, place in self.allocation.items():
+            other = self._views[job]
+            for resource in used if other.tenant == view.tenant else ():
+                used[resource] += sum(place.values()) * other.bundle.get(resource, 0.0)
+        return any(used[r] + view.bundle.get(r, 0.0) > quota[r] + TOLERANCE for r in quota if view.bundle.get(r))
+
+    def _is_closed(self, view: JobView, place: Mapping[str, int], node_id: str) -> bool:
+        """Whether whole nodes, or nodes of one multi-node job, are to be kept from it."""
+        others = self._others(view, node_id)
+        if node_id not in place and any(view.whole_nodes or other.whole_nodes for other in others):
+            return True
+        nodes = {*place, node_id}
+        if not self._apart or len(nodes) == 1:
+            return False
+        return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
+
+    def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
+        """Jobs beside it on a node."""
+        return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]
