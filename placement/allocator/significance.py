@@ -48,6 +48,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
 
 
 def _sizes(view: JobView) -> tuple[object, ...]:
+    """Which sizes and batches the job could have."""
     return (
         view.useful_workers,
         view.init_batch_size,
