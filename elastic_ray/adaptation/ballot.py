@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _DIGITS = 8
@@ -30,7 +29,7 @@ class PolicyBallot:
     to apply it.
 
     Args:
-        said: what each policy has to say on this rank, as values that JSON can hold; None for nothing.
+        said: what each policy has to say on this rank, as plain values; None for nothing.
     """
 
     def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
@@ -68,10 +67,21 @@ def flag_and_digest(said: Any) -> list[float]:
     """What one rank contributes for one policy: zeros for None."""
     if said is None:
         return [0.0] * _SIZE
-    text = json.dumps(said, sort_keys=True, default=repr)
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=_DIGITS * _BITS // 8).digest(), "big")
+    number = int.from_bytes(
+        hashlib.blake2b(_canonical(said).encode(), digest_size=_DIGITS * _BITS // 8).digest(), "big"
+    )
     digits = [(number >> (_BITS * index)) % (1 << _BITS) for index in range(_DIGITS)]
     return [1.0, *(float(value) for digit in digits for value in (digit, digit * digit))]
+
+
+def _canonical(value: Any) -> str:
+    """One text for equal values, whatever the order of a dict's keys, and tuples like lists."""
+    if isinstance(value, Mapping):
+        items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_canonical, value))}]"
+    return repr(value)
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:

@@ -29,13 +29,15 @@ class HookCaller:
         if self._calls is None:
             self._calls = queue.SimpleQueue()
             threading.Thread(target=_serve, args=(self._calls,), name="policies", daemon=True).start()
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
                 answer.put((hook(), None))
-            except BaseException as error:
+            except Exception as error:
                 answer.put((None, error))
+            except BaseException as error:  # such as SystemExit: the hook's, not this process's
+                answer.put((None, RuntimeError(f"it raised {type(error).__name__}: {error}")))
 
         self._calls.put(run)
         try:

@@ -13,6 +13,8 @@ Answer: TypeAlias = "Request | Iterable[Request] | None"
 HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
 """In the order in which a run calls them."""
 
+_SETTINGS = {"watches", "strict", "deadline_s"}
+
 
 class PolicyError(RuntimeError):
     """A strict policy raised, answered what cannot be done, took too long, or decided differently on some rank."""
@@ -71,6 +73,9 @@ class Policy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, here or on another rank."""
+        if type(self).state_dict is Policy.state_dict:  # a lost step may have made attributes
+            for name in vars(self).keys() - state.keys() - _SETTINGS:
+                delattr(self, name)
         vars(self).update(state)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +24,9 @@ from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.adaptation.watched import WatchedMetrics
 
 logger = logging.getLogger(__name__)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_MOST_REQUESTS = 1000  # of one answer: a generator may never end
 
 
 class Applies(Protocol):
@@ -56,6 +61,7 @@ class PolicyRunner:
         self._tell_here = tell_here
         self._policies: list[Policy] = []
         self._initial: list[dict[str, Any]] = []
+        self._states: list[dict[str, Any]] = []  # what hooks have changed, as it was when the last one returned
         self._pending: list[Pending] = []
         self._told: set[str] = set()
         self._caller = HookCaller()
@@ -68,14 +74,17 @@ class PolicyRunner:
         return bool(self._policies)
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Ask these as well, after those there are.
+        """Ask these as well, after those there are; one that is there is not asked twice.
 
         Raises:
             PolicyError: the state of one is not plain.
         """
         for policy in policies:
+            if any(policy is known for known in self._policies):
+                continue
             self._policies.append(policy)
             self._initial.append(_state_of(policy))
+            self._states.append({})
             self._pending.append(Pending())
             self.watched.watch(policy.watches)
         self.ballot.have(len(self._policies))
@@ -94,28 +103,42 @@ class PolicyRunner:
         return number not in self.values.off and not self._pending[number].is_off
 
     def _ask(self, number: int, policy: Policy, hook: str, view: PolicyView) -> None:
-        """Call one hook, and note its requests or its failure."""
+        """Call one hook, and note its requests and its state, or its failure; one that fails changes no state."""
         pending = self._pending[number]
+
+        def ask() -> tuple[list[Request], dict[str, Any]]:
+            answer = _requests(getattr(policy, hook)(view))
+            return answer, self._changed(number, policy)
+
         try:
-            answer = self._caller.call(lambda: _requests(getattr(policy, hook)(view)), policy.deadline_s)
+            answer, state = self._caller.call(ask, policy.deadline_s)
         except HookTimeoutError as error:
             pending.fail(f"{hook}: {error}", ends=True)  # its thread may still be changing it
         except Exception as error:
-            pending.fail(f"{hook}: {type(error).__name__}: {error}")
+            pending.fail(f"{hook}: {_described(error)}")
             logger.warning("policy %s failed in %s", name_of(policy), hook, exc_info=True)
+            self._undo(number, pending, policy)
         else:
+            self._states[number] = state
             pending.ask(hook, [to_plain(request) for request in answer])
+
+    def _undo(self, number: int, pending: Pending, policy: Policy) -> None:
+        """Take back what a hook has changed before it failed; a policy that does not take it is not asked any more."""
+        try:
+            self._load(number, policy)
+        except Exception as error:
+            pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
         """By policy, what it has to say and what it says it from; None for nothing."""
         said: list[Any] = []
-        for number, (policy, pending) in enumerate(zip(self._policies, self._pending, strict=True)):
+        for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
                 said.append(None)
             elif pending.is_off:
                 said.append(["took too long"])
             else:
-                said.append([pending.requests, pending.failures, self._changed(number, policy)])
+                said.append([pending.requests, pending.failures, self._states[number]])
         return said
 
     def settle(self, step: int) -> None:
@@ -156,7 +179,7 @@ class PolicyRunner:
         if policy.strict:
             raise PolicyError(f"policy {name} failed in {failure}")
         if ends:
-            self.values.switch_off(number, failure)
+            self._switch_off(number, failure)
         if ends or self._is_news(f"{name} {failure}"):
             after = "; it is not asked any more" if ends else ""
             self._tell("policy", f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
@@ -171,10 +194,15 @@ class PolicyRunner:
         )
         if policy.strict:
             raise PolicyError(what)
-        self.values.switch_off(number, what)
+        self._switch_off(number, "it does not say the same on all ranks")
         self._tell("policy", f"{what}; it is not asked any more", {"policy": name, "step": step, "failure": "differs"})
         if pending.failures:  # which rank 0 need not know of
             self._tell_here("policy", f"policy {name} failed on a rank: {own}", {"policy": name, "failure": own})
+
+    def _switch_off(self, number: int, why: str) -> None:
+        """A policy is not asked any more; what it kept may differ from rank to rank and does not travel."""
+        self.values.switch_off(number, why)
+        self._states[number], self._pending[number] = {}, Pending()
 
     def _is_news(self, text: str) -> bool:
         known = text in self._told
@@ -204,7 +232,7 @@ class PolicyRunner:
         """What policies keep and have pending, and what they have brought about."""
         return {
             "values": self.values.to_state(),
-            "states": [self._changed(number, policy) for number, policy in enumerate(self._policies)],
+            "states": copy.deepcopy(self._states),
             "names": [name_of(policy) for policy in self._policies],
             "pending": [dataclasses.asdict(pending) for pending in self._pending],
         }
@@ -217,21 +245,29 @@ class PolicyRunner:
             self.values.ask_again()
         self._pending = [Pending() for _ in self._policies]
         for number, policy in enumerate(self._policies):
-            state = dict(tree["states"][number]) if same else {}
+            self._states[number] = copy.deepcopy(dict(tree["states"][number])) if same else {}
             if same:
-                self._pending[number] = Pending(**tree["pending"][number])
-            self._load(number, policy, state)
+                self._pending[number] = Pending(**copy.deepcopy(tree["pending"][number]))
+            self._load(number, policy)
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """What of a policy's state is another than at the beginning: its settings are those of each run."""
+        """A copy of what of a policy's state is another than at the beginning: its settings are those of each run.
+
+        Raises:
+            PolicyError: it is not plain.
+        """
         initial = self._initial[number]
-        state = policy.state_dict()
+        given = dict(policy.state_dict())
+        for name, value in given.items():
+            _check_plain(value, f"{name_of(policy)}.{name}")
+        state = copy.deepcopy(given)
         return {name: value for name, value in state.items() if name not in initial or initial[name] != value}
 
-    def _load(self, number: int, policy: Policy, changed: Mapping[str, Any]) -> None:
-        if number not in self.values.off:
-            policy.load_state_dict(copy.deepcopy({**self._initial[number], **changed}))
+    def _load(self, number: int, policy: Policy) -> None:
+        """Have a policy that is still asked go on from its state."""
+        if self._is_asked(number):
+            policy.load_state_dict(copy.deepcopy({**self._initial[number], **self._states[number]}))
 
 
 def _requests(answer: Any) -> list[Request]:
@@ -242,13 +278,21 @@ def _requests(answer: Any) -> list[Request]:
     """
     if answer is None:
         return []
-    listed = [answer] if is_request(answer) or not isinstance(answer, Iterable) else list(answer)
+    several = not is_request(answer) and isinstance(answer, Iterable)
+    listed = list(itertools.islice(answer, _MOST_REQUESTS + 1)) if several else [answer]
+    if len(listed) > _MOST_REQUESTS:
+        raise ValueError(f"a hook returns {_MOST_REQUESTS} requests at most, but returned more")
     for each in listed:
         if not is_request(each):
             raise TypeError(
                 f"a hook returns a request of elastic_ray.adaptation, several, or None, but returned {each!r}"
             )
     return listed
+
+
+def _described(error: Exception) -> str:
+    """An error in words that are the same on all ranks: without addresses of objects."""
+    return _ADDRESS.sub("", f"{type(error).__name__}: {error}")
 
 
 def _state_of(policy: Policy) -> dict[str, Any]:

@@ -309,7 +309,7 @@ class Adaptation:
             elapsed_s=values.elapsed_s,
             worker_s=values.worker_s,
             strategies=run.registry.strategies,
-            metrics=values.metrics,
+            metrics=dict(values.metrics),
             reports=values.reports,
             sums=sums,
         )

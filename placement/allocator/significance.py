@@ -50,7 +50,7 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
 
 
 def _sizes(view: JobView) -> tuple[object, ...]:
-    """What decides how many workers and which batches are of use to a job."""
+    """Which sizes and batches the job could have."""
     return (
         view.useful_workers,
         view.init_batch_size,
