@@ -146,11 +146,11 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, _wish(planner), record.told))),
+        note="" if ended else "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told))),
     )
 
 
-def _wish(planner: BatchPlanner) -> str:
+def wish_note(planner: BatchPlanner) -> str:
     """What the user's own policies ask for, as a status says it; empty without a wish."""
     match planner.wish:
         case (None, None):
