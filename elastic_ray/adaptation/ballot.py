@@ -36,6 +36,7 @@ class PolicyBallot:
         self._said = said
         self._policies = 0
         self._verdicts: tuple[Verdict, ...] = ()
+        self._entered = False
 
     def have(self, policies: int) -> None:
         """So many policies there are, on all ranks alike."""
@@ -43,7 +44,12 @@ class PolicyBallot:
 
     def begin(self) -> None:
         """A group was entered: what another one agreed on does not count in it."""
-        self._verdicts = ()
+        self._verdicts, self._entered = (), True
+
+    def take_entered(self) -> bool:
+        """Whether a group was entered since the last call."""
+        entered, self._entered = self._entered, False
+        return entered
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""

@@ -147,6 +147,9 @@ class PolicyRunner:
         Raises:
             PolicyError: of a strict policy; on every rank.
         """
+        if self.ballot.take_entered():
+            self._repeat()
+        self.values.forget_news()
         verdicts = self.ballot.take()
         for number, verdict in enumerate(verdicts):
             pending, policy = self._pending[number], self._policies[number]
@@ -167,11 +170,11 @@ class PolicyRunner:
         refused = self._applies.apply(request, self.values)
         detail = {"policy": name, "hook": hook, "request": to_plain(request), "step": step, "refused": refused}
         if not refused:
-            self._tell("policy", f"{name}.{hook} after step {step}: {request}", detail)
+            self._announce(f"{name}.{hook} after step {step}: {request}", detail)
         elif policy.strict:
             raise PolicyError(f"policy {name} asked in {hook} for {request}, which is refused: {refused}")
         elif self._is_news(f"{name} {hook} {request} {refused}"):
-            self._tell("policy", f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
+            self._announce(f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
 
     def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
         """All ranks' copies have failed alike."""
@@ -182,7 +185,7 @@ class PolicyRunner:
             self._switch_off(number, failure)
         if ends or self._is_news(f"{name} {failure}"):
             after = "; it is not asked any more" if ends else ""
-            self._tell("policy", f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
+            self._announce(f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
 
     def _differs(self, number: int, policy: Policy, pending: Pending, step: int) -> None:
         """The ranks' copies say different things."""
@@ -195,9 +198,18 @@ class PolicyRunner:
         if policy.strict:
             raise PolicyError(what)
         self._switch_off(number, "it does not say the same on all ranks")
-        self._tell("policy", f"{what}; it is not asked any more", {"policy": name, "step": step, "failure": "differs"})
+        self._announce(f"{what}; it is not asked any more", {"policy": name, "step": step, "failure": "differs"})
         if pending.failures:  # which rank 0 need not know of
             self._tell_here("policy", f"policy {name} failed on a rank: {own}", {"policy": name, "failure": own})
+
+    def _announce(self, text: str, detail: Mapping[str, Any]) -> None:
+        """Tell the job's user from rank 0."""
+        self._tell("policy", text, self.values.add_news(text, detail))
+
+    def _repeat(self) -> None:
+        """Tell again what the rank 0 of the group before may not have told: it may have died, or lost that step."""
+        for text, detail in self.values.news:
+            self._tell("policy", text, detail)
 
     def _switch_off(self, number: int, why: str) -> None:
         """A policy is not asked any more; what it kept may differ from rank to rank and does not travel."""
@@ -221,6 +233,8 @@ class PolicyRunner:
 
     def end(self, steps: int) -> None:
         """The run is over after so many steps: what is only to be told is told, without another step to agree in."""
+        if self.ballot.take_entered():
+            self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
             for hook, plain in zip(pending.hooks, pending.requests, strict=True):
                 request = from_plain(plain)

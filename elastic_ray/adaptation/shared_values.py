@@ -25,6 +25,8 @@ class SharedValues:
         epoch: the last one for which ``before_epoch`` was called; -1 before.
         ended_epoch: the same for ``after_epoch``.
         off: why a policy is not asked any more, by its number.
+        news: what was told of the last step that was committed: text and detail of each event.
+        events: how many events there were.
     """
 
     rate_factor: float = 1.0
@@ -40,6 +42,8 @@ class SharedValues:
     epoch: int = -1
     ended_epoch: int = -1
     off: dict[int, str] = dataclasses.field(default_factory=dict)
+    news: list[tuple[str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    events: int = 0
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
         """A step was committed, so long after the one before [s]."""
@@ -81,6 +85,17 @@ class SharedValues:
     def stop_in(self, epoch: int, number: int) -> None:
         """The training ends in this pass."""
         self.stopped = (epoch, number)
+
+    def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
+        """Something is to be told; returns its detail with its number, by which the job tells repeated news apart."""
+        self.events += 1
+        numbered = {**detail, "number": self.events}
+        self.news.append((text, numbered))
+        return numbered
+
+    def forget_news(self) -> None:
+        """Another step was committed: what was told of the one before has arrived."""
+        self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
         """A policy is not asked any more."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
@@ -29,6 +31,8 @@ from elastic_ray.worker.messages import (
     WorkerReady,
     WorkerReport,
 )
+
+_NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class HearingJob(Protocol):
@@ -61,6 +65,7 @@ class WorkerMessages:
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group = parts.reports, parts.group
         self._resumed = ""
+        self._notices = collections.deque[tuple[Any, str]](maxlen=_NOTICES)
         self.torn = False
         self.stragglers = StragglerReplacement(parts)
 
@@ -77,12 +82,19 @@ class WorkerMessages:
                 self._group.take(message)
             case WorkerOutOfMemory():
                 self._out_of_memory(message)
-            case WorkerNotice(kind=kind, text=text, detail=detail):
+            case WorkerNotice(kind=kind, text=text, detail=detail) if not self._is_repeated(text, detail):
                 if kind is not EventKind.STRAGGLER:  # the status tells of those that there are now
                     self._record.user_told(text)
                 self._events.note(kind, text, detail=detail)
             case WorkerReport():
                 await self._reports.hear(message, self._group.machine.world_size)
+
+    def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
+        """Whether a numbered notice has come before: after a failure a new rank 0 repeats its predecessor's last."""
+        notice = detail.get("number"), text
+        known = notice[0] is not None and notice in self._notices
+        self._notices.append(notice)
+        return known
 
     def _beat(self, message: WorkerHeartbeat) -> None:
         self._group.beat(message)

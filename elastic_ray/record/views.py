@@ -149,17 +149,17 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
-        note=""
-        if ended
-        else "; ".join(filter(None, (record.note, record.waiting, _wish(planner), record.told, *_slow(report)))),
+        note="" if ended else _note(record, planner, report),
     )
 
 
-def _slow(report: StepReport | None) -> tuple[str, ...]:
-    return tuple(map(str, report.stragglers)) if report is not None else ()
+def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
+    """What to know of a job while it runs."""
+    slow = map(str, report.stragglers) if report is not None else ()
+    return "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told, *slow)))
 
 
-def _wish(planner: BatchPlanner) -> str:
+def wish_note(planner: BatchPlanner) -> str:
     """What the user's own policies ask for, as a status says it; empty without a wish."""
     match planner.wish:
         case (None, None):

@@ -19,7 +19,7 @@ from elastic_ray.job_spec import TrialSpec
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
-from elastic_ray.record.views import allocator_view
+from elastic_ray.record.views import allocator_view, wish_note
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from placement.allocator.significance import trigger_of
@@ -291,3 +291,48 @@ def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
     assert seen(BatchPlanner(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
     assert seen(BatchPlanner(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
     assert seen(BatchPlanner(fixed=False), ran_with=0).growth_limit is None
+
+
+# -- what policies of the user's ask for ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wish", "most", "wished", "note"),
+    [
+        (None, 8, None, ""),
+        ((3, 3), 3, 3, "its policy asks for 3 workers"),
+        ((3, None), 8, 3, "its policy asks for 3 workers or more"),
+        ((None, 4), 4, None, "its policy asks for 4 workers at most"),
+        ((2, 4), 4, 2, "its policy asks for 2 to 4 workers"),
+        ((20, 20), 8, 8, "its policy asks for 20 workers"),
+    ],
+)
+def test_a_wish_bounds_the_most_and_a_size_set_by_hand_outranks_it(
+    wish: tuple[int | None, int | None] | None, most: int, wished: int | None, note: str
+) -> None:
+    planner, choice = planner_on()
+    planner.observe(report(2, choice, wish=wish))
+    told = seen(planner, max_workers=8)
+    assert (told.max_workers, told.wished) == (most, wished)
+    assert wish_note(planner) == note
+    by_hand = allocator_view(
+        spec(max_workers=8),
+        planner,
+        SizeHistory(0.0),
+        resume_point=None,
+        submitted_s=0.0,
+        held_at=6,
+        allocation={},
+        may_be_stopped=False,
+        weight=1.0,
+    )
+    assert (by_hand.max_workers, by_hand.wished, by_hand.held_at) == (8, None, 6)
+
+
+def test_the_next_controller_knows_wish_and_held_batch_from_one_report() -> None:
+    before, choice = planner_on()
+    before.observe(report(2, choice, wish=(3, None), held_batch=128))
+    after, choice = planner_on()
+    assert (seen(after).wished, seen(after).held_batch) == (None, None)
+    after.observe(report(2, choice, wish=(3, None), held_batch=128, total_steps=40))
+    assert (seen(after).wished, seen(after).held_batch) == (seen(before).wished, seen(before).held_batch) == (3, 128)
