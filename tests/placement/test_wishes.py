@@ -117,6 +117,29 @@ def test_free_slots_are_granted_kept_and_given_back(name: str) -> None:
     assert sizes(make_plan(one, withdrawn, nodes, 0.0, granted=gone.granted)) == {"a": 1}
 
 
+class Sticky:
+    """A user's own policy: a job keeps what it has, and newcomers have what is left."""
+
+    name = "sticky"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
+        left = sum(int(each.free["CPU"]) for each in cluster.nodes) - sum(job.workers for job in jobs)
+        targets = {}
+        for job in sorted(jobs, key=lambda job: job.arrival):
+            targets[job.job] = job.workers or min(job.min_workers if job.job == "a" else job.max_workers, left)
+            left -= 0 if job.workers else targets[job.job]
+        return targets
+
+
+def test_what_was_granted_is_not_the_job_s_own_also_to_a_policy_that_takes_nothing_back() -> None:
+    job, nodes = view("a", wished=3), cluster(4)
+    found = make_plan(Sticky(), [job], nodes, 0.0)
+    assert sizes(found) == {"a": 3}
+    now = [*carried_out([job], found), view("b", submitted_s=1.0, max_workers=2)]
+    assert sizes(make_plan(Sticky(), now, nodes, 0.0, granted=found.granted)) == {"a": 2, "b": 2}
+    assert sizes(make_plan(Sticky(), now, nodes, 0.0)) == {"a": 3, "b": 1}, "an allocator that was started anew"
+
+
 def test_granted_workers_stay_on_one_gpu_type_and_off_whole_nodes() -> None:
     nodes = Cluster(
         nodes=tuple(
