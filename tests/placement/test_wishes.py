@@ -23,6 +23,7 @@ from placement.planning.constraints import Constraints
 from placement.planning.multi_node import shared
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan
+from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.policies.shared.shapes import goodputs as shape_goodputs
 from tests.placement.test_constraints import carried_out, clusters, constrained_views, every, policy, rules, sizes
@@ -115,6 +116,20 @@ def test_free_slots_are_granted_kept_and_given_back(name: str) -> None:
     assert sizes(gone) == {"a": 3}
     withdrawn = [dataclasses.replace(each, wished=None) for each in carried_out([job], gone)]
     assert sizes(make_plan(one, withdrawn, nodes, 0.0, granted=gone.granted)) == {"a": 1}
+
+
+def test_grants_keep_quotas_priorities_and_nodes_of_one_multi_node_job() -> None:
+    quota = Constraints(tenants=(Tenant(name="t", quota={"CPU": 2}),))
+    job = alone("a", wished=4, tenant="t")
+    assert sizes(make_plan(GoodputPolicy(), [job], cluster(4), 0.0, quota)) == {"a": 2}
+    first, urgent = alone("a", wished=3), alone("b", wished=3, priority=1, submitted_s=1.0)
+    assert sizes(make_plan(GoodputPolicy(), [first, urgent], cluster(4), 0.0)) == {"a": 1, "b": 3}
+    wide = view("wide", min_workers=3, max_workers=3, allocation={"n0": 2, "n1": 1})
+    beside = alone("a", wished=4, allocation={"n1": 1}, submitted_s=1.0)
+    nodes = cluster(2, 3, 2)
+    assert make_plan(GoodputPolicy(), [wide, beside], nodes, 0.0).allocation["a"] == {"n1": 2, "n2": 2}
+    apart = Constraints(one_multi_node_job_per_node=True)
+    assert make_plan(GoodputPolicy(), [wide, beside], nodes, 0.0, apart).allocation["a"] == {"n1": 2}
 
 
 class Sticky:
