@@ -29,8 +29,8 @@ class Policy:
     it is applied on all of them after that step, otherwise on none, and a policy that differs is not asked again.
 
     Attributes that a hook changes are the policy's state: workers that join get it, checkpoints keep it, and a lost
-    step takes it back. They must be numbers, strings, None, or lists, tuples and dicts of these; override
-    :meth:`state_dict` and :meth:`load_state_dict` for others.
+    step takes it back; so does an error in the hook. They must be numbers, strings, None, or lists, tuples and dicts of
+    these; override :meth:`state_dict` and :meth:`load_state_dict` for others.
 
     Attributes:
         watches: names of metrics, as given to ``elastic_ray.report``, that the view is to hold (numbers only).

@@ -23,6 +23,7 @@ from placement.planning.constraints import Constraints
 from placement.planning.multi_node import shared
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan
+from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.policies.shared.shapes import goodputs as shape_goodputs
 from tests.placement.test_constraints import carried_out, clusters, constrained_views, every, policy, rules, sizes
@@ -115,6 +116,43 @@ def test_free_slots_are_granted_kept_and_given_back(name: str) -> None:
     assert sizes(gone) == {"a": 3}
     withdrawn = [dataclasses.replace(each, wished=None) for each in carried_out([job], gone)]
     assert sizes(make_plan(one, withdrawn, nodes, 0.0, granted=gone.granted)) == {"a": 1}
+
+
+def test_grants_keep_quotas_priorities_and_nodes_of_one_multi_node_job() -> None:
+    quota = Constraints(tenants=(Tenant(name="t", quota={"CPU": 2}),))
+    job = alone("a", wished=4, tenant="t")
+    assert sizes(make_plan(GoodputPolicy(), [job], cluster(4), 0.0, quota)) == {"a": 2}
+    first, urgent = alone("a", wished=3), alone("b", wished=3, priority=1, submitted_s=1.0)
+    assert sizes(make_plan(GoodputPolicy(), [first, urgent], cluster(4), 0.0)) == {"a": 1, "b": 3}
+    wide = view("wide", min_workers=3, max_workers=3, allocation={"n0": 2, "n1": 1})
+    beside = alone("a", wished=4, allocation={"n1": 1}, submitted_s=1.0)
+    nodes = cluster(2, 3, 2)
+    assert make_plan(GoodputPolicy(), [wide, beside], nodes, 0.0).allocation["a"] == {"n1": 2, "n2": 2}
+    apart = Constraints(one_multi_node_job_per_node=True)
+    assert make_plan(GoodputPolicy(), [wide, beside], nodes, 0.0, apart).allocation["a"] == {"n1": 2}
+
+
+class Sticky:
+    """A user's own policy: a job keeps what it has, and newcomers have what is left."""
+
+    name = "sticky"
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
+        left = sum(int(each.free["CPU"]) for each in cluster.nodes) - sum(job.workers for job in jobs)
+        targets = {}
+        for job in sorted(jobs, key=lambda job: job.arrival):
+            targets[job.job] = job.workers or min(job.min_workers if job.job == "a" else job.max_workers, left)
+            left -= 0 if job.workers else targets[job.job]
+        return targets
+
+
+def test_what_was_granted_is_not_the_job_s_own_also_to_a_policy_that_takes_nothing_back() -> None:
+    job, nodes = view("a", wished=3), cluster(4)
+    found = make_plan(Sticky(), [job], nodes, 0.0)
+    assert sizes(found) == {"a": 3}
+    now = [*carried_out([job], found), view("b", submitted_s=1.0, max_workers=2)]
+    assert sizes(make_plan(Sticky(), now, nodes, 0.0, granted=found.granted)) == {"a": 2, "b": 2}
+    assert sizes(make_plan(Sticky(), now, nodes, 0.0)) == {"a": 3, "b": 1}, "an allocator that was started anew"
 
 
 def test_granted_workers_stay_on_one_gpu_type_and_off_whole_nodes() -> None:
