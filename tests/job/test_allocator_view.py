@@ -325,6 +325,7 @@ def test_a_wish_bounds_the_most_and_a_size_set_by_hand_outranks_it(
         allocation={},
         may_be_stopped=False,
         weight=1.0,
+        slow_nodes={},
     )
     assert (by_hand.max_workers, by_hand.wished, by_hand.held_at) == (8, None, 6)
 
