@@ -73,8 +73,8 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
 
 @pytest.mark.timeout(240)
 def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
-    """Rank 0 dies in the same moment. On a busy machine a process takes as long to start as 30 epochs take."""
-    handle = start(tmp_path, workers=3, epochs=80)
+    """Rank 0 dies in the same moment. On a busy machine a process takes as long to start as 60 epochs take."""
+    handle = start(tmp_path, workers=3, epochs=120)
     wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
     victim = handle.workers()[0].pid
     kill_controller(handle)
