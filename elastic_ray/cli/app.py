@@ -20,6 +20,7 @@ _HOMES = {
     "nodes": "overview",
     "allocator": "overview",
     "top": "overview",
+    "dashboard": "observe.dashboard",
     "simulate": "what_if",
     "doctor": "doctor",
     "completion": "completion",

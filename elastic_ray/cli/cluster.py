@@ -79,6 +79,11 @@ def connect() -> None:
         raise click.ClickException(f"the Ray cluster at {address} cannot be joined: {error}") from error
 
 
+def joined_address() -> str:
+    """HOST:PORT of the control store of the cluster that ``connect`` has joined."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def _probe(address: str) -> None:
     """Whether anybody listens there: Ray itself would try for a minute."""
     place = split(address.rpartition("://")[2].partition("/")[0])

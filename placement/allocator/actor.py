@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
-from placement.allocator.snapshot import CoreSnapshot, DecisionRecord
+from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
@@ -176,6 +177,8 @@ class Allocator:
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
         self._ended_s: dict[str, float] = {}
         self._logged: DecisionRecord | None = None
+        self._life = secrets.token_hex(4)
+        self._decision_cpu_s: float | None = None
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
@@ -219,6 +222,24 @@ class Allocator:
     async def snapshot(self) -> CoreSnapshot:
         """What the allocator knows and has decided."""
         return (await self._start()).snapshot()
+
+    async def look(self, life: str, after: int) -> AllocatorLook:
+        """What the page shows, again and again.
+
+        Args:
+            life: of the last look; where it is another allocator's, all records are new.
+            after: number of the last decision record that is known there.
+        """
+        core = await self._start()
+        return AllocatorLook(
+            core=core.snapshot(after if life == self._life else 0),
+            recorded=core.recorded,
+            life=self._life,
+            tenants=self._config.tenants if self._config is not None else (),
+            scaling=self._scaler.decision if self._scaler is not None else None,
+            decision_cpu_s=self._decision_cpu_s,
+            decided_s=core.decided_s,
+        )
 
     async def explain(self, job: str) -> Explanation:
         """Why a job has what it has, and what it would do with one more worker.
@@ -335,7 +356,10 @@ class Allocator:
 
     def _handle(self, event: Event) -> None:
         assert self._core is not None, "events come after the start"
+        before_s, begun_s = self._core.decided_s, time.thread_time()
         instructions = self._core.handle(event, time.time())
+        if self._core.decided_s != before_s:
+            self._decision_cpu_s = time.thread_time() - begun_s
         self._log_news()
         for instruction in instructions:
             self._controllers.post(instruction)

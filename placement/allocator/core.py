@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
@@ -54,6 +56,7 @@ class AllocatorCore:
         self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, KnownJob] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
+        self._recorded = 0
         self._settling = settling
         self._settled_s: float | None = None
         self._event_s: float | None = None
@@ -69,6 +72,16 @@ class AllocatorCore:
         return tuple(self._log)
 
     @property
+    def recorded(self) -> int:
+        """How many decision records there have been; the log keeps the last of them."""
+        return self._recorded
+
+    @property
+    def decided_s(self) -> float | None:
+        """When the last decision was made [s since the epoch]; None before the first."""
+        return self._decided_s if math.isfinite(self._decided_s) else None
+
+    @property
     def settled(self) -> bool:
         """Whether all jobs that ran before it was made have had the time to be heard of."""
         return not self._settling
@@ -78,8 +91,9 @@ class AllocatorCore:
         """Names of the known jobs."""
         return tuple(self._jobs)
 
-    def snapshot(self) -> CoreSnapshot:
-        """Everything it knows, as frozen values."""
+    def snapshot(self, after: int = 0) -> CoreSnapshot:
+        """Everything it knows, as frozen values; of the log the records after number ``after``, counted from 1."""
+        new = max(self._recorded - max(after, 0), 0)
         return CoreSnapshot(
             policy=self._policy.name,
             settled=self.settled,
@@ -88,7 +102,7 @@ class AllocatorCore:
                 name: JobState(view=job.view, target=dict(job.target), reason=job.reason, heard_s=job.heard_s)
                 for name, job in self._jobs.items()
             },
-            log=self.log,
+            log=tuple(itertools.islice(self._log, max(len(self._log) - new, 0), None)),
         )
 
     def explain(self, job: str) -> Explanation:
@@ -313,6 +327,7 @@ class AllocatorCore:
         self, now_s: float, trigger: Trigger, job: str, before: int, nodes: Mapping[str, int], reason: str
     ) -> None:
         """Append to the decision log; ``before`` counts workers, ``nodes`` has those afterwards, empty for none."""
+        self._recorded += 1
         self._log.append(
             DecisionRecord(
                 time_s=now_s,

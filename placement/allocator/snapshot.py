@@ -6,8 +6,10 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.planning.tenants import Tenant
 from placement.text import printable
 
 
@@ -85,3 +87,26 @@ class CoreSnapshot:
     cluster: Cluster
     jobs: Mapping[str, JobState]
     log: tuple[DecisionRecord, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorLook:
+    """The allocator as the page looks at it, again and again: of the log only what is new.
+
+    Attributes:
+        core: its ``log`` holds the records that are new, oldest first.
+        recorded: decision records so far, those that are kept no more included: the number of the last one.
+        life: differs from one allocator to the one after it, whose numbers start anew.
+        tenants: as configured.
+        scaling: the last decision about the cluster's size; None where it decides none.
+        decision_cpu_s: CPU time of the last decision [s]; None before the first.
+        decided_s: when that was [s since the epoch]; None before the first.
+    """
+
+    core: CoreSnapshot
+    recorded: int
+    life: str
+    tenants: tuple[Tenant, ...] = ()
+    scaling: ScalingDecision | None = None
+    decision_cpu_s: float | None = None
+    decided_s: float | None = None

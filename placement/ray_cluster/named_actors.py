@@ -54,10 +54,15 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
+def names_of_actors(prefix: str) -> list[str]:
+    """Names of living actors that begin so, sorted. Blocks for a moment."""
+    there = ray.util.list_named_actors(all_namespaces=True)
+    names = (str(each["name"]) for each in there if each["namespace"] == NAMESPACE)
+    return sorted(name for name in names if name.startswith(prefix))
+
+
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
     """Living actors whose names begin so, by name. Blocks for a moment."""
-    for named in sorted(
-        str(each["name"]) for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == NAMESPACE
-    ):
-        if named.startswith(prefix) and (actor := find_actor(named)) is not None:  # else it has just ended
-            yield named, actor
+    for name in names_of_actors(prefix):
+        if (actor := find_actor(name)) is not None:  # else it has just ended
+            yield name, actor

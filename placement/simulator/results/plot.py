@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from placement.errors import InputError
+from placement.palette import rgb, shade_of
 from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.results.report import SimulationReport
 
-_COLOURS = {"cifar10": 0.60, "ncf": 0.45, "deepspeech2": 0.33, "bert": 0.13, "yolov3": 0.0, "imagenet": 0.80}
+_HUES = {"cifar10": 0, "ncf": 4, "deepspeech2": 2, "bert": 1, "yolov3": 5, "imagenet": 3}
 
 
 def check_picture(path: Path) -> None:
@@ -173,13 +174,15 @@ def _shades(report: SimulationReport) -> dict[str, tuple[float, float, float]]:
     shades = {}
     for job in report.jobs:
         rank = seen[job.application] = seen.get(job.application, -1) + 1
-        shades[job.job] = _hue(job.application, (rank * 0.618) % 1.0)
+        shades[job.job] = _hue(job.application, shade_of(rank))
     return shades
 
 
 def _hue(application: str, shade: float) -> tuple[float, float, float]:
-    """The application's colour; neighbours in ``shade`` (0 to 1) differ in depth and a little in hue."""
-    import colorsys
+    """The application's colour; neighbours in ``shade`` (0 to 1) differ in lightness."""
+    return rgb(hue_of(application), shade)
 
-    hue = _COLOURS.get(application, sum(application.encode()) % 97 / 97)
-    return colorsys.hsv_to_rgb((hue + 0.06 * (shade - 0.5)) % 1.0, 0.85 - 0.4 * shade, 0.5 + 0.42 * shade)
+
+def hue_of(application: str) -> int:
+    """Number of the application's hue in the palette."""
+    return _HUES.get(application, sum(application.encode()))

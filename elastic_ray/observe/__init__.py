@@ -1,0 +1,1 @@
+"""What operators see of jobs and of the cluster."""

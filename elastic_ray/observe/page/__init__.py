@@ -1,0 +1,1 @@
+"""The page that shows a cluster: who has which slots, since when, and why."""

@@ -1,0 +1,92 @@
+"""The snapshot as JSON, and what differs between two of them (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.observe.page.model import PageSnapshot
+
+KEYS: Mapping[str, str | int] = {
+    "jobs": "job",
+    "nodes": "node",
+    "decisions": "number",
+    "tenants": "tenant",
+    "wanted": "type",
+    "bars": 0,
+    "marks": 0,
+    "use": 0,
+}
+"""Tables of the snapshot, and what tells their rows apart: a field, or the place in an array."""
+
+_BIG = 1e5  # above: seconds since the epoch, of which hundredths count
+
+
+def tables(snapshot: PageSnapshot) -> dict[str, Any]:
+    """The snapshot as what JSON can hold."""
+    return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
+
+
+def plain(value: Any) -> Any:
+    """A value as plain JSON; numbers with five digits, times with hundredths, what is not finite as None."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return _rounded(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
+    try:
+        return _rounded(float(value))  # of NumPy or torch
+    except (TypeError, ValueError, RuntimeError):
+        return str(value)
+
+
+def _rounded(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return round(value, 2) if abs(value) >= _BIG else float(f"{value:.5g}")
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """What has changed between two results of ``tables``; empty if nothing but the time.
+
+    Of a table: ``{"set": [rows that are new or differ], "remove": [keys]}``; of the rest, the new value.
+    """
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        if name == "time_s" or value == before.get(name):
+            continue
+        key = KEYS.get(name)
+        if key is None:
+            changed[name] = value
+            continue
+        old = {row[key]: row for row in before.get(name, ())}
+        new = {row[key]: row for row in value}
+        changed[name] = {
+            "set": [row for each, row in new.items() if old.get(each) != row],
+            "remove": [each for each in old if each not in new],
+        }
+    return changed
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON; characters outside ASCII are escaped, so that no line separator can end a line of a stream."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

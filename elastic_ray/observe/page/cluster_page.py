@@ -1,0 +1,220 @@
+"""The page of a cluster that runs: takes one look after the other, remembers, and says what is shown (pure)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+
+from elastic_ray.observe.page.detail import job_detail
+from elastic_ray.observe.page.history import History
+from elastic_ray.observe.page.job_memory import MARKS, JobMemory
+from elastic_ray.observe.page.model import (
+    JobDetail,
+    PageDecision,
+    PageJob,
+    PageNode,
+    PageSnapshot,
+    PageSource,
+    Strip,
+)
+from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
+from elastic_ray.observe.page.rows import job_row, node_row, slots_at, slots_per_worker
+from elastic_ray.observe.page.source import ClusterLook, JobAnswer
+from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
+from placement.cluster.cluster import Cluster
+from placement.palette import colour
+from placement.text import short_ids
+
+MOST_DECISIONS, MOST_ENDED, MOST_GONE = 500, 300, 50
+
+
+class ClusterPage:
+    """See the module's text.
+
+    Args:
+        name: the cluster's address.
+        actions: whether jobs may be changed from the page.
+    """
+
+    def __init__(self, name: str, *, actions: bool = False) -> None:
+        self._name, self._actions = name, actions
+        self._history = History()
+        self._decisions: collections.deque[PageDecision] = collections.deque(maxlen=MOST_DECISIONS)
+        self._jobs: dict[str, JobMemory] = {}
+        self._colours = 0
+        self._nodes: dict[str, PageNode] = {}
+        self._totals: dict[str, Mapping[str, float]] = {}
+        self._since: dict[str, float] = {}
+        self._life, self._known = "", 0
+        self._look: AllocatorLook | None = None
+        self._started_s: float | None = None
+
+    @property
+    def known(self) -> tuple[str, int]:
+        """Which allocator was looked at last, and the number of its last decision that is known."""
+        return self._life, self._known
+
+    def take(self, look: ClusterLook) -> None:
+        """One more look."""
+        self._started_s = look.now_s if self._started_s is None else self._started_s
+        self._take_nodes(look)
+        if look.allocator is not None:
+            self._take_decisions(look.allocator, look.now_s)
+        for each in look.jobs:
+            memory = self._memory(each.job, look.now_s)
+            for event in memory.hear(each, look.now_s):
+                self._history.mark(event.time_s, each.job, MARKS[event.kind], short_ids(event.reason))
+        self._take_ends(look)
+        self._measure(look)
+
+    def _memory(self, job: str, now_s: float) -> JobMemory:
+        """What is remembered of a job, from now on if it is new."""
+        if job not in self._jobs:
+            self._jobs[job] = JobMemory(job, colour(self._colours), now_s)
+            self._colours += 1
+        return self._jobs[job]
+
+    def _take_nodes(self, look: ClusterLook) -> None:
+        """Nodes that are there, and those that have gone; a mark where one begins to drain or is gone."""
+        if not look.nodes:
+            return
+        seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
+        used = _used(look.allocator, {each.node: each.total for each in look.nodes})
+        for each in look.nodes:
+            self._totals[each.node] = each.total
+            row, before = node_row(each, seen.get(each.node), used.get(each.node, 0.0)), self._nodes.get(each.node)
+            if row.draining and before is not None and not before.draining:
+                kind = "spot notice" if row.spot else "drain"
+                self._history.mark(look.now_s, "", kind, f"node {row.label} is about to go")
+            self._nodes[each.node] = row
+        there = {each.node for each in look.nodes}
+        for node, row in self._nodes.items():
+            if node not in there and row.gone_s is None:
+                self._nodes[node] = _gone(row, look.now_s)
+                self._history.mark(look.now_s, "", "gone", f"node {row.label} is gone")
+        gone = [node for node, row in self._nodes.items() if row.gone_s is not None]
+        for node in gone[: max(len(gone) - MOST_GONE, 0)]:
+            del self._nodes[node], self._totals[node]
+
+    def _take_decisions(self, look: AllocatorLook, now_s: float) -> None:
+        """New records of the log become bars; where each job is to be by now is taken from the allocator's view."""
+        if look.life != self._life:
+            self._life, self._known = look.life, 0
+        first = look.recorded - len(look.core.log) + 1
+        for number, record in enumerate(look.core.log, start=first):
+            if number > self._known:
+                self._take_decision(number, record, look)
+        self._known = look.recorded
+        for job, state in look.core.jobs.items():
+            self._memory(job, now_s).decided(state)
+            self._history.place(now_s, job, slots_at(state, self._totals), 0)
+        self._history.end(now_s, self._history.jobs - look.core.jobs.keys())
+        self._look = look
+
+    def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
+        """One record; of a job that has ended before the page began, the bars end with the first record after it."""
+        self._decisions.append(
+            PageDecision(
+                number=number,
+                time_s=record.time_s,
+                trigger=str(record.trigger),
+                job=record.job,
+                before=record.from_workers,
+                after=record.to_workers,
+                reason=short_ids(record.reason),
+            )
+        )
+        if record.trigger is Trigger.END and not self._known:
+            self._history.end(record.time_s, self._history.jobs - look.core.jobs.keys())
+        if record.job:
+            memory = self._memory(record.job, record.time_s)
+            state = look.core.jobs.get(record.job) or memory.state
+            bundle = state.view.bundle if state is not None else {}
+            slots = {
+                node: max(1, round(workers * (slots_per_worker(bundle, self._totals.get(node, {})) or 1)))
+                for node, workers in record.nodes.items()
+            }
+            self._history.place(record.time_s, record.job, slots, number)
+
+    def _take_ends(self, look: ClusterLook) -> None:
+        """Jobs that neither the allocator nor a controller knows are over; of those only the last are kept."""
+        known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
+        for job, memory in self._jobs.items():
+            told = memory.status is not None and memory.status.phase.ended
+            if not look.problem and job not in known and (told or job not in look.alive):
+                memory.ended(look.now_s)
+        ended = sorted((m.ended_s, job) for job, m in self._jobs.items() if m.ended_s is not None)
+        for _, job in ended[: max(len(ended) - MOST_ENDED, 0)]:
+            del self._jobs[job]
+
+    def _measure(self, look: ClusterLook) -> None:
+        """The use of slots now."""
+        present = [row for row in self._nodes.values() if row.gone_s is None]
+        states = look.allocator.core.jobs.values() if look.allocator is not None else ()
+        waiting = sum(1 for state in states if not state.target)
+        scaling = look.allocator.scaling if look.allocator is not None else None
+        self._history.measure(
+            look.now_s, sum(row.used for row in present), waiting, scaling.usd_per_h if scaling is not None else None
+        )
+        for kind, missing in (scaling.add if scaling is not None else {}).items():
+            if missing:
+                self._since.setdefault(kind, look.now_s)
+        short = scaling.add if scaling is not None else {}
+        self._since = {kind: since_s for kind, since_s in self._since.items() if short.get(kind)}
+
+    def snapshot(self, now_s: float, problem: str = "") -> PageSnapshot:
+        """Everything on the page but what belongs to one job."""
+        jobs = tuple(self._row(memory) for memory in self._jobs.values())
+        nodes = tuple(sorted(self._nodes.values(), key=lambda row: (row.gone_s is not None, row.label, row.node)))
+        look = self._look
+        there = [row for row in nodes if row.gone_s is None]
+        return PageSnapshot(
+            time_s=now_s,
+            source=PageSource(kind="live", name=self._name, actions=self._actions, problem=problem),
+            strip=strip(look, [job for job in jobs if job.ended_s is None], there) if look is not None else Strip(),
+            jobs=jobs,
+            nodes=nodes,
+            decisions=tuple(self._decisions),
+            tenants=tenant_shares(look) if look is not None else (),
+            wanted=wanted_nodes(look, self._since) if look is not None else (),
+            bars=self._history.bars,
+            marks=self._history.marks,
+            use=self._history.use,
+        )
+
+    def _row(self, memory: JobMemory) -> PageJob:
+        return job_row(
+            memory.job,
+            status=memory.status,
+            facts=memory.facts,
+            state=memory.state,
+            ended_s=memory.ended_s,
+            colour=memory.colour,
+        )
+
+    def detail(self, job: str, answer: JobAnswer, now_s: float) -> JobDetail | None:
+        """One job; None if it is not known, or was long ago."""
+        memory = self._jobs.get(job)
+        cluster = self._look.core.cluster if self._look is not None else Cluster()
+        return job_detail(memory, cluster, answer, now_s) if memory is not None else None
+
+    @property
+    def allocator(self) -> AllocatorLook | None:
+        """The last look at the allocator."""
+        return self._look
+
+
+def _gone(row: PageNode, now_s: float) -> PageNode:
+    return PageNode(
+        node=row.node, label=row.label, type=row.type, slots=row.slots, spot=row.spot, gone_s=now_s, draining=False
+    )
+
+
+def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Slots by node id that are granted to elastic jobs."""
+    used: dict[str, float] = {}
+    for state in look.core.jobs.values() if look is not None else ():
+        for node, workers in state.target.items():
+            amount = workers * slots_per_worker(state.view.bundle, totals.get(node, {}))
+            used[node] = used.get(node, 0.0) + amount
+    return used

@@ -1,0 +1,121 @@
+"""The stream of changes to browsers: a bounded queue for each, and no waiting for one that does not read (pure)."""
+
+from __future__ import annotations
+
+import asyncio
+
+MOST_CLIENTS = 32
+MOST_WAITING = 64
+MOST_WAITING_BYTES = 8 << 20
+
+
+class TooManyClientsError(Exception):
+    """As many browsers as are served have the page open."""
+
+
+class Client:
+    """One browser's queue.
+
+    Args:
+        most: messages that may wait.
+        most_bytes: bytes that may wait.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
+        self._messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._dropped = asyncio.Event()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether it has been given up, for it did not read."""
+        return self._dropped.is_set()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait for it."""
+        return self._bytes
+
+    def offer(self, message: bytes) -> bool:
+        """Let a message wait for it; False if too much does already, and it is given up."""
+        full = self._messages.qsize() >= self._most or self._bytes + len(message) > self._most_bytes
+        if full or self.dropped:
+            self.drop()
+            return False
+        self._bytes += len(message)
+        self._messages.put_nowait(message)
+        return True
+
+    def drop(self) -> None:
+        """Give it up: nothing waits for it any more."""
+        self._dropped.set()
+        while not self._messages.empty():
+            self._messages.get_nowait()
+        self._bytes = 0
+        self._messages.put_nowait(None)
+
+    async def next(self, timeout_s: float) -> bytes | None:
+        """The next message; an empty one if none comes in time, None once it has been given up."""
+        try:
+            message = await asyncio.wait_for(self._messages.get(), timeout_s)
+        except asyncio.TimeoutError:
+            return b""
+        if message is not None:
+            self._bytes -= len(message)
+        return message
+
+    async def until_dropped(self) -> None:
+        """Wait until it is given up."""
+        await self._dropped.wait()
+
+
+class Feed:
+    """All browsers that have the page open.
+
+    Args:
+        most_clients: how many.
+        most_waiting: messages that may wait for one.
+        most_bytes: bytes that may wait for one.
+    """
+
+    def __init__(
+        self,
+        most_clients: int = MOST_CLIENTS,
+        most_waiting: int = MOST_WAITING,
+        most_bytes: int = MOST_WAITING_BYTES,
+    ) -> None:
+        self._most_clients, self._most_waiting, self._most_bytes = most_clients, most_waiting, most_bytes
+        self._clients: set[Client] = set()
+
+    @property
+    def clients(self) -> int:
+        """How many there are."""
+        return len(self._clients)
+
+    def join(self) -> Client:
+        """One more.
+
+        Raises:
+            TooManyClientsError: there are as many as are served.
+        """
+        if len(self._clients) >= self._most_clients:
+            raise TooManyClientsError(f"{self._most_clients} browsers have this page open already; close one")
+        client = Client(self._most_waiting, self._most_bytes)
+        self._clients.add(client)
+        return client
+
+    def leave(self, client: Client) -> None:
+        """One less."""
+        self._clients.discard(client)
+
+    def tell(self, message: bytes) -> None:
+        """To all; one that has not read what came before is given up."""
+        for client in tuple(self._clients):
+            if not client.offer(message):
+                self._clients.discard(client)
+
+    def close(self) -> None:
+        """The page ends."""
+        for client in tuple(self._clients):
+            client.drop()
+        self._clients.clear()

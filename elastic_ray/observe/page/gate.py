@@ -1,0 +1,132 @@
+"""Who may ask the page for what (pure): hosts against DNS rebinding, origins against other sites, a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer."""
+
+
+def new_token() -> str:
+    """256 bits, as text."""
+    return secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener there."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, as far as it decides whether it is answered.
+
+    Attributes:
+        method: ``GET``...
+        host: its header; empty if there is none. The others likewise.
+        authorization: ``Bearer <token>``.
+        content_type: of the body.
+    """
+
+    method: str
+    path: str
+    host: str = ""
+    origin: str = ""
+    fetch_site: str = ""
+    authorization: str = ""
+    content_type: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """The rules of one page.
+
+    Attributes:
+        host: where it listens.
+        names: further names of this machine, by which a browser may ask for the page where it listens on all addresses.
+        token: for actions, and for everything under ``/api/`` where others than this machine can reach the page; None
+            where no action is allowed.
+    """
+
+    host: str = "127.0.0.1"
+    names: tuple[str, ...] = ()
+    token: str | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.token:
+            raise ValueError(f"host must be a loopback address where there is no token, but got {self.host!r}")
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether other machines can reach it."""
+        return not is_loopback(self.host)
+
+    def refusal(self, asked: Asked) -> tuple[int, str] | None:
+        """HTTP status and reason for which a request is refused; None if it is answered."""
+        if not self._knows(asked.host):
+            return 403, f"this page is not called {asked.host!r}: open it by the address that it printed"
+        if asked.origin and asked.origin not in (f"http://{asked.host}", f"https://{asked.host}"):
+            return 403, "other sites may not ask this page"
+        if asked.fetch_site in ("cross-site", "same-site"):
+            return 403, "other sites may not ask this page"
+        if asked.method not in ("GET", "HEAD", "POST"):
+            return 405, f"method {asked.method} is not allowed"
+        if asked.method == "POST":
+            if self.token is None:
+                return 403, "this page only shows: start it with `elastic-ray dashboard` for actions"
+            if asked.content_type.partition(";")[0].strip().lower() != "application/json":
+                return 415, "actions are sent as application/json"
+        wants_token = asked.method == "POST" or (self.open_to_others and asked.path.startswith("/api/"))
+        if wants_token and not self._has_token(asked.authorization):
+            return 401, "the token is missing or wrong: it was printed when the page was started"
+        return None
+
+    def _knows(self, host: str) -> bool:
+        """Whether a name is one of this page: another one may be a hostile site's that resolves to this machine."""
+        name = _name(host).lower()
+        if name in LOOPBACK or name == self.host.strip("[]").lower():
+            return True
+        if not self.open_to_others:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in {each.lower() for each in self.names}
+        return True  # no site can have an address for its name
+
+    def _has_token(self, authorization: str) -> bool:
+        """Whether a header has the token; takes as long whatever it says."""
+        kind, _, given = authorization.partition(" ")
+        token = self.token or ""
+        same = hmac.compare_digest(given.strip().encode("utf-8", "replace"), token.encode())
+        return same and kind.lower() == "bearer" and bool(token)
+
+
+def _name(host: str) -> str:
+    """The name in a ``Host`` header, without the port and the brackets of IPv6."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host

@@ -1,0 +1,83 @@
+"""The allocation over time: bars, marks and use of slots, made of decisions and events as they come (pure)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Mapping
+
+from elastic_ray.observe.page.model import Bar, Mark, Use
+
+MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
+
+
+class History:
+    """Bounded: of a long time the oldest bars go first.
+
+    Args:
+        most_bars: bars that have ended and are kept.
+    """
+
+    def __init__(self, most_bars: int = MOST_BARS) -> None:
+        self._numbers = 0
+        self._open: dict[tuple[str, str], Bar] = {}
+        self._ended: collections.deque[Bar] = collections.deque(maxlen=most_bars)
+        self._marks: collections.deque[Mark] = collections.deque(maxlen=MOST_MARKS)
+        self._uses: collections.deque[Use] = collections.deque(maxlen=MOST_USES)
+
+    @property
+    def bars(self) -> tuple[Bar, ...]:
+        """Bars that have ended, then those that have not."""
+        return (*self._ended, *self._open.values())
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """Marks, in the order in which they came."""
+        return tuple(self._marks)
+
+    @property
+    def use(self) -> tuple[Use, ...]:
+        """The use of slots, a new value where it changed."""
+        return tuple(self._uses)
+
+    @property
+    def jobs(self) -> frozenset[str]:
+        """Jobs with a bar that has not ended."""
+        return frozenset(job for _, job in self._open)
+
+    def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
+        """From now on the job has so many slots on each node; bars of which nothing changes go on.
+
+        Args:
+            time_s: when.
+            job: its name.
+            nodes: slots by node id; empty where it has none any more.
+            decision: number of the decision that says so; 0 for none.
+        """
+        for key in [key for key in self._open if key[1] == job and self._open[key][5] != nodes.get(key[0])]:
+            self._end(key, time_s)
+        for node, slots in nodes.items():
+            if slots > 0 and (node, job) not in self._open:
+                self._numbers += 1
+                self._open[node, job] = (self._numbers, node, job, time_s, None, slots, decision)
+
+    def end(self, time_s: float, jobs: Collection[str]) -> None:
+        """These jobs are over."""
+        for key in [key for key in self._open if key[1] in jobs]:
+            self._end(key, time_s)
+
+    def _end(self, key: tuple[str, str], time_s: float) -> None:
+        number, node, job, from_s, _, slots, decision = self._open.pop(key)
+        if time_s > from_s:
+            self._ended.append((number, node, job, from_s, time_s, slots, decision))
+
+    def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
+        """Something has happened to a job, or to a node (an empty job)."""
+        self._numbers += 1
+        self._marks.append((self._numbers, time_s, job, kind, text))
+
+    def measure(self, time_s: float, used: int, waiting: int, usd_per_h: float | None) -> None:
+        """So many slots are in use, and so many jobs wait; a later time than the last one."""
+        last = self._uses[-1] if self._uses else None
+        if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] >= time_s):
+            return
+        self._uses.append((time_s, used, waiting, usd_per_h))

@@ -1,0 +1,139 @@
+"""What the page remembers of one job: its last answers, its events and how its numbers went (pure)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_ray.events import EventKind, JobEvent, JobStatus
+from elastic_ray.observe.page.rows import loss_of, told
+from elastic_ray.observe.page.source import JobFacts, JobLook
+from placement.allocator.snapshot import JobState
+
+MOST_EVENTS, MOST_POINTS = 300, 600
+
+Point = tuple["float | None", ...]
+"""(time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss)."""
+
+_PARTS = ("vote_s", "group_s", "state_s", "first_step_s")
+
+
+class JobMemory:
+    """Bounded: of a long run every other point of its series is left out, again and again.
+
+    Args:
+        job: its name.
+        colour: of its bars.
+        first_s: when it was first seen.
+    """
+
+    def __init__(self, job: str, colour: str, first_s: float) -> None:
+        self.job, self.colour, self.first_s = job, colour, first_s
+        self.status: JobStatus | None = None
+        self.facts: JobFacts | None = None
+        self.state: JobState | None = None
+        self.ended_s: float | None = None
+        self.events: collections.deque[JobEvent] = collections.deque(maxlen=MOST_EVENTS)
+        self._series: list[Point] = []
+        self._samples = 0.0
+        self._every_s = 0.0
+
+    @property
+    def series(self) -> tuple[Point, ...]:
+        """Its numbers over time, oldest first."""
+        return tuple(self._series)
+
+    def decided(self, state: JobState) -> None:
+        """How the allocator sees it now."""
+        self.state, self.ended_s = state, None
+
+    def ended(self, now_s: float) -> None:
+        """It is not there any more."""
+        self.ended_s = now_s if self.ended_s is None else self.ended_s
+
+    def hear(self, look: JobLook, now_s: float) -> tuple[JobEvent, ...]:
+        """What its controller has answered; returns what is worth a mark."""
+        self.events.extend(look.events)
+        self.facts = look.facts or self.facts
+        if look.status is not None:
+            before, self.status = self.status, look.status
+            steps = look.status.step - (before.step if before is not None else 0)
+            self._samples += max(steps, 0) * look.status.batch_size
+            if steps and (not self._series or now_s - (self._series[-1][0] or 0.0) >= self._every_s):
+                self._add(look.status, now_s)
+        return tuple(event for event in look.events if event.kind in MARKS)
+
+    def _add(self, status: JobStatus, now_s: float) -> None:
+        """One more point of the series."""
+        factor = told(status, "lr_factor")
+        noise = noise_scale(self.state)
+        rate = status.throughput or None
+        values = (now_s, self._samples, status.batch_size or None, rate, status.workers, noise, factor, loss_of(status))
+        self._series.append(values)
+        if len(self._series) > MOST_POINTS:
+            self._series = self._series[::2]
+            spans = max(self._series[-1][0] or 0.0, 1.0) - (self._series[0][0] or 0.0)
+            self._every_s = 2 * spans / MOST_POINTS
+
+
+MARKS: Mapping[EventKind, str] = {
+    EventKind.RESIZE: "resize",
+    EventKind.FAILURE: "kill",
+    EventKind.RESTART: "kill",
+    EventKind.PREEMPTED: "preempted",
+    EventKind.OUT_OF_MEMORY: "out of memory",
+    EventKind.CHECKPOINT: "checkpoint",
+    EventKind.STRAGGLER: "straggler",
+    EventKind.NOT_FINITE: "not finite",
+}
+"""Events that the timeline marks, and as what."""
+
+
+def noise_scale(state: JobState | None) -> float | None:
+    """Noise scale of a job's present model [samples]; None without one, or where the gradient has no size.
+
+    B = tr(Sigma) / |G|^2 with the variance of a batch of M0 samples, so that B = M0 var / sqr (McCandlish et al. 2018).
+    """
+    model = state.view.goodput if state is not None else None
+    if model is None or model.noise.sqr <= 0:
+        return None
+    return model.init_batch_size * max(model.noise.var, 0.0) / model.noise.sqr
+
+
+def pauses(events: Iterable[JobEvent]) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
+    """(time, kind, seconds, seconds by part) of every pause; what no part accounts for is ``other``."""
+    found = []
+    for event in events:
+        if event.pause_s <= 0:
+            continue
+        parts = {name.removesuffix("_s").replace("_", " "): _number(event.detail.get(name)) for name in _PARTS}
+        parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
+        rest = event.pause_s - sum(parts.values())
+        found.append((event.time_s, event.kind.value, event.pause_s, {**parts, "other": max(rest, 0.0)}))
+    return tuple(found)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
+
+
+def shares_of_time(
+    events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
+) -> dict[str, float]:
+    """Seconds from the submission until now by what they went to: waiting, pausing, the rest of training.
+
+    What the controller tells of it (``time_shares``) counts more.
+    """
+    own = told(status, "time_shares")
+    if own:
+        return {str(name): float(seconds) for name, seconds in own.items()}
+    whole, waiting, pausing, since_s, workers = max(until_s - submitted_s, 0.0), 0.0, 0.0, submitted_s, 0
+    for event in sorted(events, key=lambda event: event.time_s):
+        if not workers:
+            waiting += max(event.time_s - since_s, 0.0)
+        pausing += event.pause_s
+        since_s, workers = event.time_s, event.to_workers
+    if not workers:
+        waiting += max(until_s - since_s, 0.0)
+    return {"training": max(whole - waiting - pausing, 0.0), "waiting": waiting, "pausing": pausing}

@@ -1,0 +1,273 @@
+"""What the page shows, as frozen values; each is a row of a table in ``GET /api/snapshot``.
+
+Times are seconds since the epoch (of a simulation, since its start), rates samples per second, money USD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageSource:
+    """Where the facts come from.
+
+    Attributes:
+        kind: ``live``, ``files`` or ``simulation``.
+        name: the cluster's address, the path, or the trace.
+        actions: whether jobs can be resized, released and stopped from the page, with a token.
+        problem: why there are no newer facts; empty while there are.
+    """
+
+    kind: str
+    name: str
+    actions: bool = False
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCount:
+    """Slots of one GPU type (``CPU`` for nodes without GPUs): their sum is all that the nodes have.
+
+    Attributes:
+        used: a worker trains there.
+        starting: granted to a worker that does not train yet.
+        draining: on nodes that are about to go, and free.
+        idle: free.
+        other: held by others than elastic jobs.
+    """
+
+    type: str
+    used: int = 0
+    starting: int = 0
+    draining: int = 0
+    idle: int = 0
+    other: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """The cluster in one line.
+
+    Attributes:
+        slots: by GPU type.
+        running: jobs that have workers; ``waiting``: jobs that have none; ``held``: at a size set by hand.
+        usd_per_h: price of the nodes that are wanted; None where the allocator knows no prices.
+        speed: sum of the jobs' speeds, each relative to its smallest size; None while no job has a model.
+        speed_one_each: the same if every job had its smallest size, as far as there are slots.
+        speed_equal: the same if all jobs had equal shares of the slots.
+        decided_s: time of the last decision; None before the first.
+        decision_cpu_s: CPU time that it took [s].
+        policy: its name; empty while there is no allocator.
+        settled: False while a new allocator still listens to jobs.
+    """
+
+    slots: tuple[SlotCount, ...] = ()
+    running: int = 0
+    waiting: int = 0
+    held: int = 0
+    usd_per_h: float | None = None
+    speed: float | None = None
+    speed_one_each: float | None = None
+    speed_equal: float | None = None
+    decided_s: float | None = None
+    decision_cpu_s: float | None = None
+    policy: str = ""
+    settled: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageJob:
+    """One job; key ``job``.
+
+    Attributes:
+        phase: one of ``JobPhase``; ``silent`` where its controller has not answered, ``ended`` where it is gone.
+        target: workers that it is to have.
+        held_at: size that it is held at by hand; None leaves it to the allocator.
+        samples_per_s: throughput; ``goodput``: times the statistical efficiency; ``efficiency``: their ratio.
+        progress: 0 to 1; None without a declared length.
+        eta_s: seconds to its end at its present size; None where unknown.
+        productive: part of the time since its submission in which it trained, 0 to 1.
+        deadline_s, budget_usd: what its user has asked for.
+        nodes: workers that it is to have by node id.
+        why: reason of its size, what it waits for, or why it has ended.
+        sweep: of a trial, the sweep; else empty.
+        colour: ``#rrggbb``, the same wherever the job is drawn.
+    """
+
+    job: str
+    phase: str
+    workers: int = 0
+    target: int = 0
+    min_workers: int | None = None
+    max_workers: int | None = None
+    held_at: int | None = None
+    batch: int = 0
+    samples_per_s: float = 0.0
+    goodput: float | None = None
+    efficiency: float | None = None
+    epoch: int = 0
+    epochs: int | None = None
+    step: int = 0
+    loss: float | None = None
+    progress: float | None = None
+    eta_s: float | None = None
+    productive: float | None = None
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+    cost_usd: float | None = None
+    tenant: str = ""
+    priority: int = 0
+    resizes: int = 0
+    submitted_s: float | None = None
+    ended_s: float | None = None
+    why: str = ""
+    note: str = ""
+    nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    sweep: str = ""
+    storage: str = ""
+    colour: str = "#808080"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageNode:
+    """One node, a row of the timeline; key ``node``.
+
+    Attributes:
+        label: its address, or what tells it from the others.
+        type: of its GPUs, or ``CPU``.
+        slots: GPUs, or CPUs where it has none; of a row that is a job, the most workers it had.
+        used: slots that are granted to workers of elastic jobs.
+        spot: whether it may be taken away.
+        gone_s: when it was seen to be gone; None while it is there.
+    """
+
+    node: str
+    label: str
+    type: str = ""
+    slots: int = 1
+    used: int = 0
+    spot: bool = False
+    draining: bool = False
+    gone_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageDecision:
+    """One line of the decision log; key ``number``."""
+
+    number: int
+    time_s: float
+    trigger: str
+    job: str
+    before: int
+    after: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TenantShare:
+    """One tenant; key ``tenant``. Shares are parts of the cluster's scarcest resource for it, 0 to 1.
+
+    Attributes:
+        weight: beside the others'.
+        owed: its share by weight among the tenants that have jobs.
+        used: what its jobs are to have.
+        lent: what others use of its own, where it needs less than it is owed.
+        borrowed: what it uses beyond that.
+        quota: the most that it may use, by resource.
+        waiting: its jobs without workers.
+        fairness: longest finish-time fairness of its jobs; None where none is known.
+    """
+
+    tenant: str
+    weight: float
+    owed: float
+    used: float
+    lent: float
+    borrowed: float
+    quota: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    jobs: int = 0
+    waiting: int = 0
+    fairness: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WantedNodes:
+    """Nodes of one type, as the allocator's autoscaling wants them; key ``type``.
+
+    Attributes:
+        wanted: how many there should be; ``missing``: how many of these are not there.
+        since_s: since when they are missing; None if none is.
+        jobs: for whom.
+        reason: why, or what was refused and when it is asked again.
+    """
+
+    type: str
+    market: str
+    wanted: int
+    missing: int
+    since_s: float | None
+    jobs: tuple[str, ...]
+    reason: str
+
+
+Bar = tuple[int, str, str, float, "float | None", int, int]
+"""(number, node, job, from [s], to [s] or None, slots, number of the decision); key: the number."""
+
+Mark = tuple[int, float, str, str, str]
+"""(number, time [s], job, kind, text); key: the number. Of a node's mark the job is empty, and the text names it."""
+
+Use = tuple[float, int, int, "float | None"]
+"""(time [s], slots in use, jobs waiting, USD/h or None); key: the time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageSnapshot:
+    """Everything on the page but what belongs to one job."""
+
+    time_s: float
+    source: PageSource
+    strip: Strip
+    jobs: tuple[PageJob, ...] = ()
+    nodes: tuple[PageNode, ...] = ()
+    decisions: tuple[PageDecision, ...] = ()
+    tenants: tuple[TenantShare, ...] = ()
+    wanted: tuple[WantedNodes, ...] = ()
+    bars: tuple[Bar, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    use: tuple[Use, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobDetail:
+    """One job, for ``GET /api/jobs/<name>``.
+
+    Attributes:
+        curve: (workers, goodput) of the fitted model at each size on as few nodes as it fits.
+        measured: (workers, goodput) of measured step times, at the batch that each was measured with.
+        gain: what one more worker adds to the goodput; None where it may not grow or nothing is known.
+        explanation: the allocator's own words.
+        noise_scale: of the present model [samples].
+        series: (time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss), oldest first.
+        pauses: (time, kind, seconds, {part: seconds}), oldest first.
+        shares: seconds since its submission by what they went to.
+        workers: (rank, node, process, generation, slowness of its node or None).
+        events: (time, kind, from, to, reason), oldest first.
+        logs: where its results are.
+    """
+
+    job: str
+    curve: tuple[tuple[int, float], ...] = ()
+    measured: tuple[tuple[int, float], ...] = ()
+    gain: float | None = None
+    explanation: str = ""
+    noise_scale: float | None = None
+    series: tuple[tuple[float | None, ...], ...] = ()
+    pauses: tuple[tuple[float, str, float, Mapping[str, float]], ...] = ()
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    workers: tuple[tuple[Any, ...], ...] = ()
+    events: tuple[tuple[float, str, int, int, str], ...] = ()
+    logs: str = ""

@@ -1,0 +1,223 @@
+"""The cluster as a whole: the strip, the tenants' shares, the nodes that are wanted (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, TenantShare, WantedNodes
+from elastic_ray.observe.page.rows import slots_of, slots_per_worker
+from placement.allocator.snapshot import AllocatorLook, JobState
+from placement.cluster.cluster import Cluster, Node
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, speeds
+from placement.goodput.remaining import remaining
+from placement.planning.tenants import Tenant, entitlements
+
+
+def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
+    """The cluster in one line.
+
+    Args:
+        look: the allocator's.
+        jobs: rows of the jobs that have not ended.
+        nodes: rows of the nodes that are there.
+    """
+    states = look.core.jobs
+    now, one_each, equal = _speeds([(each.view, sum(each.target.values())) for each in states.values()], look)
+    return Strip(
+        slots=_slots(look.core.cluster, jobs, nodes, states),
+        running=sum(1 for each in jobs if each.workers),
+        waiting=sum(1 for each in jobs if not each.workers),
+        held=sum(1 for each in jobs if each.held_at is not None),
+        usd_per_h=look.scaling.usd_per_h if look.scaling is not None else None,
+        speed=now,
+        speed_one_each=one_each,
+        speed_equal=equal,
+        decided_s=look.decided_s,
+        decision_cpu_s=look.decision_cpu_s,
+        policy=look.core.policy,
+        settled=look.core.settled,
+    )
+
+
+def _slots(
+    cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
+) -> tuple[SlotCount, ...]:
+    """Slots by GPU type; workers that a job does not have yet start on its nodes alike."""
+    by_id, counts = cluster.by_id(), dict[str, SlotCount]()
+    late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
+    starting: dict[str, float] = {}
+    for job, state in states.items():
+        for node, workers in state.target.items():
+            total = by_id[node].total if node in by_id else {}
+            amount = late.get(job, 0.0) * workers * slots_per_worker(state.view.bundle, total)
+            starting[node] = starting.get(node, 0.0) + amount
+    for row in nodes:
+        before, seen = counts.get(row.type, SlotCount(type=row.type)), by_id.get(row.node)
+        begins = min(round(starting.get(row.node, 0.0)), row.used)
+        ours = min(slots_of(seen.free), row.slots) if seen is not None else row.slots
+        free = max(ours - row.used, 0)
+        counts[row.type] = SlotCount(
+            type=row.type,
+            used=before.used + row.used - begins,
+            starting=before.starting + begins,
+            draining=before.draining + (free if row.draining else 0),
+            idle=before.idle + (0 if row.draining else free),
+            other=before.other + max(row.slots - row.used - free, 0),
+        )
+    return tuple(counts[name] for name in sorted(counts))
+
+
+def _speeds(
+    sizes: Sequence[tuple[JobView, int]], look: AllocatorLook
+) -> tuple[float | None, float | None, float | None]:
+    """Sum of the jobs' speeds at these sizes, with one worker each, and with equal shares of the slots.
+
+    The speed of a job is relative to its smallest size. None while no job has a model: speeds would be counts.
+    """
+    if not any(view.goodput is not None for view, _ in sizes):
+        return None, None, None
+    room = FreeResources(look.core.cluster)
+    total = sum(slots_of(node.free) for node in look.core.cluster.nodes if not node.draining)
+    slots = {id(view): room.slots(view).tolist() for view, _ in sizes}
+    curves = [(view, workers, speeds(view, slots[id(view)])) for view, workers in sizes]
+    now = sum(float(curve[min(workers, len(curve) - 1)]) for _, workers, curve in curves)
+    each, left = total / max(len(sizes), 1), total
+    one, equal = 0.0, 0.0
+    for view, _, curve in sorted(curves, key=lambda entry: entry[0].arrival):
+        if view.min_workers <= left and view.min_workers < len(curve):
+            left -= view.min_workers
+            one += float(curve[view.min_workers])
+        equal += float(np.interp(min(each, len(curve) - 1), np.arange(len(curve)), curve))
+    return now, one, equal
+
+
+def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
+    """What each tenant with jobs is owed and uses, by name; none where all jobs are one tenant's without a quota."""
+    known = {each.name: each for each in look.tenants}
+    states = tuple(look.core.jobs.values())
+    names = sorted({state.view.tenant for state in states})
+    if not names or (names == [""] and not known):
+        return ()
+    totals = _totals(look.core.cluster.nodes)
+    weights = {name: _weight(name, known, states) for name in names}
+    whole = sum(weights.values())
+    used = {name: _share(name, states, totals) for name in names}
+    demand = {name: _demands(name, states, look.core.cluster) for name in names}
+    fair = entitlements(demand, weights, totals)
+    rows = []
+    for name in names:
+        own, owed = [state for state in states if state.view.tenant == name], weights[name] / whole
+        rows.append(
+            TenantShare(
+                tenant=name,
+                weight=weights[name],
+                owed=owed,
+                used=used[name],
+                lent=max(owed - max(fair[name], used[name]), 0.0),
+                borrowed=max(used[name] - owed, 0.0),
+                quota=dict(known[name].quota) if name in known else {},
+                jobs=len(own),
+                waiting=sum(1 for state in own if not state.target),
+                fairness=_fairness(own, owed, look),
+            )
+        )
+    return tuple(rows)
+
+
+def _weight(name: str, known: Mapping[str, Tenant], states: Sequence[JobState]) -> float:
+    if name in known:
+        return known[name].weight
+    said = [s.view.tenant_weight for s in states if s.view.tenant == name and s.view.tenant_weight is not None]
+    return max(said, default=1.0)
+
+
+def _totals(nodes: Sequence[Node]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node.free.items() if not node.draining else ():
+            totals[name] = totals.get(name, 0.0) + amount
+    return totals
+
+
+def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -> float:
+    """Dominant share of what a tenant's jobs are to have."""
+    amounts: dict[str, float] = {}
+    for state in states:
+        if state.view.tenant == name:
+            for resource, need in state.view.bundle.items():
+                amounts[resource] = amounts.get(resource, 0.0) + sum(state.target.values()) * need
+    return max((amount / totals[r] for r, amount in amounts.items() if totals.get(r, 0.0) > 0), default=0.0)
+
+
+def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[str, float]:
+    """What a tenant's jobs could use if the cluster were theirs, at most all of it."""
+    totals, amounts = _totals(cluster.nodes), dict[str, float]()
+    for state in states:
+        if state.view.tenant == name:
+            for resource, need in state.view.bundle.items():
+                amounts[resource] = amounts.get(resource, 0.0) + state.view.useful_workers * need
+    return {resource: min(amount, totals.get(resource, 0.0)) for resource, amount in amounts.items()}
+
+
+def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> float | None:
+    """Longest finish-time fairness of these jobs: (age + time left) / time on an equal part of the tenant's share.
+
+    As of Mahajan et al., "Themis", NSDI 2020, from what the jobs know of themselves; the clock is the last heartbeat's.
+    """
+    total = sum(slots_of(node.free) for node in look.core.cluster.nodes)
+    part = max(math.floor(owed * total / max(len(own), 1)), 1)
+    room, worst = FreeResources(look.core.cluster), None
+    for state in own:
+        view, missing = state.view, remaining(state.view.progress)
+        workers = sum(state.target.values())
+        if view.goodput is None or view.progress is None or not missing or not view.init_batch_size or not workers:
+            continue
+        curve = speeds(view, room.slots(view).tolist())
+        now, alone = float(curve[min(workers, len(curve) - 1)]), float(curve[min(part, len(curve) - 1)])
+        age_s = max(state.heard_s - view.submitted_s, 1e-3)
+        done = view.progress.done
+        if now > 0 and alone > 0 and done > 0:
+            pace = age_s / done  # seconds of an iteration so far, waits and pauses included
+            rho = (age_s + missing * pace) / ((done + missing) * pace * now / alone)
+            worst = rho if worst is None else max(worst, rho)
+    return worst
+
+
+def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
+    """Nodes of each type that should be there, by type; none where the allocator decides nothing about nodes.
+
+    Args:
+        look: the allocator's.
+        since: since when nodes of a type are missing [s].
+    """
+    decision = look.scaling
+    if decision is None:
+        return ()
+    rows = []
+    for name in sorted({*decision.nodes, *decision.reasons}):
+        wanted, missing = decision.nodes.get(name, 0), decision.add.get(name, 0)
+        reason = decision.reasons.get(name, "")
+        if not wanted and not reason:
+            continue
+        short = [job for job, size in sorted(decision.wants.items()) if size.workers > _has(look, job)]
+        rows.append(
+            WantedNodes(
+                type=name,
+                market="spot" if "spot" in name.lower() else "",
+                wanted=wanted,
+                missing=missing,
+                since_s=since.get(name) if missing else None,
+                jobs=tuple(short) if missing else (),
+                reason=reason,
+            )
+        )
+    return tuple(rows)
+
+
+def _has(look: AllocatorLook, job: str) -> int:
+    state = look.core.jobs.get(job)
+    return sum(state.target.values()) if state is not None else 0

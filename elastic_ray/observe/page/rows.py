@@ -1,0 +1,188 @@
+"""Rows of the page's tables: jobs and nodes, from what allocator, controllers and Ray have told (pure)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.observe.page.model import PageJob, PageNode
+from elastic_ray.observe.page.source import JobFacts, NodeLook
+from placement.allocator.snapshot import JobState
+from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node
+from placement.cluster.jobs import JobView
+from placement.goodput.remaining import remaining
+from placement.text import short_ids
+
+CPU = "CPU"
+
+
+def told(status: JobStatus | None, name: str) -> Any:
+    """A field of a status that a controller may not tell; None then."""
+    return getattr(status, name, None)
+
+
+def job_row(
+    job: str,
+    *,
+    status: JobStatus | None,
+    facts: JobFacts | None,
+    state: JobState | None,
+    ended_s: float | None,
+    colour: str,
+) -> PageJob:
+    """One job.
+
+    Args:
+        job: its name.
+        status: its controller's; None if that has not answered.
+        facts: likewise.
+        state: the allocator's; None where it does not know the job.
+        ended_s: when it was seen to be gone; None while it is there.
+        colour: of its bars.
+    """
+    view = state.view if state is not None else None
+    low, high = (facts.min_workers, facts.max_workers) if facts is not None else (None, None)
+    if view is not None:
+        low, high = view.min_workers, view.max_workers
+    rate, goodput = _speed(status)
+    progress, eta_s = _progress(status, view, goodput)
+    target = sum(state.target.values()) if state is not None else status.target_workers if status is not None else 0
+    return PageJob(
+        job=job,
+        phase=_phase(status, ended_s),
+        workers=0 if ended_s is not None else _workers(status, view),
+        target=0 if ended_s is not None else target,
+        min_workers=low,
+        max_workers=high,
+        held_at=view.held_at if view is not None else None,
+        batch=status.batch_size if status is not None else 0,
+        samples_per_s=rate,
+        goodput=goodput,
+        efficiency=goodput / rate if goodput is not None and rate > 0 else None,
+        epoch=status.epoch if status is not None else 0,
+        epochs=status.epochs if status is not None else None,
+        step=status.step if status is not None else 0,
+        loss=loss_of(status),
+        progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
+        eta_s=None if ended_s is not None else eta_s,
+        productive=told(status, "productive_share"),
+        deadline_s=view.deadline_s if view is not None else None,
+        budget_usd=view.budget_usd if view is not None else None,
+        cost_usd=status.cost_usd if status is not None else None,
+        tenant=view.tenant if view is not None else "",
+        priority=view.priority if view is not None else 0,
+        resizes=view.restarts if view is not None else 0,
+        submitted_s=view.submitted_s if view is not None else None,
+        ended_s=ended_s,
+        why=_why(status, state),
+        note=short_ids(status.note) if status is not None else "",
+        nodes=dict(state.target) if state is not None and ended_s is None else {},
+        sweep=facts.sweep if facts is not None else "",
+        storage=facts.storage if facts is not None else "",
+        colour=colour,
+    )
+
+
+def _phase(status: JobStatus | None, ended_s: float | None) -> str:
+    """The job's phase; of one whose controller is gone before it told the end, that it is over."""
+    if status is None:
+        return "silent" if ended_s is None else "ended"
+    return "ended" if ended_s is not None and not status.phase.ended else status.phase.value
+
+
+def _workers(status: JobStatus | None, view: JobView | None) -> int:
+    if status is not None:
+        return status.workers
+    return view.workers if view is not None else 0
+
+
+def _speed(status: JobStatus | None) -> tuple[float, float | None]:
+    """Throughput and goodput [samples/s]."""
+    if status is None:
+        return 0.0, None
+    goodput = status.goodput
+    return status.throughput, goodput if goodput is not None and math.isfinite(goodput) else None
+
+
+def _progress(
+    status: JobStatus | None, view: JobView | None, goodput: float | None
+) -> tuple[float | None, float | None]:
+    """How far the job is, 0 to 1, and seconds to its end: as its controller tells, or by its model."""
+    progress, eta_s = told(status, "progress"), told(status, "eta_s")
+    missing = remaining(view.progress) if view is not None else None
+    if progress is None and view is not None and view.progress is not None and missing is not None:
+        whole = view.progress.done + missing
+        progress = view.progress.done / whole if whole > 0 else None
+    if eta_s is None and view is not None and missing is not None and goodput and view.init_batch_size:
+        eta_s = missing * view.init_batch_size / goodput
+    return progress, eta_s
+
+
+def loss_of(status: JobStatus | None) -> float | None:
+    """The reported metric ``loss``; None where there is none, or it is no number."""
+    if status is None or "loss" not in status.metrics:
+        return None
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return float(status.metrics["loss"])
+    return None
+
+
+def _why(status: JobStatus | None, state: JobState | None) -> str:
+    """What the job waits for or why it has ended, else the reason of its size."""
+    if status is not None and status.message:
+        return short_ids(status.message)
+    return short_ids(state.reason) if state is not None else ""
+
+
+def kind_of(node: NodeLook) -> str:
+    """Type of a node's GPUs; ``GPU`` where it does not say, ``CPU`` where it has none."""
+    if not node.total.get("GPU"):
+        return CPU
+    return node.labels.get(GPU_TYPE_LABEL, "") or "GPU"
+
+
+def slots_of(total: Mapping[str, float]) -> int:
+    """A node's GPUs, or its CPUs where it has none."""
+    return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
+
+
+def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) -> float:
+    """How many of a node's slots a worker takes."""
+    return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
+
+
+def node_row(node: NodeLook, seen: Node | None, used: float) -> PageNode:
+    """One living node.
+
+    Args:
+        node: as Ray lists it.
+        seen: as the allocator does; None while there is none.
+        used: slots that are granted to workers of elastic jobs.
+    """
+    return PageNode(
+        node=node.node,
+        label=node.address or node.node[:8],
+        type=kind_of(node),
+        slots=max(slots_of(node.total), 1),
+        used=round(used),
+        spot=node.labels.get(MARKET_LABEL) == SPOT,
+        draining=seen is not None and seen.draining,
+    )
+
+
+def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+    """Slots by node id that the job is to have, at least one wherever it has a worker."""
+    return {
+        node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
+        for node, workers in state.target.items()
+    }
+
+
+def finite(values: Any) -> tuple[float, ...]:
+    """Numbers of an array; what is not finite counts as 0."""
+    return tuple(np.nan_to_num(np.asarray(values, dtype=np.float64), posinf=0.0, neginf=0.0).tolist())

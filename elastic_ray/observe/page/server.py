@@ -1,0 +1,268 @@
+"""SHELL: serves the page over HTTP: its files, a snapshot, a stream of changes, one job, actions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from elastic_ray.observe.page.assets import INDEX, read_assets
+from elastic_ray.observe.page.changes import difference, plain, tables, to_json
+from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
+from elastic_ray.observe.page.gate import HEADERS, Asked, Gate
+from elastic_ray.observe.page.source import ActionRefusedError, Source
+from placement.errors import InputError
+
+logger = logging.getLogger("elastic_ray.observe")
+
+_ACTIONS = ("resize", "release", "stop")
+_MOST_BODY = 4096
+_BEAT_S = 15.0  # an empty line, by which a browser that is gone is noticed
+_IDLE = 4  # a page that nobody has open looks so many times more rarely
+_MOST_NAME = 512
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class PageServer:
+    """One page.
+
+    Args:
+        source: has the facts.
+        gate: who may ask for what.
+        feed: the browsers.
+    """
+
+    def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
+        self._source, self._gate, self._feed = source, gate, feed or Feed()
+        self._assets = read_assets()
+        self._tables: dict[str, Any] = {}
+        self._version = 0
+        self._asking = asyncio.Lock()  # the source answers one at a time
+        self._guessing = asyncio.Lock()  # one simulation at a time
+        self._wanted = asyncio.Event()
+
+    def application(self) -> web.Application:
+        """What aiohttp runs."""
+        app = web.Application(middlewares=[self._guard], client_max_size=_MOST_BODY)
+        app.router.add_get("/", self._file)
+        app.router.add_get("/api/snapshot", self._snapshot)
+        app.router.add_get("/api/events", self._events)
+        app.router.add_get("/api/jobs/{job}", self._job)
+        app.router.add_get("/api/what-if", self._what_if)
+        app.router.add_post("/api/jobs/{job}/{action}", self._act)
+        app.router.add_get("/{name}", self._file)
+        app.cleanup_ctx.append(self._watching)
+        return app
+
+    async def _watching(self, app: web.Application) -> Any:
+        """Look at the source while the page is served."""
+        task = asyncio.create_task(self._watch())
+        yield
+        self._feed.close()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _watch(self) -> None:
+        """One look after the other; what fails is logged, and the next one comes anyway."""
+        while True:
+            try:
+                await self._refresh()
+            except Exception:
+                logger.exception("the page could not be brought up to date")
+            period_s = self._source.period_s
+            if period_s is None and self._tables:
+                return
+            await self._pause(period_s or 1.0)
+
+    async def _pause(self, period_s: float) -> None:
+        """Wait for the next look; longer while nobody has the page open, until somebody asks."""
+        self._wanted.clear()
+        await asyncio.sleep(period_s)
+        if not self._feed.clients:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), (_IDLE - 1) * period_s)
+
+    async def _refresh(self) -> None:
+        async with self._asking:
+            snapshot = await asyncio.to_thread(self._source.look, time.time())
+        after = await asyncio.to_thread(tables, snapshot)
+        changed = difference(self._tables, after) if self._tables else after
+        self._tables = after
+        if not changed:
+            return
+        self._version += 1
+        if self._feed.clients:
+            self._feed.tell(_message("change", self._version, {**changed, "time_s": after["time_s"]}))
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Refuse what may not be asked, and say nothing of what fails within."""
+        refused = self._gate.refusal(_asked(request))
+        if refused is not None:
+            return _error(*refused)
+        try:
+            response = await handler(request)
+        except web.HTTPException as error:
+            response = _error(error.status, error.reason)
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("%s failed", request.path)
+            response = _error(500, "this has failed; the page's own log tells why")
+        if not response.prepared:
+            response.headers.update(HEADERS)
+        return response
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        found = self._assets.get(request.match_info.get("name", INDEX))
+        if found is None:
+            return _error(404, "there is no such file")
+        return web.Response(body=found[0], headers={"Content-Type": found[1]})
+
+    async def _ready(self) -> Mapping[str, Any]:
+        """The tables, once there are some."""
+        self._wanted.set()
+        if not self._tables:
+            await self._refresh()
+        return self._tables
+
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        found = await self._ready()
+        body = to_json({"version": self._version, **found})
+        response = web.Response(body=body, content_type="application/json")
+        response.enable_compression()
+        return response
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """The whole once, then changes as they come, until the browser leaves or does not read."""
+        found = await self._ready()
+        try:
+            client = self._feed.join()
+        except TooManyClientsError as error:
+            return _error(503, str(error))
+        client.offer(_message("snapshot", self._version, found))
+        response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
+        try:
+            await response.prepare(request)
+            await self._pass_on(client, response, request)
+        finally:
+            self._feed.leave(client)
+        return response
+
+    async def _pass_on(self, client: Client, response: web.StreamResponse, request: web.Request) -> None:
+        """Write what waits for a browser; one that has been given up is cut off in the middle of a write."""
+        writing = asyncio.ensure_future(self._write(client, response))
+        dropped = asyncio.ensure_future(client.until_dropped())
+        try:
+            await asyncio.wait({writing, dropped}, return_when=asyncio.FIRST_COMPLETED)
+            if client.dropped and request.transport is not None:
+                request.transport.abort()
+        finally:
+            for each in (writing, dropped):
+                each.cancel()
+            await asyncio.gather(writing, dropped, return_exceptions=True)
+
+    async def _write(self, client: Client, response: web.StreamResponse) -> None:
+        while (message := await client.next(_BEAT_S)) is not None:
+            await response.write(message or b":\n\n")
+
+    async def _job(self, request: web.Request) -> web.StreamResponse:
+        job = request.match_info["job"]
+        async with self._asking:
+            found = await asyncio.to_thread(self._source.detail, job) if len(job) <= _MOST_NAME else None
+        if found is None:
+            return _error(404, f"there is no job {job[:_MOST_NAME]!r}")
+        return web.Response(body=to_json(plain(found)), content_type="application/json")
+
+    async def _what_if(self, request: web.Request) -> web.StreamResponse:
+        """The running jobs on other nodes, or under another policy: one question at a time."""
+        if self._guessing.locked():
+            return _error(429, "another what-if is being worked out; ask again when it is done")
+        nodes, policy = request.query.get("nodes", ""), request.query.get("policy", "")
+        async with self._guessing:
+            try:
+                now, then = await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
+            except InputError as error:
+                return _error(400, str(error))
+        return web.Response(body=to_json({"now": plain(now), "then": plain(then)}), content_type="application/json")
+
+    async def _act(self, request: web.Request) -> web.StreamResponse:
+        """Resize, release or stop a job."""
+        job, action = request.match_info["job"], request.match_info["action"]
+        if action not in _ACTIONS:
+            return _error(404, f"there is no action {action[:40]!r}: it must be one of {', '.join(_ACTIONS)}")
+        try:
+            body = json.loads(await request.text() or "{}")
+            workers = body.get("workers") if isinstance(body, dict) else None
+        except (ValueError, RecursionError):
+            return _error(400, "an action's body must be a JSON object")
+        if action == "resize" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+            return _error(400, f"workers must be a whole number from 1, but got {str(workers)[:40]!r}")
+        try:
+            async with self._asking:
+                done = await asyncio.to_thread(self._source.act, job, action, workers)
+        except ActionRefusedError as error:
+            return _error(409, str(error))
+        logger.warning("%s of job %r was asked for by the page: %s", action, job, done)
+        return web.Response(body=to_json({"done": done}), content_type="application/json")
+
+
+def _asked(request: web.Request) -> Asked:
+    headers = request.headers
+    return Asked(
+        method=request.method,
+        path=request.path,
+        host=headers.get("Host", ""),
+        origin=headers.get("Origin", ""),
+        fetch_site=headers.get("Sec-Fetch-Site", ""),
+        authorization=headers.get("Authorization", ""),
+        content_type=headers.get("Content-Type", ""),
+    )
+
+
+def _error(status: int, reason: str) -> web.Response:
+    return web.Response(
+        status=status, body=to_json({"error": reason}), headers=HEADERS, content_type="application/json"
+    )
+
+
+def _message(kind: str, version: int, value: Any) -> bytes:
+    return b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), version, to_json(value))
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        OSError: it cannot; the message names the address.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.listen(64)
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise OSError(f"nothing can listen at {host} port {port}: {error}") from error
+    return bound
+
+
+async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Awaitable[object]]) -> None:
+    """Serve a page until something is over."""
+    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, bound).start()
+        await until()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,115 @@
+"""What a page asks of whatever has the facts, and what it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Protocol
+
+from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
+from elastic_ray.observe.page.model import JobDetail, PageSnapshot
+from placement.allocator.snapshot import AllocatorLook
+from placement.simulator.results.outlook import Outlook
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What does not change while a job runs.
+
+    Attributes:
+        sweep: of a trial, its sweep; else empty.
+        storage: its run directory.
+    """
+
+    min_workers: int
+    max_workers: int
+    sweep: str = ""
+    storage: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobLook:
+    """What a job's controller has answered.
+
+    Attributes:
+        events: those that are new, oldest first.
+        facts: None where it has not said.
+    """
+
+    job: str
+    status: JobStatus | None = None
+    facts: JobFacts | None = None
+    events: tuple[JobEvent, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLook:
+    """A living node as Ray lists it.
+
+    Attributes:
+        total: its resources, without Ray's bookkeeping.
+    """
+
+    node: str
+    address: str
+    total: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterLook:
+    """A cluster at one moment.
+
+    Attributes:
+        allocator: None while there is none.
+        jobs: answers of the controllers that were asked this time.
+        alive: names of the jobs whose controllers live.
+        problem: why this is not all; empty if it is.
+    """
+
+    now_s: float
+    allocator: AllocatorLook | None
+    jobs: tuple[JobLook, ...] = ()
+    alive: frozenset[str] = frozenset()
+    nodes: tuple[NodeLook, ...] = ()
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobAnswer:
+    """What is asked of one job only when somebody looks at it."""
+
+    workers: tuple[WorkerInfo, ...] = ()
+    explanation: str = ""
+
+
+class ActionRefusedError(Exception):
+    """A job does not do what it was asked to; the message is the reason."""
+
+
+class Source(Protocol):
+    """Who has the facts. All calls may block, and come one at a time from a thread."""
+
+    @property
+    def period_s(self) -> float | None:
+        """Time between two looks [s]; None where the facts do not change."""
+
+    def look(self, now_s: float) -> PageSnapshot:
+        """Everything on the page."""
+
+    def detail(self, job: str) -> JobDetail | None:
+        """One job; None if it is not known."""
+
+    def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
+        """The running jobs on the nodes there are, and on others (``T4:4x8``).
+
+        Raises:
+            InputError: the nodes or the policy are wrong, or there is nothing to ask about.
+        """
+
+    def act(self, job: str, action: str, workers: int | None) -> str:
+        """``resize`` (to so many workers), ``release`` or ``stop`` a job; returns what has been done.
+
+        Raises:
+            ActionRefusedError: it cannot be done.
+        """

@@ -1,0 +1,215 @@
+"""SHELL: a cluster that runs, through Ray: what the page asks its allocator, its controllers and its control store."""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from elastic_ray.events import JobEvent
+from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.page.cluster_page import ClusterPage
+from elastic_ray.observe.page.model import JobDetail, PageSnapshot
+from elastic_ray.observe.page.source import (
+    ActionRefusedError,
+    ClusterLook,
+    JobAnswer,
+    JobFacts,
+    JobLook,
+    NodeLook,
+)
+from elastic_ray.observe.page.sources.what_if import compare
+from placement.allocator.snapshot import AllocatorLook
+from placement.ray_cluster.named_actors import find_actor, names_of_actors
+from placement.simulator.results.outlook import Outlook
+from placement.text import printable
+
+_ALLOCATOR = "allocator"
+_PREFIX = "job:"
+_ANSWER_S = 3.0  # of all that are asked in one look
+_ACTION_S = 10.0
+_MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
+_BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
+
+
+class LiveCluster:
+    """The cluster that this process has joined.
+
+    Args:
+        name: its address, for people.
+        actions: whether jobs may be changed from the page.
+        period_s: time between two looks [s].
+    """
+
+    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
+        self._page = ClusterPage(name, actions=actions)
+        self._period_s = period_s
+        self._controllers: dict[str, Any] = {}  # by the actor's name
+        self._jobs: dict[str, str] = {}  # job by actor
+        self._told: dict[str, int] = {}  # events by job
+        self._facts: dict[str, JobFacts] = {}
+        self._turn = 0
+
+    @property
+    def period_s(self) -> float | None:
+        """Time between two looks [s]."""
+        return self._period_s
+
+    def look(self, now_s: float) -> PageSnapshot:
+        """Ask allocator, controllers and control store."""
+        problem, allocator = "", None
+        nodes: tuple[NodeLook, ...] = ()
+        jobs: tuple[JobLook, ...] = ()
+        try:
+            nodes = _nodes()
+            allocator = self._ask_allocator()
+            self._find_controllers()
+            jobs = self._ask_controllers()
+        except (RayError, ConnectionError, RuntimeError) as error:
+            problem = f"the cluster does not answer: {printable(str(error).strip().splitlines()[0])}"
+        alive = frozenset(self._jobs.get(actor, actor.removeprefix(_PREFIX)) for actor in self._controllers)
+        self._page.take(
+            ClusterLook(now_s=now_s, allocator=allocator, jobs=jobs, alive=alive, nodes=nodes, problem=problem)
+        )
+        return self._page.snapshot(now_s, problem)
+
+    def _ask_allocator(self) -> AllocatorLook | None:
+        """Its answer; None while there is none, or it is being made again."""
+        allocator = find_actor(_ALLOCATOR)
+        if allocator is None:
+            return None
+        try:
+            look: AllocatorLook = ray.get(allocator.look.remote(*self._page.known), timeout=_ANSWER_S)
+        except (RayActorError, GetTimeoutError):
+            return None
+        return look
+
+    def _find_controllers(self) -> None:
+        there = names_of_actors(_PREFIX)
+        known = {name: self._controllers[name] for name in there if name in self._controllers}
+        found = {name: find_actor(name) for name in there if name not in known}
+        self._controllers = {**known, **{name: each for name, each in found.items() if each is not None}}
+        self._jobs = {actor: job for actor, job in self._jobs.items() if actor in self._controllers}
+
+    def _ask_controllers(self) -> tuple[JobLook, ...]:
+        """Answers of those whose turn it is; one that does not answer in time is asked again in its next turn."""
+        actors = sorted(self._controllers)
+        if len(actors) > _MOST_ASKED:
+            begin = self._turn % len(actors)
+            actors = [*actors[begin:], *actors[:begin]][:_MOST_ASKED]
+            self._turn = begin + _MOST_ASKED
+        calls = {actor: self._call(actor) for actor in actors}
+        refs = [ref for own in calls.values() for ref in own]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=_ANSWER_S)
+        looks = (self._read(actor, *own) for actor, own in calls.items())
+        return tuple(look for look in looks if look is not None)
+
+    def _call(self, actor: str) -> list[Any]:
+        """What is asked of a controller: its status, its new events, and once what does not change."""
+        controller, job = self._controllers[actor], self._jobs.get(actor)
+        calls = [controller.status.remote(), controller.events.remote(self._told.get(job, 0) if job else 0)]
+        return calls if job in self._facts else [*calls, controller.spec.remote()]
+
+    def _read(self, actor: str, status: Any, events: Any, spec: Any = None) -> JobLook | None:
+        """A controller's answers; None if it has not answered, or runs another trial by now."""
+        answer = _ready(status)
+        if answer is None:
+            return None
+        job = answer.job
+        if self._jobs.get(actor) != job and actor in self._jobs:
+            self._jobs[actor] = job  # its events are asked from the beginning next time
+            return None
+        self._jobs[actor] = job
+        told = _ready(spec) if spec is not None else None
+        if isinstance(told, JobSpec):
+            self._facts[job] = _facts(told)
+        new: tuple[JobEvent, ...] = _ready(events) or ()
+        self._told[job] = self._told.get(job, 0) + len(new)
+        return JobLook(job=job, status=answer, facts=self._facts.get(job), events=tuple(new))
+
+    def detail(self, job: str) -> JobDetail | None:
+        """One job, with what only its controller and the allocator know of it."""
+        return self._page.detail(job, self._answer(job), time.time())
+
+    def _answer(self, job: str) -> JobAnswer:
+        controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
+        workers = _get(controller.workers.remote()) if controller is not None else None
+        why = _get(allocator.explain.remote(job)) if allocator is not None else None
+        return JobAnswer(workers=tuple(workers or ()), explanation="" if why is None else str(why))
+
+    def _controller(self, job: str) -> Any | None:
+        """The controller that runs this job now."""
+        return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
+
+    def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
+        """The running jobs here and on other nodes; see ``Source``."""
+        return compare(self._page.allocator, nodes, policy, now_s)
+
+    def act(self, job: str, action: str, workers: int | None) -> str:
+        """Resize, release or stop a job; see ``Source``."""
+        controller = self._controller(job)
+        if controller is None:
+            raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
+        try:
+            if action == "resize":
+                ray.get(controller.resize.remote(workers), timeout=_ACTION_S)
+                return f"held at {workers} workers"
+            if action == "release":
+                ray.get(controller.release.remote(), timeout=_ACTION_S)
+                return "its size is the allocator's again"
+            ray.get(controller.stop.remote(), timeout=_ACTION_S)
+            return "it stops after the step in progress"
+        except GetTimeoutError:
+            raise ActionRefusedError(f"the controller has not answered within {_ACTION_S:g} s") from None
+        except RayTaskError as error:
+            raise ActionRefusedError(printable(str(error.cause or error))) from None
+        except RayActorError:
+            raise ActionRefusedError("it has just ended") from None
+
+
+def _nodes() -> tuple[NodeLook, ...]:
+    """Living nodes, without what Ray keeps for its own books among their resources."""
+    return tuple(
+        NodeLook(
+            node=str(node["NodeID"]),
+            address=str(node.get("NodeManagerAddress", "")),
+            total={
+                name: float(amount)
+                for name, amount in node["Resources"].items()
+                if "_group_" not in name and not name.startswith(_BOOKKEEPING)
+            },
+            labels=dict(node.get("Labels") or {}),
+        )
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    )
+
+
+def _facts(spec: JobSpec) -> JobFacts:
+    sweep = spec.job.rpartition("-")[0] if spec.trial is not None else ""
+    return JobFacts(
+        min_workers=spec.min_workers,
+        max_workers=spec.max_workers,
+        sweep=sweep or (posixpath.basename(posixpath.dirname(spec.storage_path)) if spec.trial is not None else ""),
+        storage=spec.storage_path,
+    )
+
+
+def _ready(ref: Any) -> Any | None:
+    """An answer that has come; None if it has not, or cannot be read here."""
+    try:
+        return ray.get(ref, timeout=0)
+    except Exception:
+        return None
+
+
+def _get(ref: Any) -> Any | None:
+    """An answer; None if none comes in time."""
+    try:
+        return ray.get(ref, timeout=_ANSWER_S)
+    except RayError:
+        return None

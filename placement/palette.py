@@ -1,0 +1,43 @@
+"""Colours of jobs: one palette for the simulator's picture and for the page (pure).
+
+The eight colours of Okabe and Ito, "Color Universal Design" (2008), are told apart under every common colour blindness;
+black is left out, since it is text. Jobs of one hue differ in lightness.
+"""
+
+from __future__ import annotations
+
+import colorsys
+
+HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")
+"""Blue, orange, green, purple, sky, vermilion, yellow (darker than theirs, to be seen on white)."""
+
+_GOLDEN = 0.618033988749895  # multiples of it, modulo 1, lie as far apart as any number of points can
+_SPREAD = 0.34
+
+
+def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
+    """Red, green and blue from 0 to 1.
+
+    Args:
+        hue: which of ``HUES``; they repeat.
+        shade: 0 for the darkest, 1 for the lightest of the hue, 0.5 for the hue itself.
+    """
+    text = HUES[hue % len(HUES)]
+    red, green, blue = (int(text[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    h, lightness, saturation = colorsys.rgb_to_hls(red, green, blue)
+    return colorsys.hls_to_rgb(h, min(max(lightness + _SPREAD * (shade - 0.5), 0.12), 0.85), saturation)
+
+
+def shade_of(number: int) -> float:
+    """The shade, from 0 to 1, of the n-th job of a hue, from 0: the first has the hue itself."""
+    return (0.5 + number * _GOLDEN) % 1.0
+
+
+def colour(number: int) -> str:
+    """``#rrggbb`` of the n-th job, from 0: hue after hue, and the shade changes with every round."""
+    return as_hex(rgb(number, shade_of(number // len(HUES))))
+
+
+def as_hex(parts: tuple[float, float, float]) -> str:
+    """``#rrggbb`` of red, green and blue from 0 to 1."""
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
