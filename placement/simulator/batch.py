@@ -137,7 +137,7 @@ def mean_records(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def write_json(reports: Sequence[SimulationReport], path: Path) -> None:
     """One record per trace and policy, written whole or not at all."""
-    text = json.dumps([report.record() for report in reports], indent=1)
+    text = json.dumps([{**report.record(), **report.history()} for report in reports], indent=1)
     beside = path.with_name(f".{path.name}.part")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -62,7 +62,7 @@ def _rounded(value: float) -> float | None:
 
 @functools.cache
 def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

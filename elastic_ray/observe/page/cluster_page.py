@@ -135,6 +135,8 @@ class ClusterPage:
                 for node, workers in record.nodes.items()
             }
             self._history.place(record.time_s, record.job, slots, number)
+        if not self._known:  # of before the page began
+            self._history.measure(record.time_s, self._history.slots, None, None)
 
     def _take_ends(self, look: ClusterLook) -> None:
         """Jobs that neither the allocator nor a controller knows are over; of those only the last are kept."""

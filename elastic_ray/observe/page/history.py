@@ -40,6 +40,11 @@ class History:
         return tuple(self._uses)
 
     @property
+    def slots(self) -> int:
+        """Slots of all bars that have not ended."""
+        return sum(bar[5] for bar in self._open.values())
+
+    @property
     def jobs(self) -> frozenset[str]:
         """Jobs with a bar that has not ended."""
         return frozenset(job for _, job in self._open)
@@ -75,8 +80,8 @@ class History:
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 
-    def measure(self, time_s: float, used: int, waiting: int, usd_per_h: float | None) -> None:
-        """So many slots are in use, and so many jobs wait; a later time than the last one."""
+    def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
+        """So many slots are in use, and so many jobs wait (None: not known); a later time than the last one."""
         last = self._uses[-1] if self._uses else None
         if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] >= time_s):
             return

@@ -16,6 +16,7 @@ MOST_EVENTS, MOST_POINTS = 300, 600
 Point = tuple["float | None", ...]
 """(time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss)."""
 
+_LEAST_PART = 1e-9  # of the variance: a smaller gradient cannot be told from none
 _PARTS = ("vote_s", "group_s", "state_s", "first_step_s")
 
 
@@ -91,12 +92,12 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Noise scale of a job's present model [samples]; None without one, or where the gradient has no size.
+    """Noise scale of a job's present model [samples]; None without one, or where the gradient is too small.
 
     B = tr(Sigma) / |G|^2 with the variance of a batch of M0 samples, so that B = M0 var / sqr (McCandlish et al. 2018).
     """
     model = state.view.goodput if state is not None else None
-    if model is None or model.noise.sqr <= 0:
+    if model is None or model.noise.sqr <= _LEAST_PART * model.noise.var:
         return None
     return model.init_batch_size * max(model.noise.var, 0.0) / model.noise.sqr
 

@@ -220,8 +220,8 @@ Bar = tuple[int, str, str, float, "float | None", int, int]
 Mark = tuple[int, float, str, str, str]
 """(number, time [s], job, kind, text); key: the number. Of a node's mark the job is empty, and the text names it."""
 
-Use = tuple[float, int, int, "float | None"]
-"""(time [s], slots in use, jobs waiting, USD/h or None); key: the time."""
+Use = tuple[float, int, "int | None", "float | None"]
+"""(time [s], slots in use, jobs waiting or None where not known, USD/h or None); key: the time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,13 +60,17 @@ class PageServer:
         app.router.add_post("/api/jobs/{job}/{action}", self._act)
         app.router.add_get("/{name}", self._file)
         app.cleanup_ctx.append(self._watching)
+        app.on_shutdown.append(self._leave)
         return app
+
+    async def _leave(self, app: web.Application) -> None:
+        """The page ends: no stream waits any longer."""
+        self._feed.close()
 
     async def _watching(self, app: web.Application) -> Any:
         """Look at the source while the page is served."""
         task = asyncio.create_task(self._watch())
         yield
-        self._feed.close()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task

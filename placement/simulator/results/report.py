@@ -158,6 +158,16 @@ class SimulationReport:
             "per_job": [{**dataclasses.asdict(job), "jct_s": job.jct_s} for job in self.jobs],
         }
 
+    def history(self) -> dict[str, Any]:
+        """Who was where and why, for pictures: ``placed`` and ``decisions``, in the order of time."""
+        return {
+            "placed": [(placed.time_s, placed.job, dict(placed.nodes)) for placed in self.placed],
+            "decisions": [
+                (each.time_s, str(each.trigger), each.job, each.from_workers, each.to_workers, each.reason)
+                for each in self.log
+            ],
+        }
+
     def log_lines(self) -> Sequence[str]:
         """The decision log as text; the same seed gives the same lines, byte for byte."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]

@@ -1,6 +1,6 @@
 // The cluster in one line: slots by GPU type, jobs, price, speed, the last decision, the policy.
 
-import { $, h, number, plural, span } from "./dom.js";
+import { $, h, number, span } from "./dom.js";
 
 const STATES = [
   ["used", "used", "#0072b2"], ["starting", "starting", "#56b4e9"], ["draining", "draining", "#d55e00"],
@@ -49,4 +49,4 @@ export const describe = (store) => ({
   live: `cluster at ${store.source.name}`, files: `runs in ${store.source.name}`, simulation: `simulation of ${store.source.name}`,
 })[store.source.kind] ?? "";
 
-export const jobsText = (n) => plural(n, "job");
+

@@ -227,7 +227,7 @@ export class Timeline {
     });
     g.fillStyle = colours.line;
     steps((u) => u[1] / all, (x0, x1, part) => g.fillRect(x0, y(part), Math.max(x1 - x0, 0.5), 68 - y(part)));
-    line(g, colours.bad, steps, (u) => u[2] / most, y);
+    line(g, colours.bad, steps, (u) => (u[2] === null ? null : u[2] / most), y);
     if (dear) line(g, colours.good, steps, (u) => (u[3] === null ? null : u[3] / dear), y);
     g.fillStyle = colours.soft;
     g.textBaseline = "top";

@@ -1,0 +1,153 @@
+// One job: its speed-up curve, its numbers over time, its pauses, its workers and what happened to it; actions.
+
+import { $, clock, h, number, percent, span, table } from "./dom.js";
+import { chart, splitBars } from "./charts.js";
+
+const AGAIN_MS = 2000;
+const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, LOSS] = [0, 1, 2, 3, 4, 5, 6, 7];
+
+export class JobView {
+  constructor(store) {
+    this.store = store;
+    this.job = "";
+    this.detail = null;
+    this.asked = 0;
+    this.said = "";
+    this.draw();
+  }
+
+  choose(job) {
+    if (job !== this.job) {
+      this.detail = null;
+      this.said = "";
+    }
+    this.job = job;
+    this.load();
+  }
+
+  // The job's row has changed: ask again, but not more often than every two seconds.
+  update() {
+    if (this.job && Date.now() - this.asked > AGAIN_MS && !this.editing()) this.load();
+  }
+
+  editing() {
+    return $("detail").contains(document.activeElement) && document.activeElement.tagName === "INPUT";
+  }
+
+  async load() {
+    const job = this.job;
+    this.asked = Date.now();
+    try {
+      const detail = await (await this.store.ask(`api/jobs/${encodeURIComponent(job)}`)).json();
+      if (job === this.job) this.detail = detail;
+    } catch (error) {
+      this.said = error.message;
+    }
+    if (job === this.job && !this.editing()) this.draw();
+  }
+
+  draw() {
+    if (!this.job) {
+      $("h-job").textContent = "One job";
+      $("detail").replaceChildren(h("p", { class: "soft" }, "Choose a job in the table or on the timeline."));
+      return;
+    }
+    $("h-job").textContent = `Job ${this.job}`;
+    const row = this.store.tables.jobs.get(this.job);
+    const detail = this.detail;
+    $("detail").replaceChildren(...[
+      row ? this.head(row, detail) : null,
+      this.store.source.actions && row && row.ended_s === null ? this.actions(row) : null,
+      h("p", { id: "said", role: "status" }, this.said),
+      detail?.explanation ? h("p", { class: "words" }, detail.explanation) : null,
+      detail ? h("div", { class: "charts" }, this.charts(row, detail)) : null,
+      detail ? this.workers(detail) : null,
+      detail ? this.events(detail) : null,
+    ].filter(Boolean));
+  }
+
+  head(row, detail) {
+    const facts = [["phase", row.phase], ["workers", row.workers === row.target ? row.workers : `${row.workers} → ${row.target}`],
+      ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
+      ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
+      ["loss", number(row.loss)], ["resizes", row.resizes], ["productive", percent(row.productive ?? productive(detail))],
+      ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],
+      ["one more worker", detail?.gain === null || detail?.gain === undefined ? "–" : `${detail.gain >= 0 ? "+" : ""}${number(detail.gain)} samples/s`]];
+    return h("div", {}, h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("span", { class: "soft" }, `${name} `), h("b", {}, String(value))))),
+      h("p", { class: "words" }, [row.note, row.why].filter(Boolean).join("; ")),
+      detail?.logs ? h("p", { class: "soft" }, "results and logs: ", h("code", {}, detail.logs), "; what it prints: ", h("code", {}, `elastic-ray logs ${row.job}`)) : null);
+  }
+
+  charts(row, detail) {
+    const series = detail.series;
+    const begin = series.length ? series[0][TIME] : 0;
+    const since = (value) => span(value);
+    const overTime = (name, place, more = {}) => ({ name, points: series.map((p) => [p[TIME] - begin, p[place]]), ...more });
+    const resizes = detail.events.filter(([, , from, to]) => from !== to);
+    const marks = resizes.map(([time, kind, from, to]) => [time - begin, `${kind}: ${from} → ${to} workers`]);
+    const losses = series.filter((p) => p[LOSS] !== null);
+    const samplesAt = (time) => series.find((p) => p[TIME] >= time)?.[SAMPLES] ?? null;
+    const here = row?.workers ?? 0;
+    const now = detail.curve.find(([workers]) => workers === here);
+    const unit = this.store.source.kind === "files" ? "reports" : "samples";
+    const shares = Object.entries(detail.shares);
+    return [
+      chart({ title: "Goodput over workers", xName: "workers", xText: (v) => number(Math.round(10 * v) / 10), lines: [
+        { name: "fitted", points: detail.curve }, { name: "measured", points: detail.measured, dots: true },
+        { name: "present size", points: now ? [now] : [], dots: true, size: 6 }] }),
+      chart({ title: "Batch and noise scale", xName: "since the page saw it first", xText: since, marks, lines: [
+        overTime("batch", BATCH), overTime("noise scale", NOISE, { right: true }), overTime("learning-rate factor", FACTOR, { right: true, dashed: true })] }),
+      chart({ title: `Loss over ${unit}`, xName: unit, zero: false,
+        marks: resizes.map(([time, kind, from, to]) => [samplesAt(time), `${kind}: ${from} → ${to} workers`]).filter(([at]) => at !== null),
+        lines: [{ name: "loss", points: losses.map((p) => [p[SAMPLES], p[LOSS]]) }] }),
+      chart({ title: "Samples/s and workers", xName: "since the page saw it first", xText: since, marks, lines: [
+        overTime("samples/s", RATE), overTime("workers", WORKERS, { right: true })] }),
+      splitBars("Pauses", detail.pauses.slice(-8).map(([time, kind, , parts]) => [`${clock(time, this.store.simulated)} ${kind}`, Object.entries(parts)]), (v) => `${number(v)} s`),
+      shares.length ? splitBars("Where its time went", [["since its submission", shares]], span) : null,
+    ].filter(Boolean);
+  }
+
+  workers(detail) {
+    if (!detail.workers.length) return null;
+    const nodes = this.store.tables.nodes;
+    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "Process", "Generation", "Steps against the usual"],
+      detail.workers.map(([rank, node, pid, generation, slow]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8), nodes.get(node)?.type ?? "",
+        String(pid), String(generation), slow === null ? "1" : h("span", { class: "warn" }, `${number(slow)} x as long`)])));
+  }
+
+  events(detail) {
+    return h("div", {}, h("h3", {}, "Events"), detail.events.length ? table(["When", "What", "Workers", "Reason"],
+      detail.events.slice(-60).reverse().map(([time, kind, from, to, reason]) =>
+        [clock(time, this.store.simulated), kind.replaceAll("_", " "), from === to ? String(to) : `${from} → ${to}`, reason])) : h("p", { class: "soft" }, "none yet"));
+  }
+
+  actions(row) {
+    const input = h("input", { type: "number", min: row.min_workers ?? 1, max: row.max_workers ?? 1, value: row.held_at ?? row.target, "aria-label": "workers" });
+    const button = (text, act) => h("button", { type: "button", onclick: act }, text);
+    return h("div", { class: "tools", id: "actions" }, input,
+      button("Hold at this size", () => this.act("resize", { workers: Number(input.value) })),
+      button("Release", () => this.act("release", {})),
+      button("Stop", () => { if (window.confirm(`Stop job ${row.job}?`)) this.act("stop", {}); }));
+  }
+
+  async act(action, body) {
+    const job = this.job;
+    try {
+      const path = `api/jobs/${encodeURIComponent(job)}/${action}`;
+      const answer = await this.store.ask(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+      this.said = `${action}: ${(await answer.json()).done}`;
+    } catch (error) {
+      this.said = `${action}: ${error.message}`;
+    }
+    document.activeElement?.blur();
+    if (job === this.job) this.load();
+  }
+}
+
+// Training time over all time, where the job does not tell it itself.
+function productive(detail) {
+  if (!detail) return null;
+  const parts = Object.entries(detail.shares);
+  const all = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
+  return all > 0 && detail.shares.training !== undefined ? detail.shares.training / all : null;
+}

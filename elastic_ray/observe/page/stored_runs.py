@@ -1,0 +1,146 @@
+"""The page of runs whose events and reports were read from their directories (pure).
+
+Events tell sizes, not nodes: every job has a row of its own, as high as its workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elastic_ray.events import EventKind, JobEvent, Report
+from elastic_ray.observe.page.history import History
+from elastic_ray.observe.page.job_memory import MARKS, pauses, shares_of_time
+from elastic_ray.observe.page.model import (
+    JobDetail,
+    PageDecision,
+    PageJob,
+    PageNode,
+    PageSnapshot,
+    PageSource,
+    Strip,
+)
+from placement.palette import colour
+from placement.text import short_ids
+
+_MOST_DECISIONS = 2000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run's directory.
+
+    Attributes:
+        job: name of its directory, from the path that was given on.
+        where: its path.
+        events: oldest first.
+        reports: the last ones, oldest first.
+    """
+
+    job: str
+    where: str
+    events: tuple[JobEvent, ...]
+    reports: tuple[Report, ...]
+
+
+def stored_page(name: str, runs: Sequence[StoredRun]) -> tuple[PageSnapshot, dict[str, JobDetail]]:
+    """What is shown of all runs, and of each.
+
+    Args:
+        name: the path that was given.
+        runs: in any order.
+    """
+    history = History()
+    ordered = sorted(runs, key=lambda run: (run.events[0].time_s if run.events else 0.0, run.job))
+    jobs = tuple(_row(run, colour(number)) for number, run in enumerate(ordered))
+    happened = sorted(((e.time_s, run.job, e) for run in runs for e in run.events), key=lambda each: each[:2])
+    decisions = []
+    for number, (time_s, job, event) in enumerate(happened, start=1):
+        if event.kind in MARKS:
+            history.mark(time_s, job, MARKS[event.kind], short_ids(event.reason))
+        if event.from_workers != event.to_workers or event.kind is EventKind.FINISHED:
+            history.place(time_s, job, {job: event.to_workers} if event.to_workers else {}, number)
+            history.measure(time_s, history.slots, None, None)
+            decisions.append(_decision(number, job, event))
+    nodes = tuple(
+        PageNode(node=run.job, label=run.job, slots=max([1, *(e.to_workers for e in run.events)])) for run in ordered
+    )
+    last_s = happened[-1][0] if happened else 0.0
+    waiting = sum(1 for job in jobs if job.phase == "waiting")
+    snapshot = PageSnapshot(
+        time_s=last_s,
+        source=PageSource(kind="files", name=name),
+        strip=Strip(running=sum(1 for job in jobs if job.workers), waiting=waiting),
+        jobs=jobs,
+        nodes=nodes,
+        decisions=tuple(decisions[-_MOST_DECISIONS:]),
+        bars=history.bars,
+        marks=history.marks,
+        use=history.use,
+    )
+    return snapshot, {run.job: _detail(run, last_s) for run in runs}
+
+
+def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
+    return PageDecision(
+        number=number,
+        time_s=event.time_s,
+        trigger=event.kind.value,
+        job=job,
+        before=event.from_workers,
+        after=event.to_workers,
+        reason=short_ids(event.reason),
+    )
+
+
+def _row(run: StoredRun, ink: str) -> PageJob:
+    """One run, as it stood at its last event and report."""
+    last = run.events[-1] if run.events else None
+    end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
+    ended = end is not None and last is end
+    workers = last.to_workers if last is not None else 0
+    batches = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
+    return PageJob(
+        job=run.job,
+        phase=_phase(end) if ended else "running" if workers else "waiting",
+        workers=0 if ended else workers,
+        target=0 if ended else workers,
+        batch=batches[-1] if batches and isinstance(batches[-1], int) else 0,
+        epoch=run.reports[-1].epochs_done if run.reports else 0,
+        loss=_loss(run.reports[-1]) if run.reports else None,
+        resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
+        submitted_s=run.events[0].time_s if run.events else None,
+        ended_s=end.time_s if end is not None and ended else None,
+        why=short_ids(last.reason) if last is not None else "",
+        sweep=run.job.partition("/")[0] if "/" in run.job else "",
+        storage=run.where,
+        colour=ink,
+    )
+
+
+def _phase(end: JobEvent | None) -> str:
+    """How a run has ended, by what its controller wrote."""
+    reason = end.reason if end is not None else ""
+    return next((word for word in ("finished", "stopped") if reason == f"the job has {word}"), "failed")
+
+
+def _loss(report: Report) -> float | None:
+    value = report.metrics.get("loss")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _detail(run: StoredRun, last_s: float) -> JobDetail:
+    """One run; its reports stand where a live job's samples do."""
+    begun_s = run.events[0].time_s if run.events else last_s
+    series = tuple(
+        (None, float(report.index), None, None, float(report.workers), None, None, _loss(report))
+        for report in run.reports
+    )
+    return JobDetail(
+        job=run.job,
+        series=series,
+        pauses=pauses(run.events),
+        shares=shares_of_time(run.events, None, begun_s, run.events[-1].time_s if run.events else last_s),
+        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, short_ids(e.reason)) for e in run.events),
+        logs=run.where,
+    )

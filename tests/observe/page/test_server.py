@@ -1,0 +1,215 @@
+"""The page's server, over real sockets, with facts of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_ray.observe.page.feed import Feed
+from elastic_ray.observe.page.gate import Gate
+from elastic_ray.observe.page.model import JobDetail, PageJob, PageSnapshot, PageSource, Strip
+from elastic_ray.observe.page.server import PageServer, listener, serve
+from elastic_ray.observe.page.source import ActionRefusedError
+from placement.errors import InputError
+
+HOSTILE = "<script>alert(1)</script>/../é\u2028"
+TOKEN = "a-token-of-this-test"
+
+
+class Facts:
+    """A source whose jobs the test sets."""
+
+    period_s: float | None = 0.05
+
+    def __init__(self) -> None:
+        self.jobs = (PageJob(job=HOSTILE, phase="running", workers=2),)
+        self.acted: list[tuple[str, str, int | None]] = []
+        self.broken = False
+
+    def look(self, now_s: float) -> PageSnapshot:
+        if self.broken:
+            raise RuntimeError("secret of the inside")
+        return PageSnapshot(time_s=now_s, source=PageSource(kind="live", name="test"), strip=Strip(), jobs=self.jobs)
+
+    def detail(self, job: str) -> JobDetail | None:
+        return JobDetail(job=job) if any(job == each.job for each in self.jobs) else None
+
+    def what_if(self, nodes: str, policy: str, now_s: float) -> Any:
+        raise InputError(f"nodes must look like T4:4x8, but got {nodes!r}")
+
+    def act(self, job: str, action: str, workers: int | None) -> str:
+        if job != HOSTILE:
+            raise ActionRefusedError(f"there is no job {job!r}")
+        self.acted.append((job, action, workers))
+        return "done"
+
+
+@dataclasses.dataclass
+class Page:
+    """A page that is served from another thread."""
+
+    facts: Facts
+    feed: Feed
+    port: int
+
+    def ask(self, path: str, *, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+        """Status, headers and body."""
+        data = None if body is None else json.dumps(body).encode()
+        sent = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data, headers=sent)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, answer.headers, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, error.read()
+
+    def stream(self) -> socket.socket:
+        """A browser's connection to the stream, whose answer has not been read."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # else the system reads megabytes for it
+        connection.settimeout(10)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\n\r\n".encode())
+        return connection
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    facts, feed = Facts(), Feed(most_clients=3, most_waiting=8)
+    bound = listener("127.0.0.1", 0)
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    server = PageServer(facts, Gate(token=TOKEN), feed)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(server, bound, over.wait)))
+    thread.start()
+    yield Page(facts, feed, bound.getsockname()[1])
+    loop.call_soon_threadsafe(over.set)
+    thread.join(timeout=20)
+    assert not thread.is_alive()
+    loop.close()
+
+
+def messages(connection: socket.socket) -> Iterator[tuple[str, Any]]:
+    """(event, data) as they come."""
+    stream = connection.makefile("rb")
+    event = ""
+    for line in stream:
+        if line.startswith(b"event: "):
+            event = line[7:].strip().decode()
+        elif line.startswith(b"data: "):
+            yield event, json.loads(line[6:])
+
+
+def wait_for(condition: Any, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_snapshot_has_the_promised_tables_and_every_answer_its_headers(page: Page) -> None:
+    status, headers, body = page.ask("/api/snapshot")
+    found = json.loads(body)
+    assert status == 200 and {"jobs", "nodes", "decisions"} <= found.keys() and found["jobs"][0]["job"] == HOSTILE
+    for path in ("/", "/app.js", "/style.css", "/api/snapshot", "/nowhere", "/api/jobs/none"):
+        status, headers, body = page.ask(path)
+        assert "script-src 'self'" in headers["Content-Security-Policy"], path
+        assert headers["X-Content-Type-Options"] == "nosniff" and "Access-Control-Allow-Origin" not in headers
+    assert page.ask("/")[1]["Content-Type"].startswith("text/html") and b"app.js" in page.ask("/")[2]
+
+
+@pytest.mark.parametrize(
+    "path", ["/../server.py", "/%2e%2e%2fserver.py", "/..%2f..%2fserver.py", "//etc/passwd", "/server.py", "/api/"]
+)
+def test_no_path_leads_out_of_the_page(page: Page, path: str) -> None:
+    assert page.ask(path)[0] == 404
+
+
+def test_other_hosts_and_other_sites_are_refused(page: Page) -> None:
+    for path in ("/", "/api/snapshot", "/api/events"):
+        assert page.ask(path, Host="evil.example.org")[0] == 403
+        assert page.ask(path, Origin="http://evil.example.org")[0] == 403
+        assert page.ask(path, Sec_Fetch_Site="cross-site")[0] == 403
+
+
+def test_a_change_is_streamed_within_a_second_and_nothing_but_the_change(page: Page) -> None:
+    with contextlib.closing(page.stream()) as connection:
+        stream = messages(connection)
+        assert next(stream)[0] == "snapshot"
+        page.facts.jobs = (*page.facts.jobs, PageJob(job="new", phase="waiting"))
+        begun = time.monotonic()
+        event, change = next(stream)
+        assert event == "change" and [row["job"] for row in change["jobs"]["set"]] == ["new"]
+        assert time.monotonic() - begun < 1.0 and set(change) == {"jobs", "time_s"}
+
+
+def test_a_browser_that_does_not_read_is_cut_off_and_the_others_go_on(page: Page) -> None:
+    slow, fast = page.stream(), page.stream()
+    wait_for(lambda: page.feed.clients == 2)
+    seen = messages(fast)
+    for n in range(400):  # each larger than what sockets and transports buffer together
+        page.facts.jobs = (PageJob(job="big", phase="running", step=n, why="x" * 2_000_000),)
+        next(seen)
+        if page.feed.clients == 1:
+            break
+    assert page.feed.clients == 1, "the one that does not read is still served"
+    page.facts.jobs = (PageJob(job="last", phase="running"),)
+    while (change := next(seen)[1]) and change.get("jobs", {}).get("set", [{}])[0].get("job") != "last":
+        pass
+    fast.shutdown(socket.SHUT_RDWR)
+    slow.close()
+    wait_for(lambda: page.feed.clients == 0)
+
+
+def test_no_more_browsers_than_are_served(page: Page) -> None:
+    connections = [page.stream() for _ in range(3)]
+    wait_for(lambda: page.feed.clients == 3)
+    status, _, body = page.ask("/api/events")
+    assert status == 503 and b"browsers have this page open already" in body
+    for each in connections:
+        each.close()
+
+
+def test_actions_want_the_token_and_sound_arguments(page: Page) -> None:
+    job = urllib.request.quote(HOSTILE, safe="")
+    assert page.ask(f"/api/jobs/{job}/stop", body={})[0] == 401
+    assert page.ask(f"/api/jobs/{job}/resize", body={"workers": 2}, Authorization="Bearer x")[0] == 401
+    assert page.facts.acted == []
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
+    assert page.ask(f"/api/jobs/{job}/resize", body={"workers": 2}, **bearer)[0] == 200
+    assert page.facts.acted == [(HOSTILE, "resize", 2)]
+    for workers in (None, 0, -1, True, "2", 1.5, [], {}):
+        assert page.ask(f"/api/jobs/{job}/resize", body={"workers": workers}, **bearer)[0] == 400
+    assert page.ask(f"/api/jobs/{job}/resize", body=[1], **bearer)[0] == 400
+    assert page.ask(f"/api/jobs/{job}/explode", body={}, **bearer)[0] == 404
+    assert page.ask("/api/jobs/none/stop", body={}, **bearer)[0] == 409
+    assert page.ask(f"/api/jobs/{job}/stop", body={"x": "y" * 10_000}, **bearer)[0] == 413
+    assert page.ask(f"/api/jobs/{job}/stop", body={}, **{**bearer, "Content_Type": "text/plain"})[0] == 415
+    assert len(page.facts.acted) == 1
+
+
+def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_inside(page: Page) -> None:
+    status, _, body = page.ask(f"/api/jobs/{urllib.request.quote(HOSTILE, safe='')}")
+    assert status == 200 and json.loads(body)["job"] == HOSTILE
+    assert page.ask("/api/jobs/none")[0] == 404 and page.ask("/api/jobs/" + "x" * 5000)[0] == 404
+    status, headers, body = page.ask("/api/what-if?nodes=%3Cscript%3E")
+    assert (
+        status == 400
+        and headers["Content-Type"].startswith("application/json")
+        and "<script>" in json.loads(body)["error"]
+    )
+    before = page.ask("/api/snapshot")[2]
+    page.facts.broken = True
+    time.sleep(0.2)
+    assert page.ask("/api/snapshot")[0] == 200 and json.loads(before)["jobs"]  # the last facts stay
+    page.facts.broken = False
