@@ -34,6 +34,7 @@ from placement.knowledge.knowledge import Knowledge, Prior
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from placement.ray_cluster.cluster_scaler import ClusterScaler
+from placement.ray_cluster.dashboard_process import DashboardProcess
 from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
@@ -170,6 +171,8 @@ class Allocator:
         self._watchers = Watchers((config or AllocatorConfig()).notices)
         scaling = config.autoscaling if config is not None else None
         self._scaler = ClusterScaler(scaling, packed.open(), config.constraints) if config and scaling else None
+        address = ray.get_runtime_context().gcs_address
+        self._dashboard = DashboardProcess(address) if config is not None and config.dashboard else None
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
@@ -240,6 +243,10 @@ class Allocator:
             decision_cpu_s=self._decision_cpu_s,
             decided_s=core.decided_s,
         )
+
+    async def dashboard(self) -> str:
+        """Address of the page; empty while there is none."""
+        return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
         """Why a job has what it has, and what it would do with one more worker.

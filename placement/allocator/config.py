@@ -31,6 +31,8 @@ class AllocatorConfig:
             elsewhere, and so do all jobs where two have seen that.
         notices: how spot nodes learn that their cloud takes them away.
         autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
+        dashboard: serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on loopback and
+            without actions; the allocator logs its address.
     """
 
     min_interval_s: float = 2.0
@@ -46,13 +48,16 @@ class AllocatorConfig:
     avoid_slow_nodes: bool = True
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
     autoscaling: Autoscaling | None = None
+    dashboard: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in ("tenants", "notices", "autoscaling"):
+            if field.name not in ("tenants", "notices", "autoscaling", "dashboard"):
                 check_number(field.name, getattr(self, field.name), least=0)
         check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
+        if not isinstance(self.dashboard, bool):
+            raise TypeError(f"dashboard must be True or False, but got {self.dashboard!r}")
 
     @property
     def constraints(self) -> Constraints:

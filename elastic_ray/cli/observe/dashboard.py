@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -26,7 +27,8 @@ DEFAULT_PORT = 8270
 @click.option("--from", "path", metavar="STORAGE_PATH", help="Show runs from their files, the cluster gone or not.")
 @click.option("--simulation", metavar="OUT.json", help="Show a report of `simulate --json OUT.json`.")
 @click.option("--read-only", is_flag=True, help="No actions: nothing can be resized, released or stopped.")
-def dashboard(port: int, host: str, path: str | None, simulation: str | None, read_only: bool) -> None:
+@click.option("--attached", is_flag=True, hidden=True, help="End with standard input; take another port if need be.")
+def dashboard(port: int, host: str, path: str | None, simulation: str | None, read_only: bool, attached: bool) -> None:
     """Serve one page: slots, the allocation over time, jobs and why they have their sizes.
 
     It is served on this machine alone; from elsewhere, forward the port (ssh -L). Whoever has the token that is printed
@@ -41,15 +43,24 @@ def dashboard(port: int, host: str, path: str | None, simulation: str | None, re
     source = _source(path, simulation, actions=live and not read_only)
     gate = Gate(host=host, names=(socket.gethostname(), socket.getfqdn()), token=token)
     try:
-        bound = listener(host, port)
+        bound = listener(host, port, or_any=attached)
     except OSError as error:
         raise click.ClickException(str(error)) from None
     shown = f"[{host}]" if ":" in host else host
-    say(f"dashboard: http://{shown}:{bound.getsockname()[1]}/")
+    shown_port = bound.getsockname()[1]
+    say(f"dashboard: http://{shown}:{shown_port}/")
     if token is not None:
         say(f"token{'' if gate.open_to_others else ' for actions'}, shown once: {token}")
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(PageServer(source, gate), bound, asyncio.Event().wait))
+        asyncio.run(serve(PageServer(source, gate), bound, _end_of_input if attached else _never))
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+async def _end_of_input() -> None:
+    await asyncio.to_thread(sys.stdin.read)
 
 
 def _source(path: str | None, simulation: str | None, *, actions: bool) -> Source:

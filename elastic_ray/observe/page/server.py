@@ -243,8 +243,13 @@ def _message(kind: str, version: int, value: Any) -> bytes:
     return b"event: %s\nid: %d\ndata: %s\n\n" % (kind.encode(), version, to_json(value))
 
 
-def listener(host: str, port: int) -> socket.socket:
+def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
     """A socket that listens there.
+
+    Args:
+        host: an address or a name of this machine.
+        port: 0 for any that is free.
+        or_any: take any that is free where this one is not.
 
     Raises:
         OSError: it cannot; the message names the address.
@@ -257,13 +262,15 @@ def listener(host: str, port: int) -> socket.socket:
         bound.listen(64)
     except (OSError, OverflowError) as error:
         bound.close()
+        if or_any and port:
+            return listener(host, 0)
         raise OSError(f"nothing can listen at {host} port {port}: {error}") from error
     return bound
 
 
 async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Awaitable[object]]) -> None:
     """Serve a page until something is over."""
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
         await web.SockSite(runner, bound).start()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,11 +15,10 @@ from typing import Any
 import pytest
 
 from elastic_ray.observe.page.feed import Feed
-from elastic_ray.observe.page.gate import Gate
 from elastic_ray.observe.page.model import JobDetail, PageJob, PageSnapshot, PageSource, Strip
-from elastic_ray.observe.page.server import PageServer, listener, serve
 from elastic_ray.observe.page.source import ActionRefusedError
 from placement.errors import InputError
+from tests.observe.page.pages import served
 
 HOSTILE = "<script>alert(1)</script>/../é\u2028"
 TOKEN = "a-token-of-this-test"
@@ -87,16 +84,8 @@ class Page:
 @pytest.fixture
 def page() -> Iterator[Page]:
     facts, feed = Facts(), Feed(most_clients=3, most_waiting=8)
-    bound = listener("127.0.0.1", 0)
-    loop, over = asyncio.new_event_loop(), asyncio.Event()
-    server = PageServer(facts, Gate(token=TOKEN), feed)
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(server, bound, over.wait)))
-    thread.start()
-    yield Page(facts, feed, bound.getsockname()[1])
-    loop.call_soon_threadsafe(over.set)
-    thread.join(timeout=20)
-    assert not thread.is_alive()
-    loop.close()
+    with served(facts, TOKEN, feed) as port:
+        yield Page(facts, feed, port)
 
 
 def messages(connection: socket.socket) -> Iterator[tuple[str, Any]]:

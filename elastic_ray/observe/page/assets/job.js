@@ -82,7 +82,7 @@ export class JobView {
     const series = detail.series;
     const begin = series.length ? series[0][TIME] : 0;
     const since = (value) => span(value);
-    const overTime = (name, place, more = {}) => ({ name, points: series.map((p) => [p[TIME] - begin, p[place]]), ...more });
+    const overTime = (name, place, more = {}) => ({ name, points: series.map((p) => [p[TIME] === null ? NaN : p[TIME] - begin, p[place]]), ...more });
     const resizes = detail.events.filter(([, , from, to]) => from !== to);
     const marks = resizes.map(([time, kind, from, to]) => [time - begin, `${kind}: ${from} → ${to} workers`]);
     const losses = series.filter((p) => p[LOSS] !== null);

@@ -10,7 +10,11 @@ const STATES = [
 export function drawStrip(store) {
   const strip = store.strip;
   const parts = (strip.slots ?? []).map(slots);
-  parts.push(fact(String(strip.running ?? 0), `running; ${strip.waiting ?? 0} waiting, ${strip.held ?? 0} held`, "jobs"));
+  const jobs = store.rows("jobs");
+  const ended = jobs.filter((job) => job.ended_s !== null).length;
+  parts.push(store.source.kind === "live"
+    ? fact(String(strip.running ?? 0), `running; ${strip.waiting ?? 0} waiting, ${strip.held ?? 0} held, ${ended} ended`, "jobs")
+    : fact(String(jobs.length), `jobs, of which ${ended} have ended`, "jobs"));
   if (strip.usd_per_h !== null && strip.usd_per_h !== undefined) parts.push(fact(number(strip.usd_per_h), "USD/h for the nodes wanted", "price"));
   if (strip.speed !== null && strip.speed !== undefined) parts.push(speed(strip));
   if (strip.policy) parts.push(fact(strip.policy, strip.settled ? "policy" : "policy; still listening to jobs", "policy"));

@@ -233,7 +233,7 @@ export class Timeline {
     g.textBaseline = "top";
     g.fillText(`slots in use, of ${all}`, 4, 8, view.left - 8);
     g.fillStyle = colours.bad;
-    g.fillText(`jobs waiting, to ${most}`, 4, 26, view.left - 8);
+    if (uses.some((u) => u[2] !== null)) g.fillText(`jobs waiting, to ${most}`, 4, 26, view.left - 8);
     g.fillStyle = colours.good;
     if (dear) g.fillText(`USD/h, to ${dear}`, 4, 44, view.left - 8);
   }

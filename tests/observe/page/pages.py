@@ -1,0 +1,76 @@
+"""Pages that are served for tests, and a browser that opens them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.util
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from elastic_ray.observe.page.feed import Feed
+from elastic_ray.observe.page.gate import Gate
+from elastic_ray.observe.page.server import PageServer, listener, serve
+from elastic_ray.observe.page.source import Source
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextlib.contextmanager
+def served(source: Source, token: str | None = None, feed: Feed | None = None) -> Iterator[int]:
+    """The port of a page that is served from another thread."""
+    bound = listener("127.0.0.1", 0)
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+    server = PageServer(source, Gate(token=token), feed)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve(server, bound, over.wait)))
+    thread.start()
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@functools.cache
+def missing() -> str:
+    """Why there is no browser here; empty if there is one."""
+    if CHROMIUM is None:
+        return "there is no Chromium on this machine (Debian: apt-get install chromium)"
+    if importlib.util.find_spec("playwright") is None:
+        return "Playwright is not installed (pip install 'elastic-ray[test]')"
+    return ""
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """Headless Chromium, for one test module."""
+    from playwright.sync_api import sync_playwright
+
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+@contextlib.contextmanager
+def tab(started: Any, **options: Any) -> Iterator[tuple[Any, list[str]]]:
+    """A tab of its own, and what goes wrong in it: errors, dialogs. What is left of that at the end fails the test."""
+    wrong: list[str] = []
+    page = started.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+    page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.accept()))
+    page.on("console", lambda said: wrong.append(f"console: {said.text}") if said.type == "error" else None)
+    try:
+        yield page, wrong
+    finally:
+        page.close()
+    assert not wrong

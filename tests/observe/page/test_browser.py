@@ -1,0 +1,233 @@
+"""The page in a real browser, with facts of the test's own: hostile names, a thousand jobs, keys, a phone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ray.observe.page.model import (
+    JobDetail,
+    PageDecision,
+    PageJob,
+    PageNode,
+    PageSnapshot,
+    PageSource,
+    SlotCount,
+    Strip,
+    TenantShare,
+    WantedNodes,
+)
+from elastic_ray.observe.page.sources.simulation import SimulatedCluster
+from elastic_ray.observe.page.sources.stored import StoredPage
+from placement.palette import colour
+from placement.simulator.cli import main
+from tests.observe.page.pages import chromium, missing, served, tab
+from tests.placement.simulator.worlds import profiles, trace
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Any]:
+    with chromium() as found:
+        yield found
+
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def page_of(jobs: int, bars: int = 0, **more: Any) -> PageSnapshot:
+    """A cluster of eight nodes with eight slots each."""
+    end_s = 7 * 86_400.0
+    nodes = tuple(PageNode(node=f"n{n}", label=f"10.0.0.{n}", type="T4", slots=8, used=4, spot=n > 5) for n in range(8))
+    rows = tuple(
+        PageJob(
+            job=HOSTILE if n == 0 else f"job-{n:04d}",
+            phase="running",
+            workers=2,
+            target=2,
+            why=f"{HOSTILE} because {n}",
+            tenant=HOSTILE,
+            loss=1.0 / (n + 1),
+            progress=n / max(jobs, 1),
+            submitted_s=0.0,
+            sweep="sweep" if 0 < n < 5 else "",
+            colour=colour(n),
+        )
+        for n in range(jobs)
+    )
+    stays = tuple(
+        (n + 1, f"n{n % 8}", rows[n % jobs].job, end_s * n / bars, end_s * (n + 6) / bars, 2, 1) for n in range(bars)
+    )
+    values: dict[str, Any] = {
+        "time_s": end_s,
+        "source": PageSource(kind="simulation", name=HOSTILE, actions=True),
+        "strip": Strip(slots=(SlotCount(type="T4", used=30, idle=34),), policy=HOSTILE, speed=3.0, speed_equal=2.0),
+        "jobs": rows,
+        "nodes": nodes,
+        "bars": stays,
+        "marks": tuple((10_000_000 + n, end_s * n / 50, rows[n % jobs].job, "resize", HOSTILE) for n in range(50)),
+        "decisions": (
+            PageDecision(number=1, time_s=1.0, trigger="end", job=HOSTILE, before=1, after=2, reason=HOSTILE),
+        ),
+        "tenants": (TenantShare(tenant=HOSTILE, weight=1.0, owed=0.5, used=0.7, lent=0.0, borrowed=0.2),),
+        "wanted": (
+            WantedNodes(type=HOSTILE, market="", wanted=2, missing=1, since_s=1.0, jobs=(HOSTILE,), reason=HOSTILE),
+        ),
+        **more,
+    }
+    return PageSnapshot(**values)
+
+
+def detail(job: str) -> JobDetail:
+    return JobDetail(
+        job=job,
+        curve=((1, 100.0), (2, 180.0), (3, 240.0)),
+        measured=((1, 95.0), (2, 185.0)),
+        gain=60.0,
+        explanation=HOSTILE,
+        series=tuple((float(t), 64.0 * t, 64, 100.0, 2, 50.0, 1.4, 1.0 / (t + 1)) for t in range(50)),
+        pauses=((5.0, "resize", 0.4, {"vote": 0.1, "group": 0.2, "other": 0.1}),),
+        shares={"training": 90.0, "waiting": 10.0},
+        workers=((0, "n0", 4242, 1, None), (1, HOSTILE, 4243, 1, 1.6)),
+        events=((5.0, "resize", 1, 2, HOSTILE),),
+        logs=HOSTILE,
+    )
+
+
+def test_hostile_names_are_shown_as_such_everywhere(started: Any) -> None:
+    snapshot = page_of(3, bars=9, source=PageSource(kind="live", name=HOSTILE, actions=True))
+    with served(StoredPage(snapshot, {HOSTILE: detail(HOSTILE)})) as port, tab(started) as (page, wrong):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector(".body [data-job]")
+        page.locator(".body [role=row]").first.click()
+        page.wait_for_selector("[data-chart='Goodput over workers']")
+        page.wait_for_timeout(300)
+        assert page.locator("main script, main img").count() == 0
+        for section in ("#strip", "#table", "#h-job", "#detail", "#tenant-rows", "#wanted-rows", "#decision-rows"):
+            assert HOSTILE in page.locator(section).inner_text(), section
+        assert HOSTILE in page.locator("#source").inner_text()
+        page.fill("#what-nodes", HOSTILE)
+        page.click("#question button")
+        page.wait_for_selector("#what-answer .bad")
+        assert "asks about jobs that run now" in page.locator("#what-answer").inner_text()
+        wrong.clear()  # the browser's own line about the answer 400
+
+
+def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: Any) -> None:
+    with served(StoredPage(page_of(3, bars=9), {"job-0001": detail("job-0001")})) as port, tab(started) as (page, _):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.click("[data-job='job-0001']")
+        page.wait_for_selector("[data-chart='Pauses']")
+        charts = page.eval_on_selector_all("[data-chart]", "all => all.map(each => each.dataset.chart)")
+        assert charts == [
+            *("Goodput over workers", "Batch and noise scale", "Loss over samples", "Samples/s and workers"),
+            *("Pauses", "Where its time went"),
+        ]
+        text = page.locator("#detail").inner_text()
+        assert "+60 samples/s" in text and "1.6 x as long" in text and "4242" in text and "resize: 0.4 s" in text
+        assert page.locator("[data-chart='Goodput over workers'] circle").count() == 3  # two measured, one present
+        assert page.locator("[data-sweep=sweep] svg rect").count() > 0
+
+
+def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> None:
+    with served(StoredPage(page_of(1000, bars=6000), {})) as port, tab(started) as (page, _):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("body[data-ready]")
+        assert page.locator(".body [role=row]").count() < 100
+        assert "1000 jobs" in page.locator("#count").inner_text()
+        page.eval_on_selector(".grid", "grid => { grid.scrollTop = grid.scrollHeight; }")
+        page.wait_for_selector("[data-job='job-0999']")
+        page.fill("#find", "job-0123")
+        page.wait_for_function("document.getElementById('count').textContent.startsWith('1 of 1000')")
+        longest_ms = page.evaluate(
+            """async () => {
+              const canvas = document.getElementById('bars');
+              let longest = 0;
+              for (let n = 0; n < 10; n += 1) {
+                const begun = performance.now();
+                canvas.dispatchEvent(new KeyboardEvent('keydown', {key: n % 2 ? '-' : '+'}));
+                await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+                longest = Math.max(longest, performance.now() - begun);
+              }
+              return longest;
+            }"""
+        )
+        assert longest_ms < 1000
+
+
+def test_pointing_dragging_and_keys_work_on_the_timeline(started: Any) -> None:
+    snapshot = page_of(2, bars=4, marks=())
+    with (
+        served(StoredPage(snapshot, {job: detail(job) for job in (HOSTILE, "job-0001")})) as port,
+        tab(started) as (page, _),
+    ):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("body[data-ready]")
+        page.wait_for_timeout(200)
+        box = page.locator("#bars").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 3)
+        page.wait_for_function("document.getElementById('reason').textContent.length > 10")
+        assert "2 slots on 10.0.0.0" in page.locator("#reason").inner_text()
+        assert HOSTILE in page.locator("#reason").inner_text()  # the decision's reason
+
+        def picture() -> str:
+            return str(page.evaluate("document.getElementById('bars').toDataURL()"))
+
+        whole = picture()
+        page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 30)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 30, steps=3)
+        page.mouse.up()
+        page.mouse.move(0, 0)
+        page.wait_for_timeout(200)
+        assert picture() != whole, "dragging did not zoom"
+        page.keyboard.press("l")
+        page.keyboard.press("0")
+        page.wait_for_timeout(200)
+        assert picture() == whole
+        page.keyboard.press("j")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.wait_for_selector("[data-chart='Pauses']")
+        assert page.locator("#h-job").inner_text() == "Job job-0001"
+        page.keyboard.press("/")
+        assert page.evaluate("document.activeElement.id") == "find"
+
+
+@pytest.mark.parametrize("width, scheme", [(1280, "dark"), (390, "light")])
+def test_it_fits_the_screen_in_light_and_dark(started: Any, width: int, scheme: str) -> None:
+    view = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
+    with served(StoredPage(page_of(20, bars=60), {})) as port, tab(started, **view) as (page, _):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("body[data-ready]")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        page.click("#theme")
+        assert page.evaluate("document.documentElement.dataset.theme") != scheme
+
+
+def test_a_simulation_is_shown_from_its_report(started: Any, tmp_path: Path) -> None:
+    report = simulated(tmp_path)
+    begun = time.monotonic()
+    with served(SimulatedCluster(str(report))) as port, tab(started) as (page, _):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("body[data-ready]")
+        assert time.monotonic() - begun < 60
+        assert "simulation of" in page.locator("#source").inner_text()
+        assert page.locator("[data-fact='policy'] b").inner_text() == "goodput"
+        assert page.locator(".body [role=row]").count() > 0
+
+
+def simulated(folder: Path) -> Path:
+    """A small trace under the goodput policy."""
+    profiles(folder / "profiles", ("toy", "other"), ("t4",))
+    trace(folder / "six.csv", [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1 + i % 3, 128) for i in range(6)])
+    out = folder / "out.json"
+    files = ["--trace", str(folder / "six.csv"), "--profiles", str(folder / "profiles"), "--json", str(out)]
+    assert main([*files, "--cluster", "t4:2x4", "--rules", "live", "--processes", "1", "--quiet"]) == 0
+    return out

@@ -1,0 +1,144 @@
+"""The page of a real cluster in a real browser: a job that grows, loses a worker, is held, released and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_ray.faults import Faults
+from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.config import AllocatorConfig
+from tests.job.jobs import start, wait_until
+from tests.observe.page.pages import chromium, missing, tab
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(300)]
+
+
+@contextlib.contextmanager
+def dashboard(*arguments: str, address: str = "") -> Iterator[tuple[str, str]]:
+    """``elastic-ray dashboard`` as a user starts it: the address that it prints, and the token."""
+    command = [sys.executable, "-u", "-m", "elastic_ray.cli", "dashboard", "--port", "0", *arguments]
+    environment = {**os.environ, **({"RAY_ADDRESS": address} if address else {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        said = ""
+        while "dashboard: http" not in said or (address and "token" not in said):
+            line = process.stdout.readline()
+            assert line, f"it has ended: {said}"
+            said += line
+        found = re.search(r"dashboard: (http://127\.0\.0\.1:\d+/)", said)
+        token = re.search(r"shown once: (\S+)", said)
+        assert found is not None
+        yield found[1], token[1] if token else ""
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+def wait_for(condition: Any, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(
+        tmp_path,
+        workers=(1, 3),
+        name="seen",
+        epochs=100_000,
+        max_failures=3,
+        faults=Faults().kill(rank=0, step=150, moment="allreduce"),
+    )
+    with dashboard(address=ray_cluster.address) as (url, token), chromium() as started, tab(started) as (page, wrong):
+        page.goto(url)
+        row = page.locator("[data-job=seen]")
+        row.wait_for(timeout=60_000)
+        assert "live" in page.locator("#state").inner_text() and page.locator("#strip").inner_text()
+        row.click()
+        page.wait_for_function(  # it has lost a worker
+            "document.getElementById('detail').textContent.includes('failure')", timeout=120_000
+        )
+        page.wait_for_function("document.querySelector('[data-job=seen]').textContent.includes('running')")
+        wait_until(lambda: handle.status().workers >= 2, handle)
+
+        page.locator("#actions input").fill("1")
+        page.get_by_role("button", name="Hold at this size").click()
+        page.wait_for_function("document.getElementById('said').textContent.includes('token is missing')")
+        assert handle.status().target_workers >= 2
+        wrong.clear()  # the browser's own line about the answer 401
+        page.click("#token")
+        page.fill("#ask-token", token)
+        page.keyboard.press("Enter")
+        page.locator("#actions input").fill("1")
+        page.get_by_role("button", name="Hold at this size").click()
+        page.wait_for_function("document.getElementById('said').textContent.includes('held at 1 workers')")
+        workers = "document.querySelector('[data-job=seen] [data-column=workers]').textContent"
+        page.wait_for_function(f"{workers} === '1 (1:3) held'", timeout=60_000)
+        assert "1 held" in page.locator("[data-fact=jobs]").inner_text()
+
+        found = read(f"{url}api/snapshot")
+        assert {mark[3] for mark in found["marks"] if mark[2] == "seen"} >= {"kill", "resize"}
+        (bar,) = [bar for bar in found["bars"] if bar[2] == "seen" and bar[4] is None]
+        assert bar[5] == 1 and {node["node"] for node in found["nodes"]} == {ray_cluster.head_id}
+        assert any(each["job"] == "seen" and each["reason"] for each in found["decisions"])
+
+        page.fill("#what-nodes", "cpu:1x2")
+        page.get_by_role("button", name="Ask the simulator").click()
+        page.wait_for_selector("#what-answer td:has-text('seen')")
+        page.get_by_role("button", name="Release").click()
+        page.wait_for_function(f"!{workers}.includes('held')", timeout=60_000)
+        page.get_by_role("button", name="Stop", exact=True).click()
+        page.wait_for_function(
+            "/stopped|ended/.test(document.querySelector('[data-job=seen] [data-column=phase]').textContent)",
+            timeout=60_000,
+        )
+        assert wrong == ["dialog: Stop job seen?"]
+        wrong.clear()
+    handle.result(timeout=30)
+    with dashboard("--from", str(tmp_path / "runs")) as (url, token):  # the same page, from its files
+        (job,) = read(f"{url}api/snapshot")["jobs"]
+        assert (job["job"], job["phase"], token) == ("seen", "stopped", "")
+        kinds = [event[1] for event in read(f"{url}api/jobs/seen")["events"]]
+        assert kinds[0] == "started" and "failure" in kinds and kinds[-1] == "finished"
+
+
+def test_the_allocator_serves_the_page_and_takes_it_along_when_it_ends(ray_cluster: Any) -> None:
+    allocator: Any = get_or_create_allocator(config=AllocatorConfig(dashboard=True))
+    wait_for(lambda: ray.get(allocator.dashboard.remote()))
+    address = ray.get(allocator.dashboard.remote())
+    found = read(f"{address}api/snapshot")
+    assert address.startswith("http://127.0.0.1:") and found["strip"]["policy"] == "goodput"
+    assert found["source"]["actions"] is False and [each["node"] for each in found["nodes"]] == [ray_cluster.head_id]
+    ray.kill(allocator)
+
+    def gone() -> bool:
+        try:
+            read(f"{address}api/snapshot")
+        except OSError:
+            return True
+        return False
+
+    wait_for(gone)
