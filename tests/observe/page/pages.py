@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,3 +75,11 @@ def tab(started: Any, **options: Any) -> Iterator[tuple[Any, list[str]]]:
     finally:
         page.close()
     assert not wrong
+
+
+def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
+    """Wait until an expression is true; asked from outside, since the page's own policy forbids code from strings."""
+    deadline = time.monotonic() + timeout_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {expression}"
+        time.sleep(0.05)

@@ -25,7 +25,7 @@ from elastic_ray.observe.page.sources.simulation import SimulatedCluster
 from elastic_ray.observe.page.sources.stored import StoredPage
 from placement.palette import colour
 from placement.simulator.cli import main
-from tests.observe.page.pages import chromium, missing, served, tab
+from tests.observe.page.pages import chromium, missing, served, tab, until
 from tests.placement.simulator.worlds import profiles, trace
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(180)]
@@ -143,7 +143,7 @@ def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> Non
         page.eval_on_selector(".grid", "grid => { grid.scrollTop = grid.scrollHeight; }")
         page.wait_for_selector("[data-job='job-0999']")
         page.fill("#find", "job-0123")
-        page.wait_for_function("document.getElementById('count').textContent.startsWith('1 of 1000')")
+        until(page, "document.getElementById('count').textContent.startsWith('1 of 1000')")
         longest_ms = page.evaluate(
             """async () => {
               const canvas = document.getElementById('bars');
@@ -171,7 +171,7 @@ def test_pointing_dragging_and_keys_work_on_the_timeline(started: Any) -> None:
         page.wait_for_timeout(200)
         box = page.locator("#bars").bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 3)
-        page.wait_for_function("document.getElementById('reason').textContent.length > 10")
+        until(page, "document.getElementById('reason').textContent.length > 10")
         assert "2 slots on 10.0.0.0" in page.locator("#reason").inner_text()
         assert HOSTILE in page.locator("#reason").inner_text()  # the decision's reason
 

@@ -20,8 +20,8 @@ import ray
 from elastic_ray.faults import Faults
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
-from tests.job.jobs import start, wait_until
-from tests.observe.page.pages import chromium, missing, tab
+from tests.job.jobs import start
+from tests.observe.page.pages import chromium, missing, tab, until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(300)]
 
@@ -78,42 +78,39 @@ def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, 
         row.wait_for(timeout=60_000)
         assert "live" in page.locator("#state").inner_text() and page.locator("#strip").inner_text()
         row.click()
-        page.wait_for_function(  # it has lost a worker
-            "document.getElementById('detail').textContent.includes('failure')", timeout=120_000
-        )
-        page.wait_for_function("document.querySelector('[data-job=seen]').textContent.includes('running')")
-        wait_until(lambda: handle.status().workers >= 2, handle)
+        until(page, "document.getElementById('detail').textContent.includes('failure')", 120)
+        until(page, "document.querySelector('[data-job=seen]').textContent.includes('running')")
 
-        page.locator("#actions input").fill("1")
+        page.locator("#actions input").fill("2")
         page.get_by_role("button", name="Hold at this size").click()
-        page.wait_for_function("document.getElementById('said').textContent.includes('token is missing')")
-        assert handle.status().target_workers >= 2
+        until(page, "document.getElementById('said').textContent.includes('token is missing')")
+        assert handle.status().target_workers < 2
         wrong.clear()  # the browser's own line about the answer 401
         page.click("#token")
         page.fill("#ask-token", token)
         page.keyboard.press("Enter")
-        page.locator("#actions input").fill("1")
+        page.locator("#actions input").fill("2")
         page.get_by_role("button", name="Hold at this size").click()
-        page.wait_for_function("document.getElementById('said').textContent.includes('held at 1 workers')")
+        until(page, "document.getElementById('said').textContent.includes('held at 2 workers')")
         workers = "document.querySelector('[data-job=seen] [data-column=workers]').textContent"
-        page.wait_for_function(f"{workers} === '1 (1:3) held'", timeout=60_000)
+        until(page, f"{workers} === '2 (1:3) held'")
         assert "1 held" in page.locator("[data-fact=jobs]").inner_text()
 
         found = read(f"{url}api/snapshot")
         assert {mark[3] for mark in found["marks"] if mark[2] == "seen"} >= {"kill", "resize"}
         (bar,) = [bar for bar in found["bars"] if bar[2] == "seen" and bar[4] is None]
-        assert bar[5] == 1 and {node["node"] for node in found["nodes"]} == {ray_cluster.head_id}
+        assert bar[5] == 2 and {node["node"] for node in found["nodes"]} == {ray_cluster.head_id}
         assert any(each["job"] == "seen" and each["reason"] for each in found["decisions"])
 
         page.fill("#what-nodes", "cpu:1x2")
         page.get_by_role("button", name="Ask the simulator").click()
         page.wait_for_selector("#what-answer td:has-text('seen')")
         page.get_by_role("button", name="Release").click()
-        page.wait_for_function(f"!{workers}.includes('held')", timeout=60_000)
+        until(page, f"!{workers}.includes('held')")
         page.get_by_role("button", name="Stop", exact=True).click()
-        page.wait_for_function(
+        until(
+            page,
             "/stopped|ended/.test(document.querySelector('[data-job=seen] [data-column=phase]').textContent)",
-            timeout=60_000,
         )
         assert wrong == ["dialog: Stop job seen?"]
         wrong.clear()

@@ -1,0 +1,224 @@
+"""What the page makes of a real allocator core's answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.observe.page.changes import tables, to_json
+from elastic_ray.observe.page.cluster_page import ClusterPage
+from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
+from elastic_ray.observe.page.model import PageJob, PageSnapshot
+from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
+from elastic_ray.observe.page.sources.what_if import compare
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
+from placement.allocator.snapshot import AllocatorLook
+from placement.autoscaling.autoscaler import ScalingDecision
+from placement.autoscaling.objectives.base import WantedSize
+from placement.cluster.progress import Progress
+from placement.errors import InputError
+from placement.planning.tenants import Tenant
+from placement.policies import make_policy
+from tests.placement.views import cluster, view
+
+
+class World:
+    """An allocator core, and a page that looks at it."""
+
+    def __init__(self, *cpus: float, tenants: tuple[Tenant, ...] = ()) -> None:
+        self.tenants = tenants
+        self.core = AllocatorCore(make_policy("goodput"), AllocatorConfig(min_interval_s=0.0, tenants=tenants))
+        self.page = ClusterPage("test", actions=True)
+        self.cluster = cluster(*cpus)
+        self.core.handle(NodesChanged(cluster=self.cluster), 1000.0)
+        self.nodes = [n.node_id for n in self.cluster.nodes]
+
+    def hear(self, job: str, now_s: float, **fields: Any) -> None:
+        """A job's heartbeat; it is where it is to be."""
+        states = self.core.snapshot().jobs
+        held = states[job].target if job in states else {}
+        own = view(job, allocation=held, most_workers=8, submitted_s=1000.0, **fields)
+        self.core.handle(JobHeartbeat(view=own), now_s)
+
+    def look(self, now_s: float, *jobs: JobLook, life: str = "a", **more: Any) -> PageSnapshot:
+        known = self.page.known
+        allocator = AllocatorLook(
+            core=self.core.snapshot(known[1] if known[0] == life else 0),
+            recorded=self.core.recorded,
+            life=life,
+            tenants=self.tenants,
+            decided_s=self.core.decided_s,
+            decision_cpu_s=0.01,
+            **more,
+        )
+        nodes = tuple(
+            NodeLook(node=n.node_id, address=f"10.0.0.{i}", total=n.total, labels=n.labels)
+            for i, n in enumerate(self.cluster.nodes)
+            if n.node_id in self.nodes
+        )
+        alive = frozenset(self.core.jobs)
+        self.page.take(ClusterLook(now_s=now_s, allocator=allocator, jobs=jobs, alive=alive, nodes=nodes))
+        return self.page.snapshot(now_s)
+
+
+def answer(job: str, step: int = 0, events: tuple[JobEvent, ...] = (), **status: Any) -> JobLook:
+    fields: dict[str, Any] = {"phase": JobPhase.RUNNING, "workers": 2, "batch_size": 64, "step": step, **status}
+    return JobLook(
+        job=job,
+        status=JobStatus(job=job, **fields),
+        facts=JobFacts(min_workers=1, max_workers=8, storage=f"/runs/{job}"),
+        events=events,
+    )
+
+
+def event(kind: EventKind, time_s: float, before: int, after: int, **more: Any) -> JobEvent:
+    return JobEvent(kind=kind, time_s=time_s, from_workers=before, to_workers=after, reason="why", **more)
+
+
+def row(snapshot: PageSnapshot, job: str) -> PageJob:
+    return next(each for each in snapshot.jobs if each.job == job)
+
+
+def test_bars_are_the_decisions_and_end_with_their_job() -> None:
+    world = World(4, 4)
+    world.hear("a", 1001.0)
+    world.look(1001.5)
+    world.hear("b", 1010.0)
+    seen = world.look(1010.5)
+    now = world.core.snapshot().jobs
+    placed = {(bar[1], bar[2]): bar[5] for bar in seen.bars if bar[4] is None}
+    assert placed == {(n, job): w for job, state in now.items() for n, w in state.target.items()}
+    reasons = {each.number: each.reason for each in seen.decisions}
+    assert all(reasons[bar[6]] for bar in seen.bars)
+    world.core.handle(JobEnded(job="a"), 1020.0)
+    ended = world.look(1020.5)
+    assert not [bar for bar in ended.bars if bar[2] == "a" and bar[4] is None]
+    assert row(ended, "a").phase == "silent" or row(ended, "a").ended_s == 1020.5
+    assert to_json(tables(ended))
+
+
+def test_a_page_that_comes_late_sees_what_was_before_it() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    world.core.handle(JobEnded(job="a"), 1050.0)
+    world.hear("b", 1051.0)
+    seen = world.look(2000.0)
+    assert [(bar[2], bar[3], bar[4]) for bar in seen.bars] == [("a", 1001.0, 1051.0), ("b", 1051.0, None)] or {
+        bar[2] for bar in seen.bars if bar[4] is None
+    } == {"b"}
+    assert [each.number for each in seen.decisions] == list(range(1, len(seen.decisions) + 1))
+    assert seen.use[0][:3] == (1001.0, sum(b[5] for b in seen.bars if b[2] == "a"), None)
+
+
+def test_another_allocator_counts_its_decisions_anew() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    first = world.look(1001.5)
+    assert len(world.look(1002.0).decisions) == len(first.decisions)
+    assert len(world.look(1003.0, life="b").decisions) == 2 * len(first.decisions)
+
+
+def test_the_strip_counts_every_slot_once() -> None:
+    world = World(4, 2)
+    world.hear("a", 1001.0)
+    seen = world.look(1001.5, answer("a", workers=1, target_workers=6))
+    (count,) = seen.strip.slots
+    target = row(seen, "a").target
+    assert count.type == "CPU" and count.used + count.starting + count.idle + count.draining + count.other == 6
+    assert count.used + count.starting == target and count.starting >= 1
+    assert seen.strip.running == 1 and seen.strip.policy == "goodput" and seen.strip.decision_cpu_s == 0.01
+    assert seen.strip.speed is not None and seen.strip.speed_one_each == pytest.approx(1.0)
+    assert seen.strip.speed >= seen.strip.speed_equal > 0  # it has the cluster for itself
+    world.nodes = world.nodes[:1]
+    gone = world.look(1002.0)
+    assert [(mark[2], mark[3]) for mark in gone.marks] == [("", "gone")]
+    assert [each.gone_s for each in gone.nodes] == [None, 1002.0]
+
+
+def test_a_job_tells_where_it_stands_and_what_happened() -> None:
+    world = World(8)
+    progress = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=10.0)
+    world.hear("a", 1001.0, progress=progress, held_at=2, deadline_s=5000.0)
+    events = (event(EventKind.STARTED, 1001.0, 0, 2), event(EventKind.RESIZE, 1002.0, 1, 2, pause_s=0.5))
+    seen = world.look(1003.0, answer("a", 10, events, throughput=200.0, goodput=100.0, metrics={"loss": 0.25}))
+    job = row(seen, "a")
+    assert (job.held_at, job.loss, job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
+    assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
+    assert [mark[3] for mark in seen.marks] == ["resize"]
+    detail = world.page.detail("a", JobAnswer(explanation="because"), 1003.0)
+    assert detail is not None and detail.explanation == "because" and detail.pauses[0][2] == 0.5
+    assert [size for size, _ in detail.curve] == list(range(1, 9)) and len(detail.events) == 2
+    assert detail.gain == pytest.approx(dict(detail.curve)[3] - dict(detail.curve)[2])
+    assert world.page.detail("b", JobAnswer(), 1003.0) is None
+
+
+def test_metrics_that_are_no_numbers_and_rates_that_are_not_finite_are_left_out() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    seen = world.look(1002.0, answer("a", 3, metrics={"loss": "<b>"}, goodput=float("inf"), throughput=1.0))
+    assert row(seen, "a").loss is None and row(seen, "a").goodput is None and to_json(tables(seen))
+
+
+def test_tenants_are_owed_by_weight_and_what_they_do_not_need_is_lent() -> None:
+    world = World(8, tenants=(Tenant(name="x", weight=3.0, quota={"CPU": 6.0}), Tenant(name="y")))
+    world.hear("a", 1001.0, tenant="x", max_workers=2)
+    world.hear("b", 1002.0, tenant="y", max_workers=8)
+    seen = {each.tenant: each for each in world.look(1003.0).tenants}
+    assert seen["x"].owed == 0.75 and seen["y"].owed == 0.25 and seen["x"].quota == {"CPU": 6.0}
+    assert seen["x"].used == 0.25 and seen["x"].lent == pytest.approx(0.5)
+    assert seen["y"].borrowed == pytest.approx(seen["y"].used - 0.25) and seen["y"].used > 0.25
+
+
+def test_nodes_that_are_missing_are_told_with_since_when_and_for_whom() -> None:
+    world = World(1)
+    world.hear("a", 1001.0, min_workers=1)
+    want = {"a": WantedSize(job="a", workers=4, gpu="", reason="more")}
+    fields: Mapping[str, Any] = {"release": (), "leaving": (), "notes": {}, "usd_per_h": 2.5, "wants": want}
+    short = ScalingDecision(nodes={"big": 2}, add={"big": 1}, reasons={"big": "asked for"}, **fields)
+    world.look(1002.0, scaling=short)
+    seen = world.look(1010.0, scaling=short)
+    (wanted,) = seen.wanted
+    assert (wanted.type, wanted.wanted, wanted.missing, wanted.since_s, wanted.jobs) == ("big", 2, 1, 1002.0, ("a",))
+    assert seen.strip.usd_per_h == 2.5
+    there = dataclasses.replace(short, add={})
+    assert world.look(1011.0, scaling=there).wanted[0].since_s is None
+
+
+def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
+    memory = JobMemory("a", "#000000", 0.0)
+    for n in range(5000):
+        memory.hear(answer("a", n), float(n))
+    times = [point[0] for point in memory.series]
+    assert len(times) <= MOST_POINTS and times[0] == 1.0 and times == sorted(times) and (times[-1] or 0) > 4900
+    assert memory.series[-1][1] == pytest.approx(64.0 * (times[-1] or 0))
+
+
+def test_time_goes_to_waiting_pausing_and_training() -> None:
+    told = (
+        event(EventKind.STARTED, 10.0, 0, 2),
+        event(EventKind.RESIZE, 20.0, 2, 3, pause_s=1.0, detail={"vote_s": 0.25, "group_s": 0.5}),
+        event(EventKind.PREEMPTED, 30.0, 3, 0),
+        event(EventKind.STARTED, 50.0, 0, 2),
+    )
+    assert shares_of_time(told, None, 0.0, 100.0) == {"training": 69.0, "waiting": 30.0, "pausing": 1.0}
+    assert pauses(told) == ((20.0, "resize", 1.0, {"vote": 0.25, "group": 0.5, "other": 0.25}),)
+
+
+def test_what_if_takes_registered_policies_only() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    look = AllocatorLook(core=world.core.snapshot(), recorded=0, life="a")
+    with pytest.raises(InputError, match="policy must be one of"):
+        compare(look, "", "os:system", 1002.0)  # a name that make_policy would import
+    with pytest.raises(InputError, match="no elastic job runs"):
+        compare(None, "", "", 1002.0)
+    with pytest.raises(InputError, match="cluster must look like"):
+        compare(look, "x", "", 1002.0)
+    now, then = compare(look, "cpu:1x2", "fifo", 1002.0)
+    assert [each.job for each in now] == ["a"] == [each.job for each in then] and then[0].workers <= 2

@@ -1,0 +1,89 @@
+"""Runs from their files, and reports of the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.cli.app import cli
+from elastic_ray.events import EventKind, JobEvent, Report
+from elastic_ray.observe.page.changes import tables, to_json
+from elastic_ray.observe.page.sources.files import RunFiles
+from elastic_ray.observe.page.sources.simulation import SimulatedCluster
+from placement.errors import InputError
+
+
+def write(folder: Path, end: str = "the job has finished") -> None:
+    """A run's directory as its controller leaves it."""
+    folder.mkdir(parents=True)
+    storage = RunStorage(str(folder))
+    steps = [(EventKind.STARTED, 0, 2, "starts"), (EventKind.RESIZE, 2, 3, "grows"), (EventKind.FINISHED, 3, 0, end)]
+    storage.append_events(
+        [
+            JobEvent(kind=kind, time_s=100.0 * n, from_workers=a, to_workers=b, reason=why, pause_s=0.1).to_json()
+            for n, (kind, a, b, why) in enumerate(steps, start=1)
+        ]
+    )
+    storage.append_reports([Report(index=n, metrics={"loss": 1 / n}, workers=2).to_json() for n in range(1, 4)])
+
+
+def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    write(tmp_path / "sweep" / "trial-1", end="it lost all workers")
+    write(tmp_path / "one" / "checkpoint_000001" / "not-a-run")
+    page = RunFiles(str(tmp_path))
+    seen = page.look(0.0)
+    assert {(job.job, job.phase, job.sweep) for job in seen.jobs} == {
+        *(("one", "finished", ""), ("sweep/trial-1", "failed", "sweep")),
+    }
+    bars = [(bar[2], bar[3], bar[4], bar[5]) for bar in seen.bars if bar[2] == "one"]
+    assert bars == [("one", 100.0, 200.0, 2), ("one", 200.0, 300.0, 3)]
+    assert [use[1] for use in seen.use] == [2, 4, 5, 6, 3, 0] and seen.source.kind == "files"
+    detail = page.detail("one")
+    assert detail is not None and [point[7] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
+    assert detail.shares["training"] == pytest.approx(199.7) and to_json(tables(seen))
+    assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
+
+
+def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write('{"kind": "resi')
+    (job,) = RunFiles(str(tmp_path)).look(0.0).jobs
+    assert job.phase == "finished"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "cannot be read"),
+        ("[]", "must hold a list of records"),
+        ('[{"trace": "x"}]', "write it anew with `simulate --json`"),
+        ('[{"placed": [], "decisions": [], "per_job": 3}]', "is no report of the simulator"),
+    ],
+)
+def test_a_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "out.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        SimulatedCluster(str(file))
+    answer = CliRunner().invoke(cli, ["dashboard", "--simulation", str(file)])
+    assert answer.exit_code == 1 and message in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_wrong_use_is_told(tmp_path: Path) -> None:
+    empty = CliRunner().invoke(cli, ["dashboard", "--from", str(tmp_path)])
+    assert empty.exit_code == 1 and "must hold the directory of a run" in empty.stderr
+    both = CliRunner().invoke(cli, ["dashboard", "--from", "x", "--simulation", "y"])
+    assert both.exit_code == 2 and "a page has one source" in both.stderr
+    write(tmp_path / "run")
+    where = CliRunner().invoke(cli, ["dashboard", "--from", str(tmp_path), "--host", "203.0.113.9", "--port", "1"])
+    assert where.exit_code == 1 and "nothing can listen at 203.0.113.9 port 1" in where.stderr
+    record = {"placed": [], "decisions": []}
+    (tmp_path / "two.json").write_text(json.dumps([record, record]))
+    third = CliRunner().invoke(cli, ["dashboard", "--simulation", f"{tmp_path}/two.json#3"])
+    assert "has records #1 to #2, but got #3" in third.stderr
