@@ -362,6 +362,7 @@ class Allocator:
         self._controllers.spawn(self._knowledge_sync.save())
 
     def _handle(self, event: Event) -> None:
+        """Let the core decide, and carry out what it says."""
         assert self._core is not None, "events come after the start"
         before_s, begun_s = self._core.decided_s, time.thread_time()
         instructions = self._core.handle(event, time.time())

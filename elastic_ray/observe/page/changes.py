@@ -24,6 +24,7 @@ KEYS: Mapping[str, str | int] = {
 }
 """Tables of the snapshot, and what tells their rows apart: a field, or the place in an array."""
 
+_AS_THEY_ARE = frozenset((str, int, bool))
 _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
@@ -34,14 +35,13 @@ def tables(snapshot: PageSnapshot) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A value as plain JSON; numbers with five digits, times with hundredths, what is not finite as None."""
-    if value is None or isinstance(value, bool):
+    kind = value.__class__
+    if value is None or kind in _AS_THEY_ARE:
         return value
+    if kind is float:
+        return _rounded(value)
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, str | int):
-        return value
-    if isinstance(value, float):
-        return _rounded(value)
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

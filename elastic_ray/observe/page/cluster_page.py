@@ -18,7 +18,7 @@ from elastic_ray.observe.page.model import (
     Strip,
 )
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
-from elastic_ray.observe.page.rows import job_row, node_row, slots_at, slots_per_worker
+from elastic_ray.observe.page.rows import job_row, node_row, slots_at, slots_of, slots_per_worker
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster
@@ -112,7 +112,7 @@ class ClusterPage:
         self._look = look
 
     def _take_decision(self, number: int, record: DecisionRecord, look: AllocatorLook) -> None:
-        """One record; of a job that has ended before the page began, the bars end with the first record after it."""
+        """One record, as a bar."""
         self._decisions.append(
             PageDecision(
                 number=number,
@@ -124,8 +124,6 @@ class ClusterPage:
                 reason=short_ids(record.reason),
             )
         )
-        if record.trigger is Trigger.END and not self._known:
-            self._history.end(record.time_s, self._history.jobs - look.core.jobs.keys())
         if record.job:
             memory = self._memory(record.job, record.time_s)
             state = look.core.jobs.get(record.job) or memory.state
@@ -134,9 +132,22 @@ class ClusterPage:
                 node: max(1, round(workers * (slots_per_worker(bundle, self._totals.get(node, {})) or 1)))
                 for node, workers in record.nodes.items()
             }
+            if not self._known:
+                self._make_room(record, slots, look)
             self._history.place(record.time_s, record.job, slots, number)
         if not self._known:  # of before the page began
             self._history.measure(record.time_s, self._history.slots, None, None)
+
+    def _make_room(self, record: DecisionRecord, slots: Mapping[str, int], look: AllocatorLook) -> None:
+        """End the bars of jobs that ended before the page began: no record says when, but others got their slots."""
+        gone = self._history.jobs - look.core.jobs.keys() - {record.job}
+        if record.trigger is Trigger.END:
+            self._history.end(record.time_s, gone)
+        for node, wanted in slots.items():
+            there = self._history.on(node)
+            others = sum(count for job, count in there.items() if job != record.job)
+            if others + wanted > slots_of(self._totals.get(node, {})):
+                self._history.end(record.time_s, gone & there.keys())
 
     def _take_ends(self, look: ClusterLook) -> None:
         """Jobs that neither the allocator nor a controller knows are over; of those only the last are kept."""
@@ -185,6 +196,7 @@ class ClusterPage:
         )
 
     def _row(self, memory: JobMemory) -> PageJob:
+        """A job's row."""
         return job_row(
             memory.job,
             status=memory.status,

@@ -19,7 +19,7 @@ class History:
 
     def __init__(self, most_bars: int = MOST_BARS) -> None:
         self._numbers = 0
-        self._open: dict[tuple[str, str], Bar] = {}
+        self._open: dict[str, dict[str, Bar]] = {}  # by job and node
         self._ended: collections.deque[Bar] = collections.deque(maxlen=most_bars)
         self._marks: collections.deque[Mark] = collections.deque(maxlen=MOST_MARKS)
         self._uses: collections.deque[Use] = collections.deque(maxlen=MOST_USES)
@@ -27,7 +27,7 @@ class History:
     @property
     def bars(self) -> tuple[Bar, ...]:
         """Bars that have ended, then those that have not."""
-        return (*self._ended, *self._open.values())
+        return (*self._ended, *(bar for own in self._open.values() for bar in own.values()))
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -42,12 +42,16 @@ class History:
     @property
     def slots(self) -> int:
         """Slots of all bars that have not ended."""
-        return sum(bar[5] for bar in self._open.values())
+        return sum(bar[5] for own in self._open.values() for bar in own.values())
 
     @property
     def jobs(self) -> frozenset[str]:
         """Jobs with a bar that has not ended."""
-        return frozenset(job for _, job in self._open)
+        return frozenset(self._open)
+
+    def on(self, node: str) -> dict[str, int]:
+        """Slots of the bars on a node that have not ended, by job."""
+        return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:
         """From now on the job has so many slots on each node; bars of which nothing changes go on.
@@ -58,20 +62,24 @@ class History:
             nodes: slots by node id; empty where it has none any more.
             decision: number of the decision that says so; 0 for none.
         """
-        for key in [key for key in self._open if key[1] == job and self._open[key][5] != nodes.get(key[0])]:
-            self._end(key, time_s)
+        own = self._open.setdefault(job, {})
+        for node in [node for node, bar in own.items() if bar[5] != nodes.get(node)]:
+            self._end(own.pop(node), time_s)
         for node, slots in nodes.items():
-            if slots > 0 and (node, job) not in self._open:
+            if slots > 0 and node not in own:
                 self._numbers += 1
-                self._open[node, job] = (self._numbers, node, job, time_s, None, slots, decision)
+                own[node] = (self._numbers, node, job, time_s, None, slots, decision)
+        if not own:
+            del self._open[job]
 
     def end(self, time_s: float, jobs: Collection[str]) -> None:
         """These jobs are over."""
-        for key in [key for key in self._open if key[1] in jobs]:
-            self._end(key, time_s)
+        for job in jobs:
+            for bar in self._open.pop(job, {}).values():
+                self._end(bar, time_s)
 
-    def _end(self, key: tuple[str, str], time_s: float) -> None:
-        number, node, job, from_s, _, slots, decision = self._open.pop(key)
+    def _end(self, bar: Bar, time_s: float) -> None:
+        number, node, job, from_s, _, slots, decision = bar
         if time_s > from_s:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
@@ -81,8 +89,10 @@ class History:
         self._marks.append((self._numbers, time_s, job, kind, text))
 
     def measure(self, time_s: float, used: int, waiting: int | None, usd_per_h: float | None) -> None:
-        """So many slots are in use, and so many jobs wait (None: not known); a later time than the last one."""
+        """So many slots are in use, and so many jobs wait (None: not known); of one time the last word counts."""
         last = self._uses[-1] if self._uses else None
-        if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] >= time_s):
+        if last is not None and (last[1:] == (used, waiting, usd_per_h) or last[0] > time_s):
             return
+        if last is not None and last[0] == time_s:
+            self._uses.pop()
         self._uses.append((time_s, used, waiting, usd_per_h))

@@ -12,7 +12,7 @@ from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, speeds
+from placement.cluster.jobs import JobView, WorkerKind, speeds, worker_kind
 from placement.goodput.remaining import remaining
 from placement.planning.tenants import Tenant, entitlements
 
@@ -82,8 +82,13 @@ def _speeds(
         return None, None, None
     room = FreeResources(look.core.cluster)
     total = sum(slots_of(node.free) for node in look.core.cluster.nodes if not node.draining)
-    slots = {id(view): room.slots(view).tolist() for view, _ in sizes}
-    curves = [(view, workers, speeds(view, slots[id(view)])) for view, workers in sizes]
+    most: dict[WorkerKind, list[int]] = {}  # thousands of jobs share a few kinds of workers
+    curves = []
+    for view, workers in sizes:
+        kind = worker_kind(view)
+        if kind not in most:
+            most[kind] = sorted(map(int, room.slots(view).tolist()), reverse=True)
+        curves.append((view, workers, speeds(view, _enough(most[kind], view.useful_workers))))
     now = sum(float(curve[min(workers, len(curve) - 1)]) for _, workers, curve in curves)
     each, left = total / max(len(sizes), 1), total
     one, equal = 0.0, 0.0
@@ -93,6 +98,16 @@ def _speeds(
             one += float(curve[view.min_workers])
         equal += float(np.interp(min(each, len(curve) - 1), np.arange(len(curve)), curve))
     return now, one, equal
+
+
+def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
+    """The first of these numbers, largest first, that have room for so many workers: the others change no speed."""
+    room = 0
+    for count, each in enumerate(slots, start=1):
+        room += each
+        if room >= workers:
+            return slots[:count]
+    return slots
 
 
 def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:

@@ -96,6 +96,7 @@ class PageServer:
                 await asyncio.wait_for(self._wanted.wait(), (_IDLE - 1) * period_s)
 
     async def _refresh(self) -> None:
+        """One look at the source; browsers are told what has changed."""
         async with self._asking:
             snapshot = await asyncio.to_thread(self._source.look, time.time())
         after = await asyncio.to_thread(tables, snapshot)
@@ -221,6 +222,7 @@ class PageServer:
 
 
 def _asked(request: web.Request) -> Asked:
+    """A request, as far as the gate looks at it."""
     headers = request.headers
     return Asked(
         method=request.method,

@@ -82,6 +82,7 @@ def stored_page(name: str, runs: Sequence[StoredRun]) -> tuple[PageSnapshot, dic
 
 
 def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
+    """A change of size as a line of the decision log."""
     return PageDecision(
         number=number,
         time_s=event.time_s,
