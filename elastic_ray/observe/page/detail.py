@@ -6,6 +6,7 @@ from elastic_ray.observe.page.job_memory import JobMemory, noise_scale, pauses, 
 from elastic_ray.observe.page.model import JobDetail
 from elastic_ray.observe.page.rows import finite
 from elastic_ray.observe.page.source import JobAnswer
+from placement.allocator.explaining import Explanation
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
@@ -26,8 +27,6 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
     view = memory.state.view if memory.state is not None else None
     curve = _curve(view, cluster)
     workers = sum(memory.state.target.values()) if memory.state is not None else 0
-    known = dict(curve)
-    gain = known[workers + 1] - known[workers] if workers in known and workers + 1 in known else None
     begun_s = view.submitted_s if view is not None else memory.first_s
     slow = view.slow_nodes if view is not None else {}
     events = tuple(memory.events)
@@ -35,8 +34,8 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         job=memory.job,
         curve=curve,
         measured=_measured(view),
-        gain=gain,
-        explanation=answer.explanation,
+        gain=_gain(answer.explanation, dict(curve).get(workers)),
+        explanation="" if answer.explanation is None else str(answer.explanation),
         noise_scale=noise_scale(memory.state),
         series=memory.series,
         pauses=pauses(events),
@@ -45,6 +44,13 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, short_ids(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )
+
+
+def _gain(told: Explanation | None, goodput: float | None) -> float | None:
+    """What one more worker adds to this goodput [samples/s], by the speeds that the allocator goes by."""
+    if told is None or told.speed_with_one_more is None or told.speed <= 0 or goodput is None:
+        return None
+    return goodput * (told.speed_with_one_more / told.speed - 1.0)
 
 
 def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], ...]:

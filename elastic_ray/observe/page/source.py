@@ -8,6 +8,7 @@ from typing import Protocol
 
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
+from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import AllocatorLook
 from placement.simulator.results.outlook import Outlook
 
@@ -77,10 +78,14 @@ class ClusterLook:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswer:
-    """What is asked of one job only when somebody looks at it."""
+    """What is asked of one job only when somebody looks at it.
+
+    Attributes:
+        explanation: the allocator's; None where it does not know the job.
+    """
 
     workers: tuple[WorkerInfo, ...] = ()
-    explanation: str = ""
+    explanation: Explanation | None = None
 
 
 class ActionRefusedError(Exception):

@@ -129,7 +129,7 @@ def test_the_strip_counts_every_slot_once() -> None:
     (count,) = seen.strip.slots
     target = row(seen, "a").target
     assert count.type == "CPU" and count.used + count.starting + count.idle + count.draining + count.other == 6
-    assert count.used + count.starting == target and count.starting >= 1
+    assert count.used + count.starting == target == 6 and count.starting == 5
     assert seen.strip.running == 1 and seen.strip.policy == "goodput" and seen.strip.decision_cpu_s == 0.01
     assert seen.strip.speed is not None and seen.strip.speed_one_each == pytest.approx(1.0)
     assert seen.strip.speed >= seen.strip.speed_equal > 0  # it has the cluster for itself
@@ -149,10 +149,10 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     assert (job.held_at, job.loss, job.efficiency, job.deadline_s) == (2, 0.25, 0.5, 5000.0)
     assert job.progress == pytest.approx(0.3) and job.eta_s == pytest.approx(700.0 * 64 / 100.0)
     assert [mark[3] for mark in seen.marks] == ["resize"]
-    detail = world.page.detail("a", JobAnswer(explanation="because"), 1003.0)
-    assert detail is not None and detail.explanation == "because" and detail.pauses[0][2] == 0.5
+    detail = world.page.detail("a", JobAnswer(explanation=world.core.explain("a")), 1003.0)
+    assert detail is not None and detail.explanation.startswith("job a has 2 workers") and detail.pauses[0][2] == 0.5
     assert [size for size, _ in detail.curve] == list(range(1, 9)) and len(detail.events) == 2
-    assert detail.gain == pytest.approx(dict(detail.curve)[3] - dict(detail.curve)[2])
+    assert detail.gain == pytest.approx(dict(detail.curve)[3] - dict(detail.curve)[2])  # its model is its own
     assert world.page.detail("b", JobAnswer(), 1003.0) is None
 
 

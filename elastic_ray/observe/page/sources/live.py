@@ -139,7 +139,7 @@ class LiveCluster:
         controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
         why = _get(allocator.explain.remote(job)) if allocator is not None else None
-        return JobAnswer(workers=tuple(workers or ()), explanation="" if why is None else str(why))
+        return JobAnswer(workers=tuple(workers or ()), explanation=why)
 
     def _controller(self, job: str) -> Any | None:
         """The controller that runs this job now."""
