@@ -139,6 +139,18 @@ def test_the_strip_counts_every_slot_once() -> None:
     assert [each.gone_s for each in gone.nodes] == [None, 1002.0]
 
 
+def test_a_node_that_drains_is_marked_once_and_its_free_slots_are_not_idle() -> None:
+    world = World(4, 2)
+    world.hear("a", 1001.0, max_workers=1)
+    world.look(1001.5)
+    world.core.handle(NodesChanged(cluster=world.cluster.draining({"n1"})), 1002.0)
+    world.look(1002.5)
+    seen = world.look(1003.0)
+    assert [(mark[1], mark[3]) for mark in seen.marks] == [(1002.5, "drain")]
+    (count,) = seen.strip.slots
+    assert (count.draining, count.idle + count.used + count.starting) == (2, 4)
+
+
 def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     world = World(8)
     progress = Progress(done=300.0, epoch_ends=(100.0, 200.0, 300.0), epochs=10.0)

@@ -31,6 +31,7 @@ _ALLOCATOR = "allocator"
 _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
+_REST = 3.0  # times the allocator's answer took
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
@@ -52,11 +53,12 @@ class LiveCluster:
         self._told: dict[str, int] = {}  # events by job
         self._facts: dict[str, JobFacts] = {}
         self._turn = 0
+        self._answer_s = 0.0
 
     @property
     def period_s(self) -> float | None:
-        """Time between two looks [s]."""
-        return self._period_s
+        """Time between two looks [s]; longer where the allocator has so much to tell that looks would keep it busy."""
+        return max(self._period_s, _REST * self._answer_s)
 
     def look(self, now_s: float) -> PageSnapshot:
         """Ask allocator, controllers and control store."""
@@ -81,10 +83,13 @@ class LiveCluster:
         allocator = find_actor(_ALLOCATOR)
         if allocator is None:
             return None
+        begun_s = time.monotonic()
         try:
             look: AllocatorLook = ray.get(allocator.look.remote(*self._page.known), timeout=_ANSWER_S)
         except (RayActorError, GetTimeoutError):
             return None
+        finally:
+            self._answer_s = time.monotonic() - begun_s
         return look
 
     def _find_controllers(self) -> None:
