@@ -28,7 +28,11 @@ from placement.simulator.cli import main
 from tests.observe.page.pages import chromium, missing, served, tab, until
 from tests.placement.simulator.worlds import profiles, trace
 
-pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.timeout(180),
+    pytest.mark.xdist_group("processes"),  # one browser, beside nothing that is measured
+]
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,9 @@ export class JobView {
     if (this.job && Date.now() - this.asked > AGAIN_MS && !this.editing()) this.load();
   }
 
+  // Whether somebody is at work in it: what is drawn anew loses the focus.
   editing() {
-    return $("detail").contains(document.activeElement) && document.activeElement.tagName === "INPUT";
+    return $("detail").contains(document.activeElement);
   }
 
   async load() {

@@ -22,6 +22,7 @@ export class Timeline {
     this.drag = null;
     this.rows = [];
     this.placed = new Map();
+    this.stays = new Map();
     this.listen();
     $("legend").replaceChildren(...Object.entries(MARKS).slice(0, 8).map(([name, [sign]]) => h("span", {}, `${sign} ${name}`)));
   }
@@ -49,6 +50,7 @@ export class Timeline {
       this.rows = this.store.rows("nodes").filter((node) => node.gone_s === null || used.has(node.node));
       for (const id of used) if (!nodes.has(id)) this.rows.push({ node: id, label: id.slice(0, 8), slots: 1, gone_s: 0 });
       this.placed = lanes(bars, nodes, Infinity);
+      this.stays = stays(this.rows, this.placed);
     }
     this.draw();
   }
@@ -193,8 +195,7 @@ export class Timeline {
   }
 
   rowOf(job, time) {
-    return this.rows.findIndex((row) => (this.placed.get(row.node) ?? []).some((each) =>
-      each.bar[2] === job && each.from <= time + 1 && each.to >= time - 1));
+    return this.stays.get(job)?.find(([, from, to]) => from <= time + 1 && to >= time - 1)?.[0] ?? -1;
   }
 
   paintAxis(view, y) {
@@ -313,6 +314,16 @@ export class Timeline {
     e.preventDefault();
     this.zoom(next);
   }
+}
+
+// [place of the row, from, to] of every bar, by job.
+function stays(rows, placed) {
+  const found = new Map();
+  rows.forEach((row, place) => (placed.get(row.node) ?? []).forEach(({ bar, from, to }) => {
+    if (!found.has(bar[2])) found.set(bar[2], []);
+    found.get(bar[2]).push([place, from, to]);
+  }));
+  return found;
 }
 
 function line(g, colour, steps, value, y) {
