@@ -6,10 +6,15 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,3 +88,31 @@ def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {expression}"
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def dashboard(*arguments: str, address: str = "") -> Iterator[tuple[str, str]]:
+    """``elastic-ray dashboard`` as a user starts it: the address that it prints, and the token."""
+    command = [sys.executable, "-u", "-m", "elastic_ray.cli", "dashboard", "--port", "0", *arguments]
+    environment = {**os.environ, **({"RAY_ADDRESS": address} if address else {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert process.stdout is not None
+    try:
+        said = ""
+        while "dashboard: http" not in said or (address and "token" not in said):
+            line = process.stdout.readline()
+            assert line, f"it has ended: {said}"
+            said += line
+        found = re.search(r"dashboard: (http://127\.0\.0\.1:\d+/)", said)
+        token = re.search(r"shown once: (\S+)", said)
+        assert found is not None
+        yield found[1], token[1] if token else ""
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import re
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +13,9 @@ from elastic_ray.faults import Faults
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
 from tests.job.jobs import start
-from tests.observe.page.pages import chromium, missing, tab, until
+from tests.observe.page.pages import chromium, dashboard, missing, read, tab, until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(300)]
-
-
-@contextlib.contextmanager
-def dashboard(*arguments: str, address: str = "") -> Iterator[tuple[str, str]]:
-    """``elastic-ray dashboard`` as a user starts it: the address that it prints, and the token."""
-    command = [sys.executable, "-u", "-m", "elastic_ray.cli", "dashboard", "--port", "0", *arguments]
-    environment = {**os.environ, **({"RAY_ADDRESS": address} if address else {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    assert process.stdout is not None
-    try:
-        said = ""
-        while "dashboard: http" not in said or (address and "token" not in said):
-            line = process.stdout.readline()
-            assert line, f"it has ended: {said}"
-            said += line
-        found = re.search(r"dashboard: (http://127\.0\.0\.1:\d+/)", said)
-        token = re.search(r"shown once: (\S+)", said)
-        assert found is not None
-        yield found[1], token[1] if token else ""
-    finally:
-        process.terminate()
-        process.wait(timeout=20)
-        process.stdout.close()
-
-
-def read(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return json.loads(answer.read())
 
 
 def wait_for(condition: Any, timeout_s: float = 60) -> None:

@@ -1,0 +1,45 @@
+"""A sweep of Ray Tune on the page, in a real browser, while it runs and from its files."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from ray import tune
+
+from tests.local_cluster import LocalCluster
+from tests.observe.page.pages import chromium, dashboard, missing, read, tab, until
+from tests.tuning.sweeps import fit
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
+    pytest.mark.timeout(240),
+]
+
+
+def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
+    hold = tmp_path / "go"
+    space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 4, "hold": str(hold)}
+    sweep = threading.Thread(target=fit, args=(tmp_path / "runs", space))
+    sweep.start()
+    try:
+        with dashboard(address=sweep_cluster.address) as (url, _), chromium() as started, tab(started) as (page, _):
+            page.goto(url)
+            until(page, "document.querySelectorAll('[data-sweep]').length === 1", 120)
+            until(page, "document.querySelectorAll('[data-sweep] svg rect').length >= 2", 120)
+            assert "2 trials" in page.locator("[data-sweep] h3").inner_text()
+            jobs = read(f"{url}api/snapshot")["jobs"]
+            assert len({job["sweep"] for job in jobs}) == 1 and len(jobs) == 2
+            assert all(job["job"].startswith(f"{job['sweep']}-") for job in jobs)
+            hold.touch()
+            until(page, "document.querySelector('[data-sweep] h3').textContent.includes('0 running')", 120)
+    finally:
+        hold.touch()
+        sweep.join(timeout=60)
+    with dashboard("--from", str(tmp_path / "runs")) as (url, _):
+        stored = read(f"{url}api/snapshot")["jobs"]
+    assert len(stored) == 2 and {job["phase"] for job in stored} <= {"finished", "stopped"}
+    assert all(job["sweep"] for job in stored)
