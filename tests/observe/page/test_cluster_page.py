@@ -230,5 +230,8 @@ def test_what_if_takes_registered_policies_only() -> None:
         compare(None, "", "", 1002.0)
     with pytest.raises(InputError, match="cluster must look like"):
         compare(look, "x", "", 1002.0)
+    for many in ("cpu:999999999x1", "cpu:600x1,T4:600x1", "cpu:1x999999999"):  # which would fill this machine
+        with pytest.raises(InputError, match="nodes must be 1000 at most"):
+            compare(look, many, "", 1002.0)
     now, then = compare(look, "cpu:1x2", "fifo", 1002.0)
     assert [each.job for each in now] == ["a"] == [each.job for each in then] and then[0].workers <= 2

@@ -32,6 +32,7 @@ _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
 _REST = 3.0  # times the allocator's answer took
+_EXPLAINED_S = 3.0
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
@@ -52,6 +53,7 @@ class LiveCluster:
         self._jobs: dict[str, str] = {}  # job by actor
         self._told: dict[str, int] = {}  # events by job
         self._facts: dict[str, JobFacts] = {}
+        self._answers: dict[str, tuple[float, JobAnswer]] = {}
         self._turn = 0
         self._answer_s = 0.0
 
@@ -93,11 +95,16 @@ class LiveCluster:
         return look
 
     def _find_controllers(self) -> None:
+        """Controllers that live; of those that do not, nothing is kept."""
         there = names_of_actors(_PREFIX)
         known = {name: self._controllers[name] for name in there if name in self._controllers}
         found = {name: find_actor(name) for name in there if name not in known}
         self._controllers = {**known, **{name: each for name, each in found.items() if each is not None}}
         self._jobs = {actor: job for actor, job in self._jobs.items() if actor in self._controllers}
+        here = set(self._jobs.values())  # another job of a name that has ended tells everything anew
+        self._told = {job: count for job, count in self._told.items() if job in here}
+        self._facts = {job: facts for job, facts in self._facts.items() if job in here}
+        self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
         """Answers of those whose turn it is; one that does not answer in time is asked again in its next turn."""
@@ -141,10 +148,20 @@ class LiveCluster:
         return self._page.detail(job, self._answer(job), time.time())
 
     def _answer(self, job: str) -> JobAnswer:
+        """What is asked of one job only; not more often than every few seconds, however many look at it.
+
+        To explain a job, the allocator decides once more.
+        """
+        known = self._answers.get(job)
+        if known is not None and time.monotonic() - known[0] < _EXPLAINED_S:
+            return known[1]
         controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
-        why = _get(allocator.explain.remote(job)) if allocator is not None else None
-        return JobAnswer(workers=tuple(workers or ()), explanation=why)
+        why = _get(allocator.explain.remote(job)) if allocator is not None and controller is not None else None
+        answer = JobAnswer(workers=tuple(workers or ()), explanation=why)
+        if controller is not None:
+            self._answers[job] = time.monotonic(), answer
+        return answer
 
     def _controller(self, job: str) -> Any | None:
         """The controller that runs this job now."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.simulator.results.outlook import Outlook, outlook, read_nodes
 
-MOST_JOBS = 200
+MOST_JOBS, MOST_NODES = 200, 1000
+_SIZES = re.compile(r":(\d+)x(\d+)")
 _MOST_TEXT = 200
 
 
@@ -37,6 +40,9 @@ def compare(
         raise InputError(f"the cluster's policy {look.core.policy!r} is a user's own: ask with `simulate --live`")
     if len(nodes) > _MOST_TEXT:
         raise InputError(f"nodes must be at most {_MOST_TEXT} characters, but got {len(nodes)}")
+    sizes = [(int(count), int(devices)) for count, devices in _SIZES.findall(nodes)]
+    if sum(count for count, _ in sizes) > MOST_NODES or any(devices > MOST_NODES for _, devices in sizes):
+        raise InputError(f"nodes must be {MOST_NODES} at most, with as many devices each, but got {nodes!r}")
     other = read_nodes(nodes, views) if nodes else look.core.cluster
     now = outlook(views, look.core.cluster, look.core.policy, now_s, stay=True)
     return now, outlook(views, other, policy or look.core.policy, now_s)
