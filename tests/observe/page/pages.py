@@ -27,11 +27,13 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @contextlib.contextmanager
-def served(source: Source, token: str | None = None, feed: Feed | None = None) -> Iterator[int]:
-    """The port of a page that is served from another thread."""
+def served(
+    source: Source, token: str | None = None, feed: Feed | None = None, *, host: str = "127.0.0.1"
+) -> Iterator[int]:
+    """The port of a page that is served on loopback from another thread, by the rules of a page that is at ``host``."""
     bound = listener("127.0.0.1", 0)
     loop, over = asyncio.new_event_loop(), asyncio.Event()
-    server = PageServer(source, Gate(token=token), feed)
+    server = PageServer(source, Gate(host=host, token=token), feed)
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve(server, bound, over.wait)))
     thread.start()
     try:

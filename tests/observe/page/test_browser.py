@@ -215,6 +215,24 @@ def test_it_fits_the_screen_in_light_and_dark(started: Any, width: int, scheme: 
         assert page.evaluate("document.documentElement.dataset.theme") != scheme
 
 
+def test_a_page_that_others_can_reach_shows_nothing_without_its_token(started: Any) -> None:
+    with served(StoredPage(page_of(3), {}), "the-token", host="0.0.0.0") as port, tab(started) as (page, wrong):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("#ask[open]")
+        assert "token is missing" in page.locator("#ask-why").inner_text() and not page.locator("[data-job]").count()
+        page.fill("#ask-token", "another")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#ask[open]")
+        page.fill("#ask-token", "the-token")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("[data-job='job-0001']")
+        wrong.clear()  # the browser's own lines about the answers 401
+        page.goto("about:blank")
+        page.goto(f"http://127.0.0.1:{port}/#token=the-token")
+        page.wait_for_selector("[data-job='job-0001']")
+        assert "the-token" not in page.url
+
+
 def test_a_simulation_is_shown_from_its_report(started: Any, tmp_path: Path) -> None:
     report = simulated(tmp_path)
     begun = time.monotonic()
