@@ -32,6 +32,7 @@ _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
 _REST = 3.0  # times the allocator's answer took
+_LONGEST_S = 5.0
 _EXPLAINED_S = 3.0
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
@@ -60,7 +61,7 @@ class LiveCluster:
     @property
     def period_s(self) -> float | None:
         """Time between two looks [s]; longer where the allocator has so much to tell that looks would keep it busy."""
-        return max(self._period_s, _REST * self._answer_s)
+        return max(self._period_s, min(_REST * self._answer_s, _LONGEST_S))
 
     def look(self, now_s: float) -> PageSnapshot:
         """Ask allocator, controllers and control store."""
@@ -73,7 +74,8 @@ class LiveCluster:
             self._find_controllers()
             jobs = self._ask_controllers()
         except (RayError, ConnectionError, RuntimeError) as error:
-            problem = f"the cluster does not answer: {printable(str(error).strip().splitlines()[0])}"
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            problem = f"the cluster does not answer: {printable(first)}"
         alive = frozenset(self._jobs.get(actor, actor.removeprefix(_PREFIX)) for actor in self._controllers)
         self._page.take(
             ClusterLook(now_s=now_s, allocator=allocator, jobs=jobs, alive=alive, nodes=nodes, problem=problem)
