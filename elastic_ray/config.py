@@ -52,6 +52,9 @@ class ElasticConfig:
             stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
             event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
             but fails.
+        tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
+            directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
+        tracker_timeout_s: time that TensorBoard and the run's callbacks have to end when the job has ended.
         faults: a script of faults to try a set-up out with; None for real work.
     """
 
@@ -72,6 +75,8 @@ class ElasticConfig:
     straggler_patience_s: float = 60.0
     private_files: bool = True
     storage_timeout_s: float = 60.0
+    tensorboard: bool | None = None
+    tracker_timeout_s: float = 30.0
     faults: Faults | None = None
 
     def __post_init__(self) -> None:
@@ -97,9 +102,9 @@ class ElasticConfig:
         elif name == "stragglers":
             if value not in RESPONSES:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
-        elif name == "checkpoint_interval_s" and value is None:
+        elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
-        elif name in ("fixed_batch", "automatic_checkpoints", "private_files"):
+        elif name in ("fixed_batch", "automatic_checkpoints", "private_files", "tensorboard"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):

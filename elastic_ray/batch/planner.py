@@ -121,6 +121,14 @@ class BatchPlanner:
         bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
 
+    @property
+    def noise_scale(self) -> float | None:
+        """The simple noise scale [samples] (McCandlish et al. 2018, eq. 2.9); None while it is not known."""
+        noise = self.latest.noise if self.latest is not None else None
+        if noise is None or noise.sqr <= 0 or self.loader is None:
+            return None
+        return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
+
     def goodput(self) -> float | None:
         """Goodput [samples/s] of the present configuration; None before there is a model."""
         report, model = self.latest, self.model

@@ -73,8 +73,9 @@ class StepReport:
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
-    ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
-    asks for; None without.
+    ``learning_rate_factor`` is what the first model's learning rates are multiplied by, for its batch and by policies;
+    the mean over its parameter groups. ``held_batch`` is the global batch that a policy of the user has set, ``wish``
+    the fewest and most workers that it asks for; None without.
     """
 
     generation: int
@@ -95,3 +96,4 @@ class StepReport:
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()
+    learning_rate_factor: float | None = None

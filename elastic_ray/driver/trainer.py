@@ -31,6 +31,7 @@ from elastic_ray.driver.ray_train_config import job_name, read_run, read_scaling
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.packed_policy import pack_policy
@@ -111,6 +112,12 @@ class ElasticTrainer:
         told = read_overrides(os.environ)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
+        self._callbacks = pack_callbacks(
+            self._run.callbacks,
+            run_config=run_config,
+            train_loop_config=train_loop_config,
+            scaling_config=scaling_config,
+        )
         self._name = self._run.name or job_name(take_name(os.environ))
         self._submission = told.submission
         self._elastic = elastic_config or ElasticConfig()
@@ -198,6 +205,8 @@ class ElasticTrainer:
             model_fingerprint=self._fingerprint,
             policy=self._policy,
             submission=self._submission,
+            callbacks=self._callbacks,
+            callback_names=tuple(type(callback).__name__ for callback in self._run.callbacks),
         )
 
 

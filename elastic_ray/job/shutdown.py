@@ -26,6 +26,7 @@ class JobShutdown:
     def __init__(self, parts: JobContext, allocator: AllocatorClient) -> None:
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
         self._group, self._background, self._allocator = parts.group, parts.background, allocator
+        self._trackers = parts.trackers
         self._error: BaseException | Raised | None = None
         self._written: asyncio.Task[None] | None = None
         self.return_value: Sealed | None = None
@@ -56,7 +57,12 @@ class JobShutdown:
         if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
             self._writer.delete_states()
         if self._record.outcome() is not None:
-            self._written = self._background.start(self._writer.finish())
+            self._written = self._background.start(self._finish())
+
+    async def _finish(self) -> None:
+        """Trackers read what is written, and may take long: they come after it."""
+        await self._writer.finish()
+        await self._trackers.finish(self._record.phase, self._error)
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""

@@ -1,0 +1,1 @@
+"""What others see of a run: the trackers that its user looks at."""
