@@ -32,4 +32,5 @@ def step_report(run: RunState) -> StepReport | None:
         stragglers=run.stragglers.slow,
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,
+        learning_rate_factor=run.registry.models.rate_factor,
     )

@@ -25,6 +25,7 @@ from elastic_ray.state.resume_point import ResumePoint
 logger = logging.getLogger("elastic_ray.job")
 
 _POLL_S = 0.02
+_MOST_HELD = 5000
 _BEGUN = "begun"
 _GENERATIONS = 4  # whose members are remembered
 
@@ -62,6 +63,7 @@ class RunTrackers:
         self._threads: list[TrackerThread] = []
         self._callbacks: list[CallbackTracker] = []
         self._begun = False
+        self._held: list[tuple[Report, float]] | None = None  # until it is known which reports came before them
         self._seen: StepReport | None = None
         self._resizes = self._failures = 0
         self._groups = collections.deque[GenerationSpec](maxlen=_GENERATIONS)
@@ -95,6 +97,7 @@ class RunTrackers:
             return
         for index, tracker in enumerate(self._callbacks):
             tracker.recall(notes.get(str(index), ""))
+        self._held = []
         self._begin(0, 0, again=True)
 
     @property
@@ -104,7 +107,8 @@ class RunTrackers:
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """The run begins here, None for its beginning; later calls count for nothing."""
+        """The run begins here, None for its beginning, or goes on with all reports known that were made before."""
+        self._release()
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -116,9 +120,18 @@ class RunTrackers:
 
     def report(self, report: Report) -> None:
         """Rank 0 has reported."""
-        now_s = time.time()
+        if self._held is not None and len(self._held) < _MOST_HELD:
+            self._held.append((report, time.time()))
+            return
         for thread in self._threads:
-            thread.report(report, now_s)
+            thread.report(report, time.time())
+
+    def _release(self) -> None:
+        """Reports that came while earlier ones were looked for: readers take the steps of a series to grow."""
+        held, self._held = self._held or [], None
+        for report, time_s in sorted(held, key=lambda each: each[0].index):
+            for thread in self._threads:
+                thread.report(report, time_s)
 
     def event(self, event: JobEvent) -> None:
         """Something has happened to the job."""
@@ -175,6 +188,7 @@ class RunTrackers:
         """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``."""
         if not self._begun:
             return  # it has ended before it was known where it begins
+        self._release()
         if isinstance(error, Raised):
             self._tell_callbacks(lambda tracker: tracker.raised(error))
         for thread in self._threads:

@@ -32,6 +32,7 @@ _MARKS = frozenset(
         EventKind.FINISHED,
     }
 )
+_STARTS = frozenset({EventKind.STARTED, EventKind.RECOVERED})
 _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED})
 
 
@@ -110,6 +111,11 @@ def is_mark(event: JobEvent) -> bool:
 def is_change_of_size(event: JobEvent) -> bool:
     """Whether a job that trained trains with another number of workers, or with none."""
     return event.kind in _SIZES
+
+
+def changes_workers(event: JobEvent) -> bool:
+    """Whether a job trains with another number of workers from then on."""
+    return event.kind in _STARTS or is_change_of_size(event)
 
 
 def mark_text(event: JobEvent) -> str:

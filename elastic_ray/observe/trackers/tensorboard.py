@@ -19,6 +19,7 @@ from elastic_ray.observe.trackers.series import (
     REPORT,
     JobNumbers,
     SeenReports,
+    changes_workers,
     flat_numbers,
     is_mark,
     mark_text,
@@ -82,7 +83,7 @@ class TensorBoardWriter:
         """The job's own, under :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
-        self._files.add(event_format.scalar_event(numbers.time_s, numbers.step, values))
+        self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
         """A mark; what a run goes back behind is void."""
@@ -94,8 +95,11 @@ class TensorBoardWriter:
 
     def _mark(self, step: int, event: JobEvent) -> None:
         self._files.add(event_format.text_event(event.time_s, step, f"{PREFIX}{event.kind.value}", mark_text(event)))
-        if event.pause_s:
-            self._files.add(event_format.scalar_event(event.time_s, step, {f"{PREFIX}pause_s": event.pause_s}))
+        values = {f"{PREFIX}pause_s": event.pause_s} if event.pause_s else {}
+        if changes_workers(event):
+            values[f"{PREFIX}workers"] = float(event.to_workers)
+        if values:
+            self._files.add(event_format.scalar_event(event.time_s, step, values))
 
     def _go_back(self, step: int, reports: int) -> None:
         """What is there of later steps counts no more, but for the marks."""
