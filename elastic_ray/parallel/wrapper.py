@@ -152,7 +152,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         builder = resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
-        run.registry.models.add_rate_factor(lambda: self._learning_rates.factor)
+        run.registry.add_rate_factor(lambda: self._learning_rates.factor)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)

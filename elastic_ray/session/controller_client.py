@@ -36,5 +36,8 @@ class ControllerClient(Protocol):
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """What the job's user should know: the kind of event, a sentence, and numbers."""
 
+    def tracker_dir(self) -> str:
+        """A directory of this node that the train function may log into; the same run's, whoever is rank 0."""
+
     def claim_fault(self, index: int) -> bool:
         """Whether this process may carry out fault number ``index`` of the script."""

@@ -159,6 +159,10 @@ class Registry:
         for hook in self._hooks[point]:
             hook()
 
+    def add_rate_factor(self, factor: Callable[[], float]) -> None:
+        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        self.models.add_rate_factor(factor)
+
     def add_buffers(self, buffers: Buffers) -> None:
         """A model's buffers, synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)

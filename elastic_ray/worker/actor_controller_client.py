@@ -17,6 +17,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.session.transitions import WorkerDismissed
@@ -79,6 +80,7 @@ class ActorControllerClient:
             assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files
         )
         self.calls = StorageCalls(self.storage.where)
+        self.tracker_files = TrackerFiles(self.storage)
         # The other ranks wait in a collective meanwhile, and must not take this one for lost.
         timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
@@ -229,6 +231,9 @@ class ActorControllerClient:
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.warning("%s", text)
         self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
+
+    def tracker_dir(self) -> str:
+        return self.tracker_files.folder()
 
     def claim_fault(self, index: int) -> bool:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))

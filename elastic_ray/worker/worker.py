@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
+_TRACKER_S = 10.0  # for what the train function has logged itself, where storage is not local
 _REGROUP_S = 30.0  # of a controller that has come back
 
 _End = TypeVar("_End", bound=RunEnd)
@@ -247,6 +248,7 @@ class Worker:
                 saver.close()
             session.membership.close(broken=broken)
             heartbeats.stop()
+            link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
         """Who saves automatic checkpoints of a run; None where the job has none."""

@@ -87,6 +87,9 @@ class _Link:
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self._job.outcome.told.append((kind, text, dict(detail)))
 
+    def tracker_dir(self) -> str:
+        raise NotImplementedError
+
     def claim_fault(self, index: int) -> bool:
         return False
 

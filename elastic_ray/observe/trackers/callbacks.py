@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import pyarrow.fs
 
+from elastic_ray.checkpoints.copying import copy_directory
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import JobEvent, JobPhase, Report
 from elastic_ray.observe.trackers import one_run
@@ -90,7 +91,7 @@ class CallbackTracker:
             self._seen = SeenReports(int(self._note.get("told", 0)))
             self.note = note
 
-    def begin(self, step: int, reports: int, *, again: bool) -> None:
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Unpickle the callback, and tell it that the run begins."""
         callback, context = self._callbacks.get(self._index)
         if not again:
@@ -296,14 +297,8 @@ class _LoggerCallback:
     def _upload(self) -> None:
         storage = self._run.storage
         if not storage.local and os.listdir(self._trial.local_path):
-            target = f"{storage.path}/{FOLDER}"
-            make_directory(storage.filesystem, target, private=storage.private)
-            pyarrow.fs.copy_files(
-                self._trial.local_path,
-                target,
-                source_filesystem=pyarrow.fs.LocalFileSystem(),
-                destination_filesystem=storage.filesystem,
-            )
+            target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
+            copy_directory(local, self._trial.local_path, storage.filesystem, target, private=storage.private)
 
     def state(self) -> str | None:
         """By which the tracker's own run is found again."""

@@ -107,14 +107,18 @@ class ReadEvent:
     """What is read of an event.
 
     Attributes:
+        time_s: when it was written [s since the epoch].
         step: its step.
         restarts: it says that what was written of this step and later ones counts no more.
         values: its scalars, by tag.
+        is_text: it holds a text.
     """
 
+    time_s: float = 0.0
     step: int = 0
     restarts: bool = False
     values: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    is_text: bool = False
 
 
 def read_event(record: bytes) -> ReadEvent:
@@ -123,19 +127,22 @@ def read_event(record: bytes) -> ReadEvent:
     Raises:
         ValueError: it is no event.
     """
-    step, restarts, values = 0, False, dict[str, float]()
+    time_s, step, restarts, is_text, values = 0.0, 0, False, False, dict[str, float]()
     for number, value in _fields(record):
         if number == _STEP and isinstance(value, int):
             step = value
+        elif number == _WALL_TIME and isinstance(value, float):
+            time_s = value
         elif number == _SESSION_LOG and isinstance(value, bytes):
             restarts = (1, _START) in _fields(value)
         elif number == _SUMMARY and isinstance(value, bytes):
             for _, each in _fields(value):
                 found = dict(_fields(each)) if isinstance(each, bytes) else {}
                 tag, scalar = found.get(_TAG), found.get(_SIMPLE_VALUE)
+                is_text = is_text or _TENSOR in found
                 if isinstance(tag, bytes) and isinstance(scalar, float):
                     values[tag.decode(errors="replace")] = scalar
-    return ReadEvent(step=step, restarts=restarts, values=values)
+    return ReadEvent(time_s=time_s, step=step, restarts=restarts, values=values, is_text=is_text)
 
 
 def _event(time_s: float, *fields: bytes) -> bytes:

@@ -98,7 +98,7 @@ class RunTrackers:
         for index, tracker in enumerate(self._callbacks):
             tracker.recall(notes.get(str(index), ""))
         self._held = []
-        self._begin(0, 0, again=True)
+        self._begin(0, 0, again=True, events=events)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -113,10 +113,10 @@ class RunTrackers:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
 
-    def _begin(self, steps: int, reports: int, *, again: bool) -> None:
+    def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         self._begun = True
         for thread in self._threads:
-            thread.begin(steps, reports, again=again)
+            thread.begin(steps, reports, again=again, events=events)
 
     def report(self, report: Report) -> None:
         """Rank 0 has reported."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import posixpath
 import re
 import socket
 import time
+from typing import TypeVar
 
 import pyarrow.fs
 
@@ -25,6 +27,8 @@ from elastic_ray.observe.trackers.series import (
     mark_text,
 )
 from placement.storage.private_files import make_directory, open_append, open_output
+
+T = TypeVar("T")
 
 FOLDER = "tensorboard"
 _FILE = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
@@ -55,17 +59,22 @@ class TensorBoardWriter:
         self._step = 0
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
-    def begin(self, step: int, reports: int, *, again: bool) -> None:
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Find what is there; where the run does not go on with it, what comes later than its beginning is void.
 
         Raises:
             OSError: it cannot be read or written.
         """
-        found, last, any_there = self._files.find()
+        found = self._files.find()
         if again:
-            self._step = max(self._step, last)
-            self._seen = SeenReports(min(found, default=1) - 1, frozenset(found))
-        elif any_there:
+            self._step = max(self._step, found.step)
+            self._seen = SeenReports(min(found.reports, default=1) - 1, frozenset(found.reports))
+            for event in filter(is_mark, events):
+                if event.time_s in found.marks:
+                    self._marks.append((found.marks[event.time_s], event))
+                else:  # the controller before this one has died before it could write it
+                    self.event(event)
+        elif found.any:
             self._seen = SeenReports(reports)
             self._go_back(step, reports)
         self._files.write()
@@ -126,6 +135,30 @@ class TensorBoardWriter:
         self._files.write(last=True)
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Found:
+    """What event files say that still counts.
+
+    Attributes:
+        reports: the last reports, with their steps.
+        marks: when each mark was made [s since the epoch], with its step.
+        step: the last step.
+        void: the step from which earlier files count no more; None for none.
+        any: whether there are files.
+    """
+
+    reports: dict[int, int] = dataclasses.field(default_factory=dict)
+    marks: dict[float, int] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    void: int | None = None
+    any: bool = False
+
+
+def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
+    """Those that a run has not gone back behind."""
+    return {thing: step for thing, step in steps.items() if void is None or step < void}
+
+
 class EventFiles:
     """Files that one controller adds, beside those of earlier ones.
 
@@ -145,8 +178,8 @@ class EventFiles:
         self._pending_size = 0
         self._not_before_s = self._again_s = 0.0
 
-    def find(self) -> tuple[dict[int, int], int, bool]:
-        """What earlier controllers have written: the last reports with their steps, the last step, and whether any.
+    def find(self) -> Found:
+        """What earlier controllers have written that still counts.
 
         Raises:
             OSError: the directory cannot be read.
@@ -155,34 +188,37 @@ class EventFiles:
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
         names = sorted(name for name in names if _FILE.fullmatch(name))
         self._newest = max((int(name.split(".")[3]) for name in names), default=0)
-        reports: dict[int, int] = {}
-        last: int | None = None
+        found = Found(any=bool(names))
         void: int | None = None
-        for name in reversed(names):  # the newest first: of long runs, the older ones are not read
-            found, last_of_file, void_from = self._read(name)
-            reports = {number: step for number, step in found.items() if void is None or step < void} | reports
-            void = void_from if void is None else min(void, void_from if void_from is not None else void)
-            last = last_of_file if last is None else last
-            if len(reports) >= _KNOWN:
+        for number, name in enumerate(reversed(names)):  # the newest first: of long runs, the older ones are not read
+            earlier = self._read(name)
+            found.reports = _before(earlier.reports, void) | found.reports
+            found.marks = _before(earlier.marks, void) | found.marks
+            found.step = earlier.step if number == 0 else found.step
+            void = min((step for step in (void, earlier.void) if step is not None), default=None)
+            if len(found.reports) >= _KNOWN:
                 break
-        return reports, last or 0, bool(names)
+        return found
 
-    def _read(self, name: str) -> tuple[dict[int, int], int, int | None]:
-        """Reports of a file with their steps, its last step, and that from which it voids earlier files, if it does."""
-        reports: dict[int, int] = {}
-        last = 0
-        void: int | None = None
+    def _read(self, name: str) -> Found:
+        """What one file says."""
+        found = Found()
         with self._filesystem.open_input_stream(posixpath.join(self._folder, name)) as stream:
             for record in event_format.records(stream):
                 with contextlib.suppress(ValueError):
                     event = event_format.read_event(record)
-                    last = max(0, event.step - 1) if event.restarts else event.step
+                    found.step = max(0, event.step - 1) if event.restarts else event.step
                     if event.restarts:
-                        reports = {number: step for number, step in reports.items() if step < event.step}
-                        void = event.step if void is None else min(void, event.step)
+                        found.reports, found.marks = (
+                            _before(found.reports, event.step),
+                            _before(found.marks, event.step),
+                        )
+                        found.void = event.step if found.void is None else min(found.void, event.step)
+                    elif event.is_text:
+                        found.marks[event.time_s] = event.step
                     elif (number := event.values.get(REPORT)) is not None:
-                        reports[int(number)] = event.step
-        return reports, last, void
+                        found.reports[int(number)] = event.step
+        return found
 
     def add(self, record: bytes) -> None:
         """A record, to be written some time."""

@@ -22,13 +22,14 @@ _HANGS_S = 30.0
 class Tracker(Protocol):
     """What takes a run's numbers. All calls come from one thread, one after the other; each may raise."""
 
-    def begin(self, step: int, reports: int, *, again: bool) -> None:
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """The run begins, before anything else is told.
 
         Args:
             step: optimizer steps committed before.
             reports: reports made before.
             again: a controller before this one has begun it; the workers may have trained on meanwhile.
+            events: what has happened to the job until then, as far as a controller before this one has known.
         """
 
     def report(self, report: Report, time_s: float) -> None:
@@ -69,9 +70,9 @@ class TrackerThread:
         self._closed = self._given_up = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, step: int, reports: int, *, again: bool) -> None:
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         """As of :class:`Tracker`; so are the next three."""
-        self._put("begin", lambda: self._tracker.begin(step, reports, again=again))
+        self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
 
     def report(self, report: Report, time_s: float) -> None:
         """Rank 0 has reported."""
