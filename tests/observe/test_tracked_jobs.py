@@ -57,10 +57,14 @@ def test_a_job_with_a_lost_rank_0_and_a_lost_controller_is_one_run(ray_cluster: 
 
 
 def test_what_a_restart_repeats_replaces_what_was_there(ray_cluster: Any, tmp_path: Path) -> None:
+    """The only worker dies; the reports since the last checkpoint, at step 12, are made once more."""
     elastic = {"automatic_checkpoints": False}
-    faults = Faults().kill(rank=0, step=20)
-    handle, _ = run(tmp_path, workers=1, epochs=5, faults=faults, elastic=elastic, max_failures=1)
+    faults = Faults().kill(rank=0, step=30, moment="forward")
+    handle, _ = run(
+        tmp_path, workers=1, epochs=6, faults=faults, elastic=elastic, max_failures=1, checkpoint_at=12, pause_s=0.1
+    )
     assert EventKind.RESTART in kinds(handle)
     shown, marks = scalars(board(tmp_path, handle)), texts(board(tmp_path, handle))
-    check_reports(shown, 5)
-    assert marks["elastic/restart"]
+    check_reports(shown, 7)
+    assert marks["elastic/restart"][0][0] <= 13
+    assert shown["elastic/failures"][-1][1] == 1
