@@ -119,6 +119,7 @@ def test_run_config_is_honoured() -> None:
     )
     assert dataclasses.asdict(run) == {
         "name": "digits",
+        "callbacks": (),
         "storage_path": "/tmp/x",
         "storage_filesystem": None,
         "max_failures": 3,
@@ -150,7 +151,7 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
     callback = UserCallback()
     callback.lock = threading.Lock()  # type: ignore[attr-defined]
     config = RunConfig(storage_path=str(tmp_path), callbacks=[callback])
-    with pytest.raises(TypeError, match="callback UserCallback .* cannot be sent"):
+    with pytest.raises(TypeError, match=r"callback UserCallback .* cannot be sent"):
         ElasticTrainer(lambda: None, run_config=config)
 
 
