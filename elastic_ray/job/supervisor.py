@@ -107,7 +107,7 @@ class JobSupervisor:
     def _keep(self, event: JobEvent) -> None:
         """Pass an event on, to the controller after this one and to trackers."""
         self._journal.add(event)
-        self._trackers.event(event)
+        self._trackers.event(event, self.group.machine.current)
 
     def status(self) -> JobStatus:
         """The job now."""

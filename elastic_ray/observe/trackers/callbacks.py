@@ -98,7 +98,8 @@ class CallbackTracker:
             self._seen = SeenReports(reports)
         target = _target(callback, context, self._run)
         if target is not None and not self._note.get("ended"):
-            target.begin(self._note.get("state"))
+            for number in target.begin(self._note.get("state")):
+                self._seen.add(number)
             self._target = target
         self._keep()
 
@@ -157,8 +158,8 @@ class _Target(Protocol):
 
     numbers: Mapping[str, float]
 
-    def begin(self, state: str | None) -> None:
-        """The run begins, or goes on from this state."""
+    def begin(self, state: str | None) -> frozenset[int]:
+        """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
 
     def report(self, report: Report, time_s: float) -> None:
         """Rank 0 has reported."""
@@ -192,10 +193,11 @@ class _UserCallback:
         self._callback, self._context, self._run = callback, context, run
         self.numbers: Mapping[str, float] = {}
 
-    def begin(self, state: str | None) -> None:
+    def begin(self, state: str | None) -> frozenset[int]:
         """It has no method for it."""
         if state is not None:
             one_run.go_on(self._callback, None, state)
+        return frozenset()
 
     def report(self, report: Report, time_s: float) -> None:
         """Rank 0's metrics stand for all ranks."""
@@ -244,7 +246,7 @@ class _LoggerCallback:
             return os.path.join(tempfile.gettempdir(), f"elastic_ray_{os.getuid()}", self._run.run_id, FOLDER)
         return os.path.join(storage.path, FOLDER)
 
-    def begin(self, state: str | None) -> None:
+    def begin(self, state: str | None) -> frozenset[int]:
         """Tune's order: set up, then the trial starts."""
         make_directory(pyarrow.fs.LocalFileSystem(), self._trial.local_path, private=self._run.storage.private)
         one_run.before_setup(self._callback)
@@ -252,6 +254,7 @@ class _LoggerCallback:
         if state is not None:
             one_run.go_on(self._callback, self._trial, state)
         self._callback.on_trial_start(0, [self._trial], self._trial)
+        return one_run.known_reports(self._callback, self._trial) if state is not None else frozenset()
 
     def report(self, report: Report, time_s: float) -> None:
         """The metrics, and what Tune adds to a result."""

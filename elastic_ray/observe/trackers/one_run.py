@@ -44,10 +44,13 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
     return text if len(text) <= _MOST_STATE else None
 
 
-def begins_anew(logger: Any, state: str | None) -> bool:
-    """Whether it begins another run in another process."""
-    files = ("CSVLoggerCallback", "JsonLoggerCallback", "TBXLoggerCallback")  # they add to their files
-    return state is None and not _is(logger, "WandbLoggerCallback", *files)
+def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
+    """Reports that its run has, where the tracker can be asked: a process may die before it notes what it has told."""
+    runs = getattr(logger, "_trial_runs", None)
+    if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
+        return frozenset()
+    points = logger.mlflow_util._get_client().get_metric_history(runs[trial], "training_iteration")
+    return frozenset(int(point.step) for point in points)
 
 
 def _is(logger: Any, *names: str) -> bool:

@@ -133,25 +133,24 @@ class RunTrackers:
             for thread in self._threads:
                 thread.report(report, time_s)
 
-    def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+    def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
+        """Something has happened to the job, which has this generation now."""
         self._count(event)
         if not self._begun:
             return
         for thread in self._threads:
             thread.event(event)
-        if event.kind is EventKind.FAILURE:
-            self._workers_lost(event)
+        if event.kind is EventKind.FAILURE and group is not None:
+            self._workers_lost(event, group)
 
     def _count(self, event: JobEvent) -> None:
         self._resizes += event.kind is EventKind.RESIZE
         self._failures += event.kind in (EventKind.FAILURE, EventKind.RESTART)
 
-    def _workers_lost(self, event: JobEvent) -> None:
+    def _workers_lost(self, event: JobEvent, after: GenerationSpec) -> None:
         """Tell callbacks the ranks that are missing in the generation after a failure."""
-        after = next((each for each in reversed(self._groups) if each.generation == event.generation), None)
-        before = next((each for each in reversed(self._groups) if each.generation < event.generation), None)
-        if after is None or before is None:
+        before = next((each for each in reversed(self._groups) if each.generation < after.generation), None)
+        if before is None:
             return
         left = {member.worker for member in after.members}
         lost = {rank: event.reason for rank, each in enumerate(before.members) if each.worker not in left}
