@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import elastic_ray as er
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
 from tests.job.jobs import kinds, run, start, wait_until
@@ -24,9 +25,14 @@ def board(folder: Path, handle: er.JobHandle) -> Path:
     return folder / "runs" / handle.job / "tensorboard"
 
 
-def check_reports(shown: dict[str, Points], reports: int) -> None:
-    """Every report is there once, in order, and the run never goes back."""
-    assert [value for _, value in shown["elastic/report"]] == list(range(1, reports + 1))
+def check_reports(shown: dict[str, Points], stored: Path, reports: int) -> None:
+    """Every report that the run has stored is there once, in order, and the run never goes back.
+
+    One that a worker made in the moment in which controller and rank 0 died may be lost to both.
+    """
+    known = list(RunStorage(str(stored)).read_reports(1, reports))
+    assert len(known) >= reports - 2
+    assert [value for _, value in shown["elastic/report"]] == known
     for tag, points in shown.items():
         steps = [step for step, _ in points]
         assert steps == sorted(steps), tag
@@ -45,10 +51,9 @@ def test_a_job_with_a_lost_rank_0_and_a_lost_controller_is_one_run(ray_cluster: 
     result = handle.result(timeout=120)
     assert result.error is None
     shown, marks = scalars(board(tmp_path, handle)), texts(board(tmp_path, handle))
-    check_reports(shown, 60)
-    assert [value for _, value in shown["loss"]] == pytest.approx(
-        [row["loss"] for row in result.metrics_dataframe.to_dict("records")], rel=1e-5
-    )
+    check_reports(shown, board(tmp_path, handle).parent, 60)
+    rows = result.metrics_dataframe.to_dict("records")
+    assert [value for _, value in shown["loss"]] == pytest.approx([row["loss"] for row in rows], rel=1e-5)
     assert {"elastic/workers", "elastic/batch_size", "elastic/throughput", "elastic/pause_s"} <= shown.keys()
     assert {2.0, 3.0} <= {value for _, value in shown["elastic/workers"]}
     assert {"elastic/resize", "elastic/failure", "elastic/recovered", "elastic/finished"} <= marks.keys()
@@ -65,6 +70,6 @@ def test_what_a_restart_repeats_replaces_what_was_there(ray_cluster: Any, tmp_pa
     )
     assert EventKind.RESTART in kinds(handle)
     shown, marks = scalars(board(tmp_path, handle)), texts(board(tmp_path, handle))
-    check_reports(shown, 7)
-    assert marks["elastic/restart"][0][0] <= 13
+    check_reports(shown, board(tmp_path, handle).parent, 7)
+    assert marks["elastic/restart"][0][0] == 24, "the last checkpoint"
     assert shown["elastic/failures"][-1][1] == 1
