@@ -21,7 +21,8 @@ class Parts:
         self.seen: list[tuple[Any, str]] = []
         self.record = SimpleNamespace(user_told=lambda text: None, waits=lambda *a: None, batch_reason="for goodput")
         self.events, self.reports = self, None
-        self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None)
+        machine = SimpleNamespace(current=None)
+        self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None, machine=machine)
 
     def note(self, kind: Any, text: str, *, detail: Mapping[str, Any]) -> None:
         self.seen.append((kind, text))
