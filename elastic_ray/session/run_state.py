@@ -78,7 +78,7 @@ def make_run_state(
     states = SharedState(progress)
     ledger = StepLedger(states, recoverable=elastic, moment=moment)
     agreed = AgreedChanges(membership)
-    monitoring = Monitoring(lambda: group.traffic)
+    monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
     meter = monitoring.meter
     watch = StragglerWatch(
         stragglers,

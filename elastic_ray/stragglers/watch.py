@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
+from elastic_ray.stragglers.memory import MemoryTrace
+from elastic_ray.stragglers.network import SendTrace
 from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
 
 REPLACED_BELOW = 0.67
@@ -46,6 +48,22 @@ class Measured(Protocol):
     def step_s(self) -> float:
         """The whole step before [s]."""
 
+    @property
+    def memory_used(self) -> float:
+        """Part of its memory that is taken, from 0 to 1."""
+
+    @property
+    def major_faults(self) -> float:
+        """Pages that it fetched from a disk in the step before."""
+
+    @property
+    def sending_s(self) -> float:
+        """Time in which it was sending in the step before [s]."""
+
+    @property
+    def wire_mib(self) -> float:
+        """What it handed to collectives in the step before [MiB]."""
+
 
 class Tell(Protocol):
     """Tells the job's user something."""
@@ -61,25 +79,31 @@ class RecentSteps:
         work: samples of each rank.
         busy_s: time of each rank until its gradients were complete [s].
         data_s: the part of it that was waiting for data [s].
+        faults: pages that each rank fetched from a disk.
+        sending_s: time in which each rank was sending [s].
+        mib: what each rank handed to collectives [MiB].
         seconds: of the steps, by the slowest rank's clock [s].
     """
 
     work: list[float] = dataclasses.field(default_factory=list)
     busy_s: list[float] = dataclasses.field(default_factory=list)
     data_s: list[float] = dataclasses.field(default_factory=list)
+    faults: list[float] = dataclasses.field(default_factory=list)
+    sending_s: list[float] = dataclasses.field(default_factory=list)
+    mib: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
         """The same with another step."""
-        work: list[float] = [sum(row) for row in sizes]
-        busy_s = [each.compute_s + each.data_s for each in measured]
-        data_s = [each.data_s for each in measured]
-        if self.work:
-            work = [old + new for old, new in zip(self.work, work, strict=True)]
-            busy_s = [old + new for old, new in zip(self.busy_s, busy_s, strict=True)]
-            data_s = [old + new for old, new in zip(self.data_s, data_s, strict=True)]
-        seconds = self.seconds + max([each.step_s for each in measured])
-        return RecentSteps(work=work, busy_s=busy_s, data_s=data_s, seconds=seconds)
+        return RecentSteps(
+            work=_added(self.work, [sum(row) for row in sizes]),
+            busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
+            data_s=_added(self.data_s, [each.data_s for each in measured]),
+            faults=_added(self.faults, [each.major_faults for each in measured]),
+            sending_s=_added(self.sending_s, [each.sending_s for each in measured]),
+            mib=_added(self.mib, [each.wire_mib for each in measured]),
+            seconds=self.seconds + max([each.step_s for each in measured]),
+        )
 
 
 class StragglerWatch:
@@ -98,6 +122,7 @@ class StragglerWatch:
 
     Attributes:
         slow: the present stragglers, by rank.
+        senders: workers that are not slow but send slowly, by rank; nothing but telling is done about them.
         changes: how often the shares have changed.
     """
 
@@ -116,10 +141,11 @@ class StragglerWatch:
         self._workers: tuple[str, ...] = ()
         self._seen: Sequence[Place] = ()
         self._recent = RecentSteps()
-        self._trace = SpeedTrace()
+        self._trace, self._memory, self._sends = SpeedTrace(), MemoryTrace(), SendTrace()
         self._rest = MIN_STEPS
         self._rising: bool | None = None
         self.slow: tuple[SlowWorker, ...] = ()
+        self.senders: tuple[SlowWorker, ...] = ()
         self.changes = 0
 
     @property
@@ -152,10 +178,15 @@ class StragglerWatch:
             return
         recent, self._recent = self._recent, RecentSteps()
         self._trace = self._trace.add(work=recent.work, busy_s=recent.busy_s, data_s=recent.data_s, among=self._healthy)
+        compute_s = [busy - wait for busy, wait in zip(recent.busy_s, recent.data_s, strict=True)]
+        used = [each.memory_used for each in measured]
+        self._memory = self._memory.add(faults=recent.faults, compute_s=compute_s, used=used)
+        self._sends = self._sends.add(sending_s=recent.sending_s, mib=recent.mib, seconds=recent.seconds)
         self._take_time(recent.seconds)
         if self._trace.ready:
             self._judge(members)
             self._share()
+        self._judge_senders(members)
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
@@ -163,7 +194,9 @@ class StragglerWatch:
         if workers == self._workers:
             return
         self.slow = tuple(each for each in self.slow if each.worker in workers)
+        self.senders = ()
         self._workers, self._trace, self._recent = workers, SpeedTrace(), RecentSteps()
+        self._memory, self._sends = MemoryTrace(), SendTrace()
         self._rest, self._rising = MIN_STEPS, None
 
     def _take_time(self, seconds: float) -> None:
@@ -211,10 +244,32 @@ class StragglerWatch:
         cause = StragglerCause.WORKER
         if trace.waits_for_data(rank, healthy):
             cause = StragglerCause.DATA
+        elif self._memory.short(rank, healthy):
+            cause = StragglerCause.MEMORY
         elif 1 < len(here) < len(members) and all(RECOVERED * trace.ratio(other, healthy) > 1.0 for other in here):
             cause = StragglerCause.NODE
         ratio = trace.last_ratio(rank, healthy)
         return SlowWorker(worker=member.worker, node=member.node, ratio=ratio, cause=cause)
+
+    def _judge_senders(self, members: Sequence[Place]) -> None:
+        """Find workers that send slowly though they compute as fast as the others, and those that do so no more."""
+        known, slow = {each.worker: each for each in self.senders}, {each.worker for each in self.slow}
+        found: dict[str, SlowWorker] = {}
+        for rank in self._sends.slow:
+            member = members[rank]
+            if member.worker not in slow:
+                found[member.worker] = known.get(member.worker) or SlowWorker(
+                    worker=member.worker,
+                    node=member.node,
+                    ratio=self._sends.ratios[rank],
+                    cause=StragglerCause.NETWORK,
+                )
+        self.senders = tuple(found.values())
+        for worker in sorted(found.keys() ^ known.keys()):
+            each, is_slow = found.get(worker) or known[worker], worker in found
+            text = str(each) if is_slow else f"worker {worker} sends as fast as the others again"
+            detail = self._detail("slow" if is_slow else "recovered", each, self._workers.index(worker))
+            self._tell(text, detail)
 
     @staticmethod
     def _detail(state: str, slow: SlowWorker, rank: int) -> dict[str, Any]:
@@ -278,19 +333,36 @@ class StragglerWatch:
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
+            "memory": self._memory.to_state(),
+            "sends": self._sends.to_state(),
             "recent": dataclasses.asdict(self._recent),
             "rest": self._rest,
             "rising": self._rising,
-            "slow": [{**dataclasses.asdict(each), "cause": each.cause.value} for each in self.slow],
+            "slow": [_to_state(each) for each in self.slow],
+            "senders": [_to_state(each) for each in self.senders],
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Take over a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
+        self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps(**tree["recent"])
         self._rest, self._rising = tree["rest"], tree["rising"]
-        self.slow = tuple(SlowWorker(**{**each, "cause": StragglerCause(each["cause"])}) for each in tree["slow"])
+        self.slow = tuple(_from_state(each) for each in tree["slow"])
+        self.senders = tuple(_from_state(each) for each in tree["senders"])
         self.changes += 1
+
+
+def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    return [old + new for old, new in zip(before, now, strict=True)] if before else list(now)
+
+
+def _to_state(slow: SlowWorker) -> dict[str, Any]:
+    return {**dataclasses.asdict(slow), "cause": slow.cause.value}
+
+
+def _from_state(tree: Mapping[str, Any]) -> SlowWorker:
+    return SlowWorker(**{**tree, "cause": StragglerCause(tree["cause"])})
 
 
 def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
