@@ -120,9 +120,9 @@ class WorkerMessages:
         self._group.take(message)
 
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
-        """A worker starts over, and all take smaller batches; the job ends where the smallest does not fit."""
+        """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
         try:
-            reason = self._planner.out_of_memory(message.atomic_bsz)
+            reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:
             self._job.finish(JobPhase.FAILED, error=error)
             return

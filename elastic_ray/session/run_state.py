@@ -83,6 +83,7 @@ def make_run_state(
     watch = StragglerWatch(
         stragglers,
         members=lambda: group.members,
+        equal=lambda: group.generation_spec is not None and group.generation_spec.equal_shares,
         measured=lambda: meter.workers,
         tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
     )

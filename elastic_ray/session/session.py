@@ -369,6 +369,12 @@ class Session:
         step = self.ledger.outermost
         return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether that is more than an equal split of the step gives it."""
+        step = self.ledger.outermost
+        return step is not None and self.atomic_bsz > step.equal_bsz
+
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""
         return step_report(self._parts)

@@ -117,6 +117,8 @@ class StragglerWatch:
     Args:
         config: what is done.
         members: gives the group's members by rank; none before the first group.
+        equal: whether the present group is to have equal shares, since unequal ones did not fit into memory. From then
+            on all groups have.
         measured: gives what they have measured of the latest step.
         tell: tells the job's user something.
 
@@ -131,11 +133,14 @@ class StragglerWatch:
         config: StragglerConfig,
         *,
         members: Callable[[], Sequence[Place]],
+        equal: Callable[[], bool] = bool,
         measured: Callable[[], Sequence[Measured]],
         tell: Tell,
     ) -> None:
         self._config = config
         self._members = members
+        self._equal = equal
+        self._withdrawn = False
         self._measured = measured
         self._tell = tell
         self._workers: tuple[str, ...] = ()
@@ -151,7 +156,7 @@ class StragglerWatch:
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Shares of the present ranks in a step's samples; None where they are equal."""
-        if not any(each.weight < 1.0 for each in self.slow):
+        if self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
         return tuple(weights.get(member.worker, 1.0) for member in self._members())
@@ -173,6 +178,8 @@ class StragglerWatch:
         if members is not self._seen:
             self._seen = members
             self._enter(tuple(member.worker for member in members))
+        if self._equal():
+            self._withdraw()
         self._recent = self._recent.plus(sizes, measured)
         if self._recent.seconds < _SHORT_S:
             return
@@ -198,6 +205,15 @@ class StragglerWatch:
         self._workers, self._trace, self._recent = workers, SpeedTrace(), RecentSteps()
         self._memory, self._sends = MemoryTrace(), SendTrace()
         self._rest, self._rising = MIN_STEPS, None
+
+    def _withdraw(self) -> None:
+        """Give all ranks equal shares for good; those that are slow stay known as such."""
+        if self._withdrawn:
+            return
+        self._withdrawn = True
+        if any(each.weight < 1.0 for each in self.slow):
+            self.slow = tuple(dataclasses.replace(each, weight=1.0, fixed=None) for each in self.slow)
+            self._reshared()
 
     def _take_time(self, seconds: float) -> None:
         if self.slow:
@@ -286,7 +302,7 @@ class StragglerWatch:
 
     def _share(self) -> None:
         """Move the shares of slow ranks towards equal times, where that is worth a change."""
-        if not self._config.shares or not self.slow:
+        if not self._config.shares or self._withdrawn or not self.slow:
             return
         wanted, healthy = [], self._healthy
         if not self._trace.ready or len(healthy) == len(self._workers):
@@ -338,6 +354,7 @@ class StragglerWatch:
             "recent": dataclasses.asdict(self._recent),
             "rest": self._rest,
             "rising": self._rising,
+            "withdrawn": self._withdrawn,
             "slow": [_to_state(each) for each in self.slow],
             "senders": [_to_state(each) for each in self.senders],
         }
@@ -347,7 +364,7 @@ class StragglerWatch:
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
         self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps(**tree["recent"])
-        self._rest, self._rising = tree["rest"], tree["rising"]
+        self._rest, self._rising, self._withdrawn = tree["rest"], tree["rising"], tree["withdrawn"]
         self.slow = tuple(_from_state(each) for each in tree["slow"])
         self.senders = tuple(_from_state(each) for each in tree["senders"])
         self.changes += 1

@@ -112,11 +112,19 @@ class ActorControllerClient:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
         return self._controller.push.remote(message)
 
-    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
+    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
         """This worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
-        self.insist_on(WorkerOutOfMemory(worker=self._worker, atomic_bsz=atomic_bsz, cause=cause, has_state=whole))
+        self.insist_on(
+            WorkerOutOfMemory(
+                worker=self._worker,
+                atomic_bsz=atomic_bsz,
+                cause=cause,
+                has_state=whole,
+                more_than_equal=more_than_equal,
+            )
+        )
 
     def insist_on(self, message: WorkerMessage) -> None:
         """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.

@@ -51,12 +51,13 @@ class Group:
         self.data_s: dict[str, float] = {}
         self.memory: dict[str, dict[str, float]] = {}
         self.sending_s: dict[str, float] = {}
-        self.network_s = 0.0
+        self.network_s, self.equal = 0.0, False
         self._sizes: dict[tuple[int, tuple[float, ...]], list[int]] = {}
         self.steps, self.last_s = 0, 0.0
         self.watch = StragglerWatch(
             config or StragglerConfig(response="tell"),
             members=lambda: self.members,
+            equal=lambda: self.equal,
             measured=lambda: self.measured,
             tell=self._tell,
         )
