@@ -86,10 +86,9 @@ def make_run_state(
         equal=lambda: group.generation_spec is not None and group.generation_spec.equal_shares,
         measured=lambda: meter.workers,
         tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
+        measure=meter.ask,
     )
     states.register("stragglers", watch)
-    if stragglers.watches:
-        meter.ask()
     riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
     return RunState(
         group=group,

@@ -33,6 +33,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
     import torch
@@ -183,12 +184,12 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        return self._changes.shape_changes + self._parts.stragglers.changes
+        return self._changes.shape_changes + self.stragglers.changes
 
     @property
-    def share_weights(self) -> tuple[float, ...] | None:
-        """Shares of the ranks in a step's samples; None where they are equal."""
-        return self._parts.stragglers.weights
+    def stragglers(self) -> StragglerWatch:
+        """Which workers are slow, and what share of a step's samples each takes."""
+        return self._parts.stragglers
 
     @property
     def in_epochs(self) -> bool:

@@ -55,6 +55,10 @@ class StragglerConfig:
         if not (self.patience_s > 0 and math.isfinite(self.patience_s)):
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
+    def goes_beyond(self, other: StragglerConfig) -> bool:
+        """Whether it has more done than another does."""
+        return RESPONSES.index(self.response) > RESPONSES.index(other.response)
+
     @property
     def watches(self) -> bool:
         """Whether stragglers are looked for."""

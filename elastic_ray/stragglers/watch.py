@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
+from elastic_ray.stragglers.measured import Measured, Place, RecentSteps, Tell
 from elastic_ray.stragglers.memory import MemoryTrace
 from elastic_ray.stragglers.network import SendTrace
 from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
@@ -21,91 +22,6 @@ _SHORT_S = 0.01  # shorter steps are taken together, so that looking at them cos
 _LONGEST_REST = 32 * MIN_STEPS
 
 
-class Place(Protocol):
-    """A member of the group."""
-
-    @property
-    def worker(self) -> str:
-        """Its id."""
-
-    @property
-    def node(self) -> str:
-        """The node that it is on."""
-
-
-class Measured(Protocol):
-    """What one worker has measured of a step."""
-
-    @property
-    def compute_s(self) -> float:
-        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
-
-    @property
-    def data_s(self) -> float:
-        """Waiting for data [s]."""
-
-    @property
-    def step_s(self) -> float:
-        """The whole step before [s]."""
-
-    @property
-    def memory_used(self) -> float:
-        """Part of its memory that is taken, from 0 to 1."""
-
-    @property
-    def major_faults(self) -> float:
-        """Pages that it fetched from a disk in the step before."""
-
-    @property
-    def sending_s(self) -> float:
-        """Time in which it was sending in the step before [s]."""
-
-    @property
-    def wire_mib(self) -> float:
-        """What it handed to collectives in the step before [MiB]."""
-
-
-class Tell(Protocol):
-    """Tells the job's user something."""
-
-    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecentSteps:
-    """Sums over the latest steps, as long as they are short.
-
-    Attributes:
-        work: samples of each rank.
-        busy_s: time of each rank until its gradients were complete [s].
-        data_s: the part of it that was waiting for data [s].
-        faults: pages that each rank fetched from a disk.
-        sending_s: time in which each rank was sending [s].
-        mib: what each rank handed to collectives [MiB].
-        seconds: of the steps, by the slowest rank's clock [s].
-    """
-
-    work: list[float] = dataclasses.field(default_factory=list)
-    busy_s: list[float] = dataclasses.field(default_factory=list)
-    data_s: list[float] = dataclasses.field(default_factory=list)
-    faults: list[float] = dataclasses.field(default_factory=list)
-    sending_s: list[float] = dataclasses.field(default_factory=list)
-    mib: list[float] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
-        """The same with another step."""
-        return RecentSteps(
-            work=_added(self.work, [sum(row) for row in sizes]),
-            busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
-            data_s=_added(self.data_s, [each.data_s for each in measured]),
-            faults=_added(self.faults, [each.major_faults for each in measured]),
-            sending_s=_added(self.sending_s, [each.sending_s for each in measured]),
-            mib=_added(self.mib, [each.wire_mib for each in measured]),
-            seconds=self.seconds + max([each.step_s for each in measured]),
-        )
-
-
 class StragglerWatch:
     """Finds stragglers, has them take fewer samples, and says which are to be replaced.
 
@@ -115,12 +31,13 @@ class StragglerWatch:
     ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
 
     Args:
-        config: what is done.
+        config: what is done, as far as nobody asks for more.
         members: gives the group's members by rank; none before the first group.
         equal: whether the present group is to have equal shares, since unequal ones did not fit into memory. From then
             on all groups have.
         measured: gives what they have measured of the latest step.
         tell: tells the job's user something.
+        measure: has steps measured from now on.
 
     Attributes:
         slow: the present stragglers, by rank.
@@ -136,8 +53,10 @@ class StragglerWatch:
         equal: Callable[[], bool] = bool,
         measured: Callable[[], Sequence[Measured]],
         tell: Tell,
+        measure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
+        self._config = StragglerConfig()
+        self._measure = measure
         self._members = members
         self._equal = equal
         self._withdrawn = False
@@ -152,6 +71,13 @@ class StragglerWatch:
         self.slow: tuple[SlowWorker, ...] = ()
         self.senders: tuple[SlowWorker, ...] = ()
         self.changes = 0
+        self.ask(config)
+
+    def ask(self, config: StragglerConfig) -> None:
+        """Do at least this about stragglers; before the first epoch, on all ranks alike."""
+        if config.goes_beyond(self._config):
+            self._config = config
+            self._measure()
 
     @property
     def weights(self) -> tuple[float, ...] | None:
@@ -368,10 +294,6 @@ class StragglerWatch:
         self.slow = tuple(_from_state(each) for each in tree["slow"])
         self.senders = tuple(_from_state(each) for each in tree["senders"])
         self.changes += 1
-
-
-def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
-    return [old + new for old, new in zip(before, now, strict=True)] if before else list(now)
 
 
 def _to_state(slow: SlowWorker) -> dict[str, Any]:
