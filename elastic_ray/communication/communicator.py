@@ -226,13 +226,16 @@ class Communicator:
             self.wait(self.gradients.all_reduce(mine) if with_gradients else self.all_reduce(mine))
         return [[int(v) for v in row] for row in mine]
 
-    def broadcast_bytes(self, content: bytes, root: int) -> bytes:
-        """What rank ``root`` gives as ``content``, on every rank."""
-        length = self.gather_ints([len(content)])[root][0]
+    def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
+        """What rank ``root`` gives as ``content``, on every rank; by choice in the gradient group."""
+        length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
             told[:] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.broadcast(told, root)
+        if with_gradients and self.world_size > 1:
+            self.wait(self.gradients.broadcast(told, root))
+        else:
+            self.broadcast(told, root)
         return told.numpy().tobytes()
 
     def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:
