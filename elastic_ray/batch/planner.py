@@ -39,6 +39,10 @@ class PlannedGroup(Protocol):
     def batch(self) -> BatchChoice | None:
         """The batch it begins with, None for the loader's own."""
 
+    @property
+    def equal_shares(self) -> bool:
+        """Whether no rank of it takes more than others."""
+
 
 class BatchPlanner:
     """Collects step reports, keeps a fitted model for each GPU type, and chooses batches.
@@ -48,6 +52,7 @@ class BatchPlanner:
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
         latest: the latest report.
+        equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 
     Args:
         fixed: the batch does not change, whatever the loader allows.
@@ -75,6 +80,7 @@ class BatchPlanner:
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
+        self.equal_shares = False
 
     @property
     def model(self) -> GoodputModel | None:
@@ -166,6 +172,7 @@ class BatchPlanner:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
+        self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
         """The generation that was chosen for last will not come to be, unless it has been reported from already."""
@@ -256,8 +263,20 @@ class BatchPlanner:
         self._choice = decision.choice
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
-    def out_of_memory(self, atomic_bsz: int) -> str:
-        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch."""
+    def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
+        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch.
+
+        Args:
+            atomic_bsz: samples that a worker has failed with.
+            more_than_equal: it took more than an equal share of the step. Then shares are equal from now on, and the
+                bound stays: no batch of an equal share has failed.
+        """
+        if more_than_equal:
+            self.equal_shares = True
+            return (
+                f"a worker ran out of memory with {atomic_bsz} samples, more than an equal share of the step, which it "
+                "took for a slow one: shares are equal from now on"
+            )
         if self.tuner is None:
             return "the batch is not known yet"
         return self.tuner.out_of_memory(max(1, atomic_bsz))

@@ -6,6 +6,7 @@ import dataclasses
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.event_log import EventLog
@@ -27,6 +28,7 @@ class JobContext:
         reports: its reports.
         group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
+        allocator: hears how the job stands.
     """
 
     spec: JobSpec
@@ -37,3 +39,4 @@ class JobContext:
     reports: ReportIntake
     group: WorkerGroup
     background: Background
+    allocator: AllocatorClient

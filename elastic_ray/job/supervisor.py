@@ -84,8 +84,9 @@ class JobSupervisor:
             reports=self._reports,
             group=self.group,
             background=background,
+            allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self._allocator)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
         self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None

@@ -64,6 +64,7 @@ class WorkerMessages:
         self._job = job
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group = parts.reports, parts.group
+        self._allocator = parts.allocator
         self._resumed = ""
         self._notices = collections.deque[tuple[Any, str]](maxlen=_NOTICES)
         self.torn = False
@@ -103,7 +104,11 @@ class WorkerMessages:
             self._observe(message.report)
 
     def _observe(self, report: StepReport) -> None:
+        """Rank 0's account of its steps; the allocator hears at once of a wish that has changed."""
+        wish = self._planner.wish
         before = self._planner.observe(report)
+        if self._planner.wish != wish:
+            self._allocator.soon()
         if before is not None:
             detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
             replicas = report.replicas
@@ -120,9 +125,9 @@ class WorkerMessages:
         self._group.take(message)
 
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
-        """A worker starts over, and all take smaller batches; the job ends where the smallest does not fit."""
+        """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
         try:
-            reason = self._planner.out_of_memory(message.atomic_bsz)
+            reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:
             self._job.finish(JobPhase.FAILED, error=error)
             return

@@ -44,6 +44,7 @@ class GenerationSpec:
         void_below: generations under this number are broken; a worker that waits in one gives up at once. 0 announces a
             planned change, which takes effect when all ranks agree on the step.
         batch: batch shape from the first step on; None keeps the loader's own choice.
+        equal_shares: no rank takes more of a step than others from now on, however slow they are.
         reason: why, as a sentence.
     """
 
@@ -51,6 +52,7 @@ class GenerationSpec:
     members: tuple[Member, ...]
     void_below: int = 0
     batch: BatchChoice | None = None
+    equal_shares: bool = False
     reason: str = ""
 
     @property

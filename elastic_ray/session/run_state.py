@@ -78,17 +78,17 @@ def make_run_state(
     states = SharedState(progress)
     ledger = StepLedger(states, recoverable=elastic, moment=moment)
     agreed = AgreedChanges(membership)
-    monitoring = Monitoring(lambda: group.traffic)
+    monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
     meter = monitoring.meter
     watch = StragglerWatch(
         stragglers,
         members=lambda: group.members,
+        equal=lambda: group.generation_spec is not None and group.generation_spec.equal_shares,
         measured=lambda: meter.workers,
         tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
+        measure=meter.ask,
     )
     states.register("stragglers", watch)
-    if stragglers.watches:
-        meter.ask()
     riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
     return RunState(
         group=group,

@@ -29,7 +29,7 @@ def step_report(run: RunState) -> StepReport | None:
         progress=progress.summary(),
         strategy=run.clock.strategy,
         uneven=run.clock.uneven,
-        stragglers=run.stragglers.slow,
+        stragglers=(*run.stragglers.slow, *run.stragglers.senders),
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,
     )

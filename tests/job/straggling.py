@@ -13,7 +13,8 @@ def train(config: dict[str, Any]) -> None:
     """Train a linear model.
 
     ``config``: trace and slow (folders; a process is slow by the number in the file of its pid in ``slow``), samples,
-    batch_size, sample_s (seconds of a step per sample), epochs.
+    batch_size, sample_s (seconds of a step per sample), epochs, most (samples that fit into memory at once, in a group
+    of three; all without it).
     """
     import os
 
@@ -36,6 +37,8 @@ def train(config: dict[str, Any]) -> None:
         for x, y, index in loader:
             trace.write("step", epoch=epoch, indices=index.tolist())
             times = float(own.read_text()) if own.exists() else 1.0
+            if er.get_context().get_world_size() == 3 and len(x) > config.get("most", samples):
+                raise MemoryError(f"{len(x)} samples do not fit")
             time.sleep(config["sample_s"] * len(x) * times)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
