@@ -263,13 +263,15 @@ def test_a_report_at_the_very_end_is_still_told() -> None:
 class Wishes(Policy):
     """Asks for a size after step 1, and fails for good or differs after step 3."""
 
-    def __init__(self, how: str = "", to: int = 3) -> None:
-        self.how, self.to = how, to
+    def __init__(self, how: str = "", to: int = 3, rank: int = 0) -> None:
+        self.how, self.to, self.rank = how, to, rank
         self.deadline_s = 0.2
 
     def after_step(self, view: PolicyView) -> Answer:
         if view.step == 3 and self.how == "blocks":
             threading.Event().wait(1.0)
+        if view.step == 3 and self.how == "differs":
+            return SetBatch(64 + self.rank)
         return Resize(to=self.to) if view.step == 1 else None
 
 
@@ -282,9 +284,9 @@ class WishingRank(Rank):
         return super().apply(request, values)
 
 
-@pytest.mark.parametrize("how", ("", "blocks"))
+@pytest.mark.parametrize("how", ("", "blocks", "differs"))
 def test_a_wish_ends_with_the_policy_whose_it_is(how: str) -> None:
-    ranks = [WishingRank(Wishes(how), Asks(2, lambda: SetBatch(64))) for _ in range(2)]
+    ranks = [WishingRank(Wishes(how, rank=at), Asks(2, lambda: SetBatch(64))) for at in range(2)]
     for number in (1, 2, 3):
         step(ranks, number)
     assert [rank.runner.values.wish for rank in ranks] == [(3, 3)] * 2
