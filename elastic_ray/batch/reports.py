@@ -7,6 +7,7 @@ import dataclasses
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.stragglers.reports import SlowWorker
 from placement.cluster.progress import Progress
+from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
 
 CHOSEN = "auto/"
@@ -74,7 +75,8 @@ class StepReport:
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
-    asks for; None without.
+    asks for; None without. ``parts`` is what each GPU type took of the steps
+    of a group on several; empty where the group has one, or where stragglers had smaller shares.
     """
 
     generation: int
@@ -95,3 +97,4 @@ class StepReport:
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()
+    parts: tuple[MeasuredPart, ...] = ()

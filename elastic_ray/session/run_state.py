@@ -21,6 +21,7 @@ from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.reports import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
@@ -41,6 +42,7 @@ class RunState:
         meter: what all ranks know of each other's.
         adaptation: policies of the user's.
         stragglers: which workers are slow, and what share of a step's samples each takes.
+        gpu_types: what share each takes of them because of its GPU's type.
     """
 
     group: Group
@@ -54,6 +56,7 @@ class RunState:
     meter: StepMeter
     adaptation: Adaptation
     stragglers: StragglerWatch
+    gpu_types: TypeShares
 
 
 class TellUser(Protocol):
@@ -80,13 +83,15 @@ def make_run_state(
     agreed = AgreedChanges(membership)
     monitoring = Monitoring(lambda: group.traffic)
     meter = monitoring.meter
+    gpu_types = TypeShares(members=lambda: group.members, measured=lambda: meter.workers)
     watch = StragglerWatch(
         stragglers,
         members=lambda: group.members,
-        measured=lambda: meter.workers,
+        measured=gpu_types.comparable_measures,
         tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
     )
     states.register("stragglers", watch)
+    states.register("gpu_types", gpu_types)
     if stragglers.watches:
         meter.ask()
     riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
@@ -102,4 +107,5 @@ def make_run_state(
         meter=meter,
         adaptation=adaptation,
         stragglers=watch,
+        gpu_types=gpu_types,
     )

@@ -183,12 +183,12 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        return self._changes.shape_changes + self._parts.stragglers.changes
+        return self._changes.shape_changes + self._parts.stragglers.changes + self._parts.gpu_types.changes
 
     @property
     def share_weights(self) -> tuple[float, ...] | None:
         """Shares of the ranks in a step's samples; None where they are equal."""
-        return self._parts.stragglers.weights
+        return self._parts.gpu_types.weights(self._parts.stragglers.weights)
 
     @property
     def in_epochs(self) -> bool:

@@ -282,9 +282,10 @@ class WorkerGroup:
                 self._actors.release(worker, kill=kill)
                 self._observer.released()
             case Announce(spec=spec, to=to):
-                self._actors.post(
-                    to, dataclasses.replace(spec, batch=self._planner.choose(spec, self._actors.gpu_type(spec)))
-                )
+                spec = dataclasses.replace(spec, batch=self._planner.choose(spec, self._actors.gpu_type(spec)))
+                if self._spec.scheduling.mixed_gpu_types:
+                    spec = self._actors.with_gpu_types(spec, self._planner.type_speeds)
+                self._actors.post(to, spec)
             case Withdraw(generation=generation, to=to):
                 self._planner.withdraw()
                 self._actors.post(to, Cancel(generation=generation))

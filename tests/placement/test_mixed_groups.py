@@ -157,8 +157,7 @@ def test_fitting_recovers_the_types_from_mixed_groups(noise: float, rel: float) 
     rng, seen = np.random.default_rng(0), []
     for fast, slow in [(1, 1), (2, 1), (2, 2), (4, 2), (1, 4), (4, 4)]:
         here = (TypePart(gpu="fast", workers=fast, model=FAST), TypePart(gpu="slow", workers=slow, model=SLOW))
-        for batch in (64, 200, 600, 1800):
-            seen.append(measured(MixedGroup(parts=here, nodes=2), batch, rng, noise))
+        seen += [measured(MixedGroup(parts=here, nodes=2), batch, rng, noise) for batch in (64, 200, 600, 1800)]
     pure = [Observation(1, r, m, 0, FAST.step_time(1, r, m, 0), FAST.grad_time(m)) for r in (1, 2) for m in (16, 64)]
     fitted = fit_types({"fast": pure}, seen)
     for m in (16, 64, 200):

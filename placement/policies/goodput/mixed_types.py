@@ -112,7 +112,7 @@ class MixedTypes:
     def _choices(
         self, view: JobView, own: _Places, gpu: str, present: _Places, room: FreeResources
     ) -> Iterator[_Places]:
-        """What it could have besides: what it has, one, two, four... and all free slots of a type, those of all types."""
+        """What it could have besides: what it has; one, two, four... and all free slots of a type; those of all."""
         free = dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))
         if present and all(workers <= free.get(node_id, 0) for node_id, workers in present.items()):
             yield present

@@ -41,9 +41,7 @@ class MixedSteps:
             MeasuredPart(gpu=gpu, workers=len(shares), atomic_bsz=max(shares), grad_time=grads[gpu])
             for gpu, shares in self.shares.items()
         )
-        return step_s, MixedObservation(
-            parts=parts, nodes=len(counts), accum_steps=self.accum_steps, step_time=step_s
-        )
+        return step_s, MixedObservation(parts=parts, nodes=len(counts), accum_steps=self.accum_steps, step_time=step_s)
 
 
 def shared_out(

@@ -125,6 +125,6 @@ class World:
         job.place(self._location(job, nodes) if nodes else None)
 
     def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """These workers; where a policy mixed types for a job that does not share by speed, the first stands for all."""
+        """These workers; of a job that does not share by speed, the first type by name stands for all."""
         types = {node_id: self._gpu[node_id] for node_id in nodes}
         return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
