@@ -10,6 +10,8 @@ from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
 
+_SAMPLES_TO_SHARE = 4  # of a worker in an equal split: fewer round a share of a half away
+
 CHOSEN = "auto/"
 """What begins the keys of strategies that were chosen by measurement: each for one group, all of them in use."""
 
@@ -64,6 +66,24 @@ class LoaderInfo:
         )
         most = max(1, batch_size // smallest)
         return min(most, self.dataset_size) if self.dataset_size else most
+
+    def check_shares(self, min_workers: int) -> None:
+        """Refuse batches of which workers on several GPU types could not take shares by their speeds.
+
+        Args:
+            min_workers: fewest workers of the job; several types have two at least.
+
+        Raises:
+            ValueError: the largest batch has fewer than four samples for each worker.
+        """
+        largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
+        workers = max(min_workers, 2)
+        if largest < _SAMPLES_TO_SHARE * workers:
+            raise ValueError(
+                f"mixed_gpu_types=True needs a batch of {_SAMPLES_TO_SHARE * workers} samples or more "
+                f"({_SAMPLES_TO_SHARE} for each of {workers} workers), so that shares can follow speeds, but the loader's "
+                f"largest batch has {largest}; raise batch_size (or max_batch_size), or leave mixed_gpu_types out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

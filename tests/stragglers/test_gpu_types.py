@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from elastic_ray.batch.limits import BatchLimits
+from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.shares import Shares, by_weight
 from elastic_ray.membership.messages import Member
 from elastic_ray.monitoring.measures import WorkerMeasures
@@ -131,3 +133,13 @@ def test_what_each_type_took_is_reported_once() -> None:
     assert fast.grad_time / fast.atomic_bsz == pytest.approx(0.01, rel=1e-6)
     assert slow.grad_time / slow.atomic_bsz == pytest.approx(0.03, rel=1e-6)
     assert group.types.take() == ()
+
+
+@pytest.mark.parametrize(("batch", "workers", "fits"), [(8, 1, True), (7, 1, False), (16, 4, True), (15, 4, False)])
+def test_a_batch_that_is_too_small_for_shares_is_refused(batch: int, workers: int, fits: bool) -> None:
+    loader = LoaderInfo(limits=BatchLimits(init_batch_size=batch))
+    if fits:
+        loader.check_shares(workers)
+        return
+    with pytest.raises(ValueError, match=rf"mixed_gpu_types=True needs a batch of .* largest batch has {batch}"):
+        loader.check_shares(workers)
