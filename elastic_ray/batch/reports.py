@@ -81,8 +81,8 @@ class LoaderInfo:
         if largest < _SAMPLES_TO_SHARE * workers:
             raise ValueError(
                 f"mixed_gpu_types=True needs a batch of {_SAMPLES_TO_SHARE * workers} samples or more "
-                f"({_SAMPLES_TO_SHARE} for each of {workers} workers), so that shares can follow speeds, but the loader's "
-                f"largest batch has {largest}; raise batch_size (or max_batch_size), or leave mixed_gpu_types out"
+                f"({_SAMPLES_TO_SHARE} for each of {workers} workers), so that shares can follow speeds, but the "
+                f"loader's largest batch has {largest}; raise batch_size (or max_batch_size), or leave it out"
             )
 
 

@@ -82,7 +82,7 @@ class JobView:
         budget_usd: what it may cost [USD]; None if it does not matter.
         slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
             left, where that was seen.
-        mixed_gpu_types: whether its workers may be on GPUs of several types, with shares of the batch by speed; policies
+        mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
             that keep a job on one type, or do not look at types, ignore it.
     """
 

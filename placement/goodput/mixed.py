@@ -77,8 +77,8 @@ class MixedGroup:
         T_step    = s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
     with gamma of the type whose T_sync is the largest. Shares are thereby in proportion to speeds (for alpha_c = 0
-    exactly, but for rounding). A worker whose alpha_c alone is longer than T_grad gets no sample: such a group is slower
-    with it than without. With one type this is ``ThroughputModel``.
+    exactly, but for rounding). A worker whose alpha_c alone is longer than T_grad gets no sample: such a group is
+    slower with it than without. With one type this is ``ThroughputModel``.
 
     Attributes:
         parts: the workers by type, one or more.
