@@ -53,10 +53,13 @@ class BatchPlanner:
     Args:
         fixed: the batch does not change, whatever the loader allows.
         fit_every_s: least time between two fits [s].
+        shares_by_type: whether a group on several GPU types has shares by their speeds, so that its steps tell of each
+            type; the batch then stays as it is.
     """
 
-    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S) -> None:
+    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
         self._fixed = fixed
+        self._shares_by_type = shares_by_type
         self._fit_every_s = fit_every_s
         self._tuners: dict[str | None, BatchTuner] = {}
         self._gpus: dict[int, str | None] = {}  # of the last generations that a batch was chosen for
@@ -111,7 +114,7 @@ class BatchPlanner:
     def own_model(self) -> GoodputModel | None:
         """The model that the job has measured itself on the present GPU type; of several, that of the fastest."""
         own = self.tuner.own_model if self.tuner is not None else None
-        if own is not None or self._gpu is not None or not self._mixed:
+        if own is not None or self._gpu is not None or not self._shares_by_type:
             return own
         speeds, models = self.type_speeds, self.models
         return models[max(speeds, key=lambda gpu: speeds[gpu])] if speeds else None
@@ -254,7 +257,7 @@ class BatchPlanner:
                     steps=report.steps,
                     strategy=report.strategy,
                 )
-            self._mixed = (*(known for known in self._mixed if known != gpu), gpu)
+            self._mixed = self._mixed if gpu in self._mixed else (*self._mixed, gpu)
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
