@@ -112,6 +112,7 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
+        """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
