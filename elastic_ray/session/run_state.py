@@ -10,6 +10,7 @@ from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.events import EventKind
 from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.adaptation import Adaptation
@@ -56,7 +57,7 @@ class RunState:
     meter: StepMeter
     adaptation: Adaptation
     stragglers: StragglerWatch
-    gpu_types: TypeShares
+    gpu_types: TypeShares[WorkerMeasures]
 
 
 class TellUser(Protocol):

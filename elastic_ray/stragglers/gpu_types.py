@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.stragglers.detection import MIN_STEPS, lower_median
 from placement.goodput.mixed import MeasuredPart
 
@@ -31,6 +30,23 @@ class TypedMember(Protocol):
         """Samples per second as the job's model has it [samples/s]; 0 where it has not run on the type."""
 
 
+class TypedMeasures(Protocol):
+    """What one worker has measured of a step: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def compute_s(self) -> float:
+        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
+
+    @property
+    def data_s(self) -> float:
+        """Waiting for data [s]."""
+
+
+_M = TypeVar("_M", bound=TypedMeasures)
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Sums:
     """Medians of the workers of one type, summed over steps.
@@ -46,7 +62,7 @@ class _Sums:
     steps: int = 0
 
 
-class TypeShares:
+class TypeShares(Generic[_M]):
     """Shares by type of GPU.
 
     A type that takes r times as long as the fastest takes 1 / r of its samples next, until times are equal, from
@@ -61,9 +77,7 @@ class TypeShares:
         changes: how often shares have changed.
     """
 
-    def __init__(
-        self, *, members: Callable[[], Sequence[TypedMember]], measured: Callable[[], Sequence[WorkerMeasures]]
-    ) -> None:
+    def __init__(self, *, members: Callable[[], Sequence[TypedMember]], measured: Callable[[], Sequence[_M]]) -> None:
         self._members = members
         self._measured = measured
         self._seen: tuple[str, ...] = ()
@@ -99,7 +113,7 @@ class TypeShares:
         known, members = self._known(), self._members()
         return [[n / known[m.gpu_type] for n in row] for m, row in zip(members, sizes, strict=True)]
 
-    def comparable_measures(self) -> Sequence[WorkerMeasures]:
+    def comparable_measures(self) -> Sequence[_M]:
         """What the ranks have measured, with times as if all types were equally fast in this step."""
         measured, members = self._measured(), self._members()
         if not self.mixed or len(measured) != len(members):

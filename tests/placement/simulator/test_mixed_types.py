@@ -18,7 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixed")
     profiles(path / "profiles", ("toy", "other"), ("t4", "a100"), epochs=40, link=0.1)
     trace(path / "one.csv", [("a", 10.0, "toy", 1, 512)])
-    trace(path / "two.csv", [("a", 10.0, "toy", 1, 512), ("b", 100.0, "other", 1, 512)])
+    trace(path / "two.csv", [("a", 10.0, "toy", 1, 512), ("b", 200.0, "other", 1, 512)])
     rows = [(f"j{i}", 150.0 * i, "toy" if i % 2 else "other", 1, 512) for i in range(8)]
     trace(path / "eight.csv", rows)
     return path
