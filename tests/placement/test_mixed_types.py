@@ -76,10 +76,24 @@ def test_a_type_that_is_too_slow_to_help_is_left() -> None:
 
 
 def test_batches_that_are_too_small_for_shares_keep_a_job_on_one_type() -> None:
-    small = {"max_batch_size": 64, "atomic_bsz_range": (8, 64)}
-    assert sum(allocated([job(**small)], typed(a100=6, t4=8))["a"].values()) <= 8
-    tiny = job(max_batch_size=64, init_batch_size=64, atomic_bsz_range=(16, 64), accumulation=False)
-    assert types(allocated([tiny], typed(a100=4, t4=8))["a"]) == {"a100"}
+    fast, slow = (
+        GoodputModel(ThroughputModel(0.0, beta_c, 0.0, 0.0, 0.0, 0.0, 1.0), NoiseScale(sqr=1.0, var=100.0), 64)
+        for beta_c in (1e-3, 4e-3)
+    )
+    known: dict[str, Any] = {"goodput": fast, "models": {"a100": fast, "t4": slow}}
+    # Of 64 samples the four slow workers would take 3 each.
+    for least, expected in [(2, {"a100-0": 4, "t4-0": 4}), (8, {"a100-0": 4})]:
+        limits: dict[str, Any] = {"max_batch_size": 64, "atomic_bsz_range": (least, 64)}
+        assert allocated([job(**known, **limits)], typed(a100=4, t4=4)) == {"a": expected}
+
+
+def test_a_job_on_two_types_is_a_running_one_and_stays_where_a_change_costs_too_much() -> None:
+    cluster = typed(a100=4, t4=4)
+    there = {"a100-0": 4, "t4-0": 2}
+    plan = make_plan(GoodputPolicy(), [job(allocation=there, resize_cost_s=1000.0)], cluster, 1000.0)
+    assert plan.allocation["a"] == there
+    assert "stays at 4 workers" in plan.reasons["a"] and "2 workers on t4" in plan.reasons["a"]
+    assert allocated([job(allocation=there, resize_cost_s=0.0)], cluster) == {"a": {"a100-0": 4, "t4-0": 4}}
 
 
 def test_a_held_job_and_one_without_a_model_stay_on_one_type() -> None:
