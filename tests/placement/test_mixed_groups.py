@@ -137,6 +137,23 @@ def test_parts_and_sizes_out_of_range_are_refused() -> None:
         MeasuredPart(gpu="a", workers=1, atomic_bsz=1, grad_time=0.0)
 
 
+def test_the_slower_link_counts_with_its_own_overlap() -> None:
+    slow_link = dataclasses.replace(SLOW, alpha_n=0.5, gamma=1.0)
+    mixed = MixedGroup(
+        parts=(TypePart(gpu="a", workers=1, model=FAST), TypePart(gpu="b", workers=1, model=slow_link)), nodes=2
+    )
+    assert mixed.sync_time() == 0.5
+    assert mixed.step_time(64) == pytest.approx(mixed.grad_time(64) + 0.5)
+
+
+def test_the_step_waits_for_the_slowest_type_alone() -> None:
+    fast, slow = (
+        MeasuredPart(gpu=g, workers=k, atomic_bsz=8, grad_time=s) for g, k, s in [("a", 2, 0.1), ("b", 1, 0.2)]
+    )
+    seen = MixedObservation(parts=(fast, slow), nodes=2, accum_steps=1, step_time=0.5, count=7).by_type()
+    assert seen == {"a": (Observation(1, 1, 8, 0, 0.1, 0.1, 7),), "b": (Observation(2, 3, 8, 1, 0.5, 0.2, 7),)}
+
+
 def measured(true: MixedGroup, batch: int, rng: np.random.Generator, noise: float) -> MixedObservation:
     """Steps of a group with times that scatter."""
 
