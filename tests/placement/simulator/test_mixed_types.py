@@ -48,12 +48,12 @@ def test_a_job_takes_both_types_of_an_idle_cluster_and_is_done_sooner(folder: Pa
 
 def test_it_gives_the_other_type_back_when_another_job_comes(folder: Path) -> None:
     placed = play(folder, "two", mixed=True).placed
-    of_a = [(each.time_s, types(dict(each.nodes))) for each in placed if each.job == "a" and each.nodes]
     starts_s = next(each.time_s for each in placed if each.job == "b")
-    assert of_a[0][1] and max(len(seen) for at_s, seen in of_a if at_s < starts_s) == 2
-    assert next(seen for at_s, seen in of_a if at_s >= starts_s) in ({"t4"}, {"a100"})
-    own = next(seen for at_s, seen in of_a if at_s >= starts_s)
-    assert types(dict(next(each.nodes for each in placed if each.job == "b"))).isdisjoint(own)
+    before = [types(dict(each.nodes)) for each in placed if each.job == "a" and each.time_s < starts_s]
+    after = [types(dict(each.nodes)) for each in placed if each.job == "a" and each.nodes and each.time_s >= starts_s]
+    assert before[-1] == {"t4", "a100"}
+    assert after[-1] == {"a100"}, "b has grown into the other type"
+    assert [types(dict(each.nodes)) for each in placed if each.job == "b" and each.nodes][-1] == {"t4", "a100"}
 
 
 def test_a_small_trace_is_done_no_later_than_without(folder: Path) -> None:
