@@ -68,7 +68,6 @@ def test_shares_follow_the_types_speeds(ray_cluster: LocalCluster, tmp_path: Pat
     events = handle.events()
     handle.stop()
     large, small = (statistics.median(sizes) for sizes in zip(*found, strict=True))
-    print(f"shares {large} and {small}, {status.throughput:.1f} samples/s of {(1 + 1 / TIMES) / SAMPLE_S:.1f}")
     assert large / small == pytest.approx(TIMES, rel=0.25)
     # Either worker alone: 1 / SAMPLE_S samples/s, and a third of that.
     assert status.throughput >= 0.8 * (1.0 + 1.0 / TIMES) / SAMPLE_S
