@@ -382,7 +382,7 @@ class AdaptiveDataLoader:
     @property
     def _shares(self) -> Shares | None:
         """What each rank takes of a step, where some are slower than others; None for equal shares."""
-        weights = self._session.stragglers.weights
+        weights = self._session.share_weights
         if weights is None:
             return None
         least = self._limits.lower if self._adaptive else 1

@@ -70,14 +70,6 @@ class RegistryView(Protocol):
         """Its loaders."""
 
 
-class SharesView(Protocol):
-    """Which workers are slow."""
-
-    @property
-    def weights(self) -> tuple[float, ...] | None:
-        """Shares of the ranks in a step's samples; None where they are equal."""
-
-
 class LoaderRun(Protocol):
     """See the module's text."""
 
@@ -98,8 +90,8 @@ class LoaderRun(Protocol):
         """How often the group, the batch shape or the ranks' shares have changed."""
 
     @property
-    def stragglers(self) -> SharesView:
-        """Which workers are slow."""
+    def share_weights(self) -> tuple[float, ...] | None:
+        """Shares of the ranks in a step's samples; None where they are equal."""
 
     @property
     def elastic(self) -> bool:

@@ -63,7 +63,7 @@ class WorkerMessages:
     def __init__(self, job: HearingJob, parts: JobContext) -> None:
         self._job = job
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
-        self._reports, self._group = parts.reports, parts.group
+        self._reports, self._group, self._spec = parts.reports, parts.group, parts.spec
         self._allocator = parts.allocator
         self._resumed = ""
         self._notices = collections.deque[tuple[Any, str]](maxlen=_NOTICES)
@@ -117,10 +117,17 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
+        """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
             self._events.add(EventKind.RESUMED, 0, 0, resumed)
+        if message.loader is not None and self._spec.scheduling.mixed_gpu_types:
+            try:
+                message.loader.check_shares(self._spec.min_workers)
+            except ValueError as error:
+                self._job.finish(JobPhase.FAILED, error=error)
+                return
         self._planner.open(message.loader)
         self._group.take(message)
 

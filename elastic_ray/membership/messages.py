@@ -9,10 +9,19 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`."""
+    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
+
+    Attributes:
+        worker: its id.
+        node: the node that it is on.
+        gpu_type: of the node's GPUs, in a job whose shares follow the types' speeds; else empty.
+        speed: of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known.
+    """
 
     worker: str
     node: str
+    gpu_type: str = ""
+    speed: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,12 +184,17 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        return self._changes.shape_changes + self.stragglers.changes
+        return self._changes.shape_changes + self.stragglers.changes + self._parts.gpu_types.changes
 
     @property
     def stragglers(self) -> StragglerWatch:
-        """Which workers are slow, and what share of a step's samples each takes."""
+        """Which workers are slow."""
         return self._parts.stragglers
+
+    @property
+    def share_weights(self) -> tuple[float, ...] | None:
+        """Shares of the ranks in a step's samples; None where they are equal."""
+        return self._parts.gpu_types.weights(self._parts.stragglers.weights)
 
     @property
     def in_epochs(self) -> bool:
@@ -223,16 +228,13 @@ class Session:
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
     ) -> int:
-        """Take part in the training of a newly wrapped model.
+        """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
         Args:
             module: the model.
             optimizer: steps its parameters.
             info: what it tells the job.
             noise: gives its noise scale.
-
-        Returns:
-            Its number, in the order in which the loop wraps them.
 
         Raises:
             RuntimeError: training has begun. ValueError: the model shares parameters with another one.
