@@ -76,13 +76,19 @@ class PolicyRunner:
     def add(self, policies: Iterable[Policy]) -> None:
         """Ask these as well, after those there are.
 
-        One that is there is not asked twice, nor is an equal one: of the same class, with equal attributes.
+        One that is there is not asked twice. Nor is its copy, one of the same class with equal attributes, that comes
+        another way, as by the trainer and in the loop; equal ones that come together are several.
 
         Raises:
             PolicyError: the state of one is not plain.
         """
+        before = list(self._policies)
         for policy in policies:
-            if any(_is_same(policy, known) for known in self._policies):
+            if any(policy is known for known in self._policies):
+                continue
+            copy_at = next((at for at, known in enumerate(before) if _is_same(policy, known)), None)
+            if copy_at is not None:
+                del before[copy_at]
                 continue
             self._policies.append(policy)
             self._initial.append(_state_of(policy))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.config import SchedulingConfig
 from elastic_ray.events import EventKind
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.worker.actor_controller_client import HeartbeatThread
@@ -24,6 +25,7 @@ class Parts:
         self.seen: list[tuple[Any, str]] = []
         self.record = SimpleNamespace(user_told=lambda text: None, waits=lambda *a: None, batch_reason="for goodput")
         self.events, self.reports, self.allocator = self, None, self
+        self.spec = SimpleNamespace(scheduling=SchedulingConfig(), min_workers=1)
         self.heartbeats = 0
         machine = SimpleNamespace(current=None)
         self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None, machine=machine)
