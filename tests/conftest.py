@@ -56,7 +56,7 @@ def starts_processes(module: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``pytest -n``, tests that start processes run one after the other: they measure and wait."""
+    """Put tests that start processes, which measure and wait, in a group; make most cases of a large matrix slow."""
     cases = collections.Counter[str]()
     for item in items:
         if starts_processes(item.path):

@@ -90,13 +90,13 @@ class LoaderInfo:
 class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
-    ``step_time`` and ``grad_time`` are medians over ``steps`` ununeven steps of one shape; 0 where none was seen.
+    ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 where none was seen.
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
-    asks for; None without. ``parts`` is what each GPU type took of the steps
-    of a group on several; empty where the group has one, or where stragglers had smaller shares.
+    asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
+    group has one, or where stragglers had smaller shares.
     """
 
     generation: int

@@ -17,6 +17,7 @@ Connection = tuple[int, int]
 _ROOM = 256
 _BUSY = struct.Struct("=QQ")
 _BUSY_AT = 168
+_DESCRIPTORS = "/proc/self/fd"
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
 
@@ -32,13 +33,17 @@ class Connections:
 
     @staticmethod
     def of_process() -> list[Connection]:
-        """All sockets that this process has now; none where the kernel has no ``/proc``."""
+        """All sockets that this process has now; none where there is no ``/proc``, or none that may be read."""
         found: list[Connection] = []
         if _LIBC is None:
             return found
-        for name in os.listdir("/proc/self/fd"):
+        try:
+            names = os.listdir(_DESCRIPTORS)
+        except OSError:  # some sandboxes: a group must form there as well
+            return found
+        for name in names:
             with contextlib.suppress(OSError):  # it is gone again
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                if os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
                     found.append((int(name), os.fstat(int(name)).st_ino))
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from elastic_ray.stragglers.reports import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+
+logger = logging.getLogger("elastic_ray")
 
 _NOT_NEEDED = "it is not needed: leave it out, since "
 _OF_DDP = {
@@ -59,6 +62,17 @@ def check_stragglers(response: Any) -> StragglerConfig:
     if response is not None and response not in RESPONSES:
         raise ValueError(f"stragglers must be 'ignore', 'tell' or 'share', or None, but got {response!r}")
     return StragglerConfig(response=response or "ignore")
+
+
+def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
+    """Say that under a trainer the job's configuration decides, where that does less than the loop asks for."""
+    if lacking:
+        logger.warning(
+            "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "
+            "ElasticTrainer(..., elastic_config=ElasticConfig(stragglers=%r))",
+            asked.response,
+            asked.response,
+        )
 
 
 def refuse_several(optimizer: Any) -> None:

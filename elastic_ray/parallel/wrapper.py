@@ -33,6 +33,7 @@ from elastic_ray.parallel.refusals import (
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
+    warn_of_no_effect,
 )
 from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
@@ -141,6 +142,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._run.registry.monitoring.ask(monitor)
         if not session.elastic:
             session.stragglers.ask(watched)
+        warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         session.add_policies(policies)

@@ -79,6 +79,10 @@ class StragglerWatch:
             self._config = config
             self._measure()
 
+    def lacks(self, config: StragglerConfig) -> bool:
+        """Whether less is done about stragglers than this."""
+        return config.goes_beyond(self._config)
+
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Shares of the present ranks in a step's samples; None where they are equal."""

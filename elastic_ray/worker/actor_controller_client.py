@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
 _POLL_S = 0.1
+_SOONEST_S = 0.1  # between beats that are not to wait
 _PATIENCE_S = 60.0
 _MOST_UNHEARD = 500  # about a second of a controller's time
 _PAUSE_S = 2e-3
@@ -262,9 +263,10 @@ class HeartbeatThread:
         count = 0
         while True:
             wanted = self._link.wanted.wait(self._interval_s)
-            self._link.wanted.clear()
-            if self._stop.is_set():
+            if self._stop.wait(_SOONEST_S if wanted else 0.0):  # a policy may change its mind in every step
                 return
+            if wanted:
+                self._link.wanted.clear()
             count += 1
             session = self._session
             report = self._report() if wanted or count % self._every == 0 else None

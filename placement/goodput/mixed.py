@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from placement.checks import check_number
-from placement.goodput.fitting import Observation, fit
+from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 from placement.goodput.step_time import LARGEST, Floats, ThroughputModel, power_sum
 
 _ROUNDS = 60  # of bisection: more than a double has bits
 _TRIED = 48  # batch sizes, in geometric steps
+_EDGES = 4  # and the largest of so many micro-steps
 _WHOLE = 1e-9  # rounding of a quotient that is a whole number
 
 
@@ -175,7 +175,8 @@ class MixedGroup:
         """
         check_number("init_batch_size", init_batch_size, least=1, unit="sample")
         low, high = init_batch_size, max(init_batch_size, max_batch_size or init_batch_size)
-        tried = np.unique(np.rint(np.geomspace(low, high, _TRIED)))
+        edges = [self.most * k for k in range(1, _EDGES + 1) if low <= self.most * k <= high]  # all are full there
+        tried = np.unique([*np.rint(np.geomspace(low, high, _TRIED)), *edges])
         for batch in ([] if held_batch is None else [np.array([held_batch], dtype=np.float64)]) + [tried]:
             found = self._best_of(batch, noise, init_batch_size, accumulation)
             if found.goodput > 0:
@@ -305,20 +306,3 @@ class MixedObservation:
                 one = Observation(1, 1, m, 0, grad_s, grad_s, self.count)
             found[part.gpu] = (*found.get(part.gpu, ()), one)
         return found
-
-
-def fit_types(
-    observations: Mapping[str, Iterable[Observation]], mixed: Iterable[MixedObservation], *, fixed_batch: bool = False
-) -> dict[str, ThroughputModel]:
-    """The model of each GPU type, from groups of one type and of several (see ``fit`` and ``by_type``).
-
-    Args:
-        observations: of groups of one type, by type.
-        mixed: of groups of several.
-        fixed_batch: see ``fit``.
-    """
-    known = {gpu: list(given) for gpu, given in observations.items()}
-    for each in mixed:
-        for gpu, found in each.by_type().items():
-            known.setdefault(gpu, []).extend(found)
-    return {gpu: fit(given, fixed_batch=fixed_batch) for gpu, given in known.items() if given}

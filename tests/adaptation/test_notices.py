@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,19 @@ def test_a_controller_hears_at_once_what_is_not_to_wait() -> None:
     finally:
         beats.stop()
     assert link.reports == ["the account"] * 2, "the last one says how far it came"
+
+
+def test_a_policy_that_changes_its_mind_in_every_step_does_not_flood_the_controller() -> None:
+    link = Link()
+    group = SimpleNamespace(generation_spec=None)
+
+    def account() -> str:
+        link.wanted.set()
+        return "the account"
+
+    run = SimpleNamespace(group=group, rank=0, synced=True, step_report=account, progress=None)
+    link.wanted.set()
+    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)  # type: ignore[arg-type]
+    time.sleep(1.0)
+    beats.stop()
+    assert 2 <= len(link.reports) <= 12

@@ -92,7 +92,7 @@ def run_rank(name: str, seconds: float) -> None:
         if over:
             break
     if dist.get_rank() == 0:
-        verdicts = [text for text in told if "slow" in text]
+        verdicts = [text for text in told if "as long as the others" in text]
         print("RESULT " + json.dumps({"steps": steps, "verdicts": verdicts}), flush=True)
     dist.barrier()
     os._exit(0)  # between two epochs: nothing to finish

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from placement.goodput.fitting import Observation
-from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart, fit_types
+from placement.goodput.fitting import Observation, fit
+from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 
@@ -93,6 +93,7 @@ def test_with_one_type_it_is_the_model_of_that_type(
 
 @settings(deadline=None, max_examples=50)
 @given(models, st.integers(1, 8), st.booleans(), st.sampled_from([None, 512, 4096]), st.booleans())
+@example(ThroughputModel(1.0, 1 / 256, 1.0, 1.0, 1.0, 1.0, 1.0), 3, True, 4096, False)  # full between two tried sizes
 def test_with_one_type_the_best_batch_is_worth_what_it_is_worth_there(
     model: ThroughputModel, replicas: int, bounded: bool, most: int | None, accumulation: bool
 ) -> None:
@@ -176,16 +177,20 @@ def test_fitting_recovers_the_types_from_mixed_groups(noise: float, rel: float) 
         here = (TypePart(gpu="fast", workers=fast, model=FAST), TypePart(gpu="slow", workers=slow, model=SLOW))
         seen += [measured(MixedGroup(parts=here, nodes=2), batch, rng, noise) for batch in (64, 200, 600, 1800)]
     pure = [Observation(1, r, m, 0, FAST.step_time(1, r, m, 0), FAST.grad_time(m)) for r in (1, 2) for m in (16, 64)]
-    fitted = fit_types({"fast": pure}, seen)
+    known: dict[str, list[Observation]] = {"fast": pure, "slow": []}
+    for each in seen:
+        for gpu, found in each.by_type().items():
+            known[gpu] += found
+    fitted = {gpu: fit(given) for gpu, given in known.items()}
     for m in (16, 64, 200):
         assert fitted["fast"].grad_time(m) == pytest.approx(FAST.grad_time(m), rel=rel)
         assert fitted["slow"].grad_time(m) == pytest.approx(SLOW.grad_time(m), rel=rel)
     for fast, slow, batch in [(3, 1, 300), (2, 3, 800)]:
-        true, found = (
+        true, expected = (
             MixedGroup(
                 parts=(TypePart(gpu="fast", workers=fast, model=a), TypePart(gpu="slow", workers=slow, model=b)),
                 nodes=2,
             ).step_time(batch)
             for a, b in [(FAST, SLOW), (fitted["fast"], fitted["slow"])]
         )
-        assert found == pytest.approx(true, rel=2 * rel)
+        assert expected == pytest.approx(true, rel=2 * rel)

@@ -139,6 +139,11 @@ def test_memory_is_read_as_the_kernel_tells_it(tmp_path: Path) -> None:
     assert 0.0 <= memory_used() <= 1.0 and major_faults() >= 0
 
 
+def test_without_proc_no_connection_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("elastic_ray.communication.connections._DESCRIPTORS", str(tmp_path / "fd"))
+    assert Connections.of_process() == [] and Connections().sending_s() == 0.0
+
+
 def test_a_connection_is_sending_while_its_peer_takes_nothing_and_has_room() -> None:
     """Over loopback what is sent is acknowledged at once; what a receiver has no room for does not count."""
     before = set(Connections.of_process())

@@ -317,9 +317,8 @@ class SimulatedJob:
     def _choose_batch(self) -> None:
         """Set atomic batch and accumulation: of the fixed batch, else the model's best, else of the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
-        replicas, gpu = self.training.workers, self.training.gpu
         self._mixed = None
-        types = self.training.workers_by_type
+        replicas, types = self.training.workers, self.training.workers_by_type
         if len(types) > 1:
             known = {g: model for g in types if (model := self._model(g)) is not None}
             self._mixed = shared_out(self.app, known, self.training, self.fixed_batch)
