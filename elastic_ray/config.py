@@ -143,6 +143,10 @@ class SchedulingConfig:
             all the same.
         tenant_weight: weight of its tenant, where ``AllocatorConfig.tenants`` does not name it; None for 1. Of the jobs
             of a tenant, the largest counts.
+        mixed_gpu_types: whether workers may be on GPUs of different types: of its own, and of others that no other job
+            has a use for. Each type takes its share of a step's samples by its speed, within ``local_bsz_bounds``, as
+            with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` gives workers of several types on
+            purpose; others keep to their own rules.
     """
 
     priority: int = 0
@@ -154,13 +158,14 @@ class SchedulingConfig:
     budget_usd: float | None = None
     weight: float = 1.0
     tenant_weight: float | None = None
+    mixed_gpu_types: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
         if not isinstance(self.tenant, str):
             raise TypeError(f"tenant must be text, but got {self.tenant!r}")
-        for name in ("preemptible", "whole_nodes"):
+        for name in ("preemptible", "whole_nodes", "mixed_gpu_types"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
         for name, unset in (("weight", False), ("tenant_weight", True)):

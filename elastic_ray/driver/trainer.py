@@ -98,7 +98,8 @@ class ElasticTrainer:
             policy: deprecated, for it holds for all jobs of the cluster: say it with ``elastic-ray allocator set``
                 or ``placement.get_or_create_allocator(policy)`` before the first job. None takes what there is.
             adaptation: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order,
-                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``.
+                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``; one that is given
+                there as well, of the same class with equal attributes, is asked once.
             **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
 
         Raises:

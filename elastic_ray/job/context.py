@@ -6,6 +6,7 @@ import dataclasses
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.run_trackers import RunTrackers
@@ -29,6 +30,7 @@ class JobContext:
         group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
         trackers: that its user looks at.
+        allocator: hears how the job stands.
     """
 
     spec: JobSpec
@@ -40,3 +42,4 @@ class JobContext:
     group: WorkerGroup
     background: Background
     trackers: RunTrackers
+    allocator: AllocatorClient

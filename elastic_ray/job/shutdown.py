@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from elastic_ray.events import JobPhase
-from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import Cancel, Stop
 from elastic_ray.sealed import Raised, Sealed
@@ -15,17 +14,16 @@ class JobShutdown:
     """What is to be done once a job is over, step by step.
 
     Args:
-        parts: of the job.
-        allocator: is told of the end.
+        parts: of the job; the allocator is told of the end.
 
     Attributes:
         return_value: what rank 0's train function has returned.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, parts: JobContext, allocator: AllocatorClient) -> None:
+    def __init__(self, parts: JobContext) -> None:
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
-        self._group, self._background, self._allocator = parts.group, parts.background, allocator
+        self._group, self._background, self._allocator = parts.group, parts.background, parts.allocator
         self._trackers = parts.trackers
         self._error: BaseException | Raised | None = None
         self._written: asyncio.Task[None] | None = None

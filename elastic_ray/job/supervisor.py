@@ -69,7 +69,7 @@ class JobSupervisor:
     ) -> None:
         self._spec, self._journal = spec, journal
         self.record = JobRecord(spec)
-        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch)
+        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch, shares_by_type=spec.scheduling.mixed_gpu_types)
         self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
         self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
@@ -88,8 +88,9 @@ class JobSupervisor:
             group=self.group,
             background=background,
             trackers=self._trackers,
+            allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self._allocator)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
         self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.state.resume_point import ResumePoint
 
 
@@ -27,8 +27,8 @@ class ControllerClient(Protocol):
     def switched(self, generation: int, pause_s: float) -> None:
         """This worker trains in ``generation`` now."""
 
-    def observe(self, report: StepReport) -> None:
-        """Rank 0's measurements."""
+    def report_soon(self) -> None:
+        """Rank 0's account of its steps holds something that is not to wait for the next regular one."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""

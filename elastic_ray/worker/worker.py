@@ -238,9 +238,9 @@ class Worker:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
                 return _end(RunFailed, error=raised)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
-            atomic_bsz = session.atomic_bsz
+            atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)
-            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole)
+            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole, more_than_equal=more)
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_session(None)

@@ -243,6 +243,7 @@ def test_rays_label_operators_are_honoured(condition: str) -> None:
         ({"tenant": None}, TypeError, "tenant must be text, but got None"),
         ({"preemptible": 0}, TypeError, "preemptible must be True or False, but got 0"),
         ({"whole_nodes": "yes"}, TypeError, "whole_nodes must be True or False, but got 'yes'"),
+        ({"mixed_gpu_types": 1}, TypeError, "mixed_gpu_types must be True or False, but got 1"),
         ({"deadline_s": "1h"}, TypeError, "deadline_s must be a number of seconds or None, but got '1h'"),
         (
             {"deadline_s": 0},
