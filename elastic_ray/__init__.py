@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.driver.handle import JobHandle
+    from elastic_ray.driver.run_config import RunConfig
     from elastic_ray.driver.trainer import ElasticTrainer
     from elastic_ray.errors import (
         ImpossibleResourcesError,
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
     from elastic_ray.faults import Faults
     from elastic_ray.loop.accumulator import Accumulator
-    from elastic_ray.loop.api import current_epoch, get_checkpoint, get_context, remaining_epochs_until, report
+    from elastic_ray.loop.api import (
+        current_epoch,
+        get_checkpoint,
+        get_context,
+        get_tracker_dir,
+        remaining_epochs_until,
+        report,
+    )
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.state.layout import ReplicasDifferError
@@ -62,6 +70,7 @@ _HOMES = {
     "RanksDisagreeError": "elastic_ray.consensus.intents",
     "ReplicasDifferError": "elastic_ray.state.layout",
     "Report": "elastic_ray.events",
+    "RunConfig": "elastic_ray.driver.run_config",
     "SchedulingConfig": "elastic_ray.config",
     "StorageTimeoutError": "placement.storage.storage_calls",
     "TrainFunctionError": "elastic_ray.errors",
@@ -71,6 +80,7 @@ _HOMES = {
     "current_epoch": "elastic_ray.loop.api",
     "get_checkpoint": "elastic_ray.loop.api",
     "get_context": "elastic_ray.loop.api",
+    "get_tracker_dir": "elastic_ray.loop.api",
     "remaining_epochs_until": "elastic_ray.loop.api",
     "report": "elastic_ray.loop.api",
 }
@@ -101,6 +111,7 @@ __all__ = [
     "RanksDisagreeError",
     "ReplicasDifferError",
     "Report",
+    "RunConfig",
     "SchedulingConfig",
     "StorageTimeoutError",
     "TrainFunctionError",
@@ -110,6 +121,7 @@ __all__ = [
     "current_epoch",
     "get_checkpoint",
     "get_context",
+    "get_tracker_dir",
     "remaining_epochs_until",
     "report",
 ]

@@ -52,6 +52,9 @@ class ElasticConfig:
             stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
             event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
             but fails.
+        tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
+            directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
+        tracker_timeout_s: time that TensorBoard and the run's callbacks have to end when the job has ended.
         faults: a script of faults to try a set-up out with; None for real work.
     """
 
@@ -72,6 +75,8 @@ class ElasticConfig:
     straggler_patience_s: float = 60.0
     private_files: bool = True
     storage_timeout_s: float = 60.0
+    tensorboard: bool | None = None
+    tracker_timeout_s: float = 30.0
     faults: Faults | None = None
 
     def __post_init__(self) -> None:
@@ -97,9 +102,9 @@ class ElasticConfig:
         elif name == "stragglers":
             if value not in RESPONSES:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
-        elif name == "checkpoint_interval_s" and value is None:
+        elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
-        elif name in ("fixed_batch", "automatic_checkpoints", "private_files"):
+        elif name in ("fixed_batch", "automatic_checkpoints", "private_files", "tensorboard"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -138,6 +143,10 @@ class SchedulingConfig:
             all the same.
         tenant_weight: weight of its tenant, where ``AllocatorConfig.tenants`` does not name it; None for 1. Of the jobs
             of a tenant, the largest counts.
+        mixed_gpu_types: whether workers may be on GPUs of different types: of its own, and of others that no other job
+            has a use for. Each type takes its share of a step's samples by its speed, within ``local_bsz_bounds``, as
+            with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` gives workers of several types on
+            purpose; others keep to their own rules.
     """
 
     priority: int = 0
@@ -149,13 +158,14 @@ class SchedulingConfig:
     budget_usd: float | None = None
     weight: float = 1.0
     tenant_weight: float | None = None
+    mixed_gpu_types: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
         if not isinstance(self.tenant, str):
             raise TypeError(f"tenant must be text, but got {self.tenant!r}")
-        for name in ("preemptible", "whole_nodes"):
+        for name in ("preemptible", "whole_nodes", "mixed_gpu_types"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
         for name, unset in (("weight", False), ("tenant_weight", True)):

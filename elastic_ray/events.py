@@ -151,6 +151,7 @@ class Report:
         checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: size of the job then.
         epochs_done: epochs that were complete then, the one in whose body it was reported included if its loops were.
+        steps: optimizer steps that were committed then.
     """
 
     index: int
@@ -158,6 +159,7 @@ class Report:
     checkpoint: str | None = None
     workers: int = 0
     epochs_done: int = 0
+    steps: int = 0
 
     def to_json(self) -> str:
         """The report as one line of JSON, the format of ``reports.jsonl``; what JSON cannot hold is its ``repr``."""
@@ -166,6 +168,7 @@ class Report:
             "checkpoint": self.checkpoint,
             "workers": self.workers,
             "epochs_done": self.epochs_done,
+            "steps": self.steps,
         }
         try:
             return json.dumps({**values, "metrics": dict(self.metrics)}, default=plain)
@@ -192,6 +195,7 @@ class Report:
             checkpoint=None if checkpoint is None else str(checkpoint),
             workers=int(values.get("workers", 0)),
             epochs_done=int(values.get("epochs_done", 0)),
+            steps=int(values.get("steps", 0)),
         )
 
 

@@ -76,7 +76,8 @@ class JobSpec(RunSettings):
         job: unique name; also the controller's actor name after ``job:``.
         train_loop: cloudpickle of ``(train_loop_per_worker, train_loop_config)``; a config of None means that
             the function is called without an argument.
-        stored_train_loop: where that is kept instead, if it is too large for a message; else empty.
+        stored_train_loop: where that is kept instead, with ``callbacks``, if they are too large for a message; else
+            empty.
         min_workers: fewest workers the job may run with.
         max_workers: most workers it may use.
         bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
@@ -90,6 +91,8 @@ class JobSpec(RunSettings):
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
             that Ray starts again has it again. Never shown.
+        callbacks: cloudpickle of the user's callbacks with what they are told of the run; empty for none.
+        callback_names: names of their classes, in order.
         shown: its driver shows what happens to it, so that the controller's log need not.
     """
 
@@ -109,6 +112,8 @@ class JobSpec(RunSettings):
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)
     shown: bool = False
     stored_train_loop: str = ""
+    callbacks: bytes = dataclasses.field(default=b"", repr=False)
+    callback_names: tuple[str, ...] = ()
 
     @property
     def states_kept(self) -> int:

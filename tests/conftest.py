@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 import time
@@ -55,10 +56,17 @@ def starts_processes(module: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under ``pytest -n``, tests that start processes run one after the other: they measure and wait."""
+    """Put tests that start processes, which measure and wait, in a group; make most cases of a large matrix slow."""
+    cases = collections.Counter[str]()
     for item in items:
         if starts_processes(item.path):
             item.add_marker(pytest.mark.xdist_group("processes"))
+        matrix = item.get_closest_marker("matrix")
+        if matrix is not None:
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % matrix.kwargs["every"]:
+                item.add_marker(pytest.mark.slow)
+            cases[name] += 1
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:

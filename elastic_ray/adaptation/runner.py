@@ -74,13 +74,21 @@ class PolicyRunner:
         return bool(self._policies)
 
     def add(self, policies: Iterable[Policy]) -> None:
-        """Ask these as well, after those there are; one that is there is not asked twice.
+        """Ask these as well, after those there are.
+
+        One that is there is not asked twice. Nor is its copy, one of the same class with equal attributes, that comes
+        another way, as by the trainer and in the loop; equal ones that come together are several.
 
         Raises:
             PolicyError: the state of one is not plain.
         """
+        before = list(self._policies)
         for policy in policies:
             if any(policy is known for known in self._policies):
+                continue
+            copy_at = next((at for at, known in enumerate(before) if _is_same(policy, known)), None)
+            if copy_at is not None:
+                del before[copy_at]
                 continue
             self._policies.append(policy)
             self._initial.append(_state_of(policy))
@@ -163,6 +171,7 @@ class PolicyRunner:
                 self._failed(number, policy, failure, step, ends=pending.is_off)
             for hook, plain in zip(pending.hooks, pending.requests, strict=True):
                 self._apply(policy, hook, from_plain(plain), step)
+            self.values.asked_by(number)
 
     def _apply(self, policy: Policy, hook: str, request: Request, step: int) -> None:
         """Carry out what all ranks ask for, and tell what became of it; raises PolicyError of a strict policy."""
@@ -282,6 +291,14 @@ class PolicyRunner:
         """Have a policy that is still asked go on from its state."""
         if self._is_asked(number):
             policy.load_state_dict(copy.deepcopy({**self._initial[number], **self._states[number]}))
+
+
+def _is_same(policy: Policy, other: Policy) -> bool:
+    """Whether the two would ask for the same: given to the trainer and in the loop, a policy comes as two objects."""
+    try:
+        return type(policy) is type(other) and bool(vars(policy) == vars(other))
+    except Exception:  # attributes that do not compare, such as arrays
+        return False
 
 
 def _requests(answer: Any) -> list[Request]:

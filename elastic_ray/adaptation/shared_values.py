@@ -15,6 +15,7 @@ class SharedValues:
         rate_factor: product of all ``ScaleRate`` requests.
         batch_size: global batch that a policy has set [samples]; None where the job chooses.
         wish: fewest and most workers that a policy asks for; None for no wish.
+        wished_by: number of the policy whose wish it is.
         stopped: epoch and number of the loader pass in which a policy has ended the training; None while it goes on.
         elapsed_s: since the run's first step [s].
         worker_s: the same, summed over the workers.
@@ -32,6 +33,7 @@ class SharedValues:
     rate_factor: float = 1.0
     batch_size: int | None = None
     wish: tuple[int | None, int | None] | None = None
+    wished_by: int = -1
     stopped: tuple[int, int] | None = None
     elapsed_s: float = 0.0
     worker_s: float = 0.0
@@ -80,7 +82,14 @@ class SharedValues:
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
         """A policy asks for so many workers."""
-        self.wish = None if bounds == (None, None) else bounds
+        self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
+
+    def asked_by(self, policy: int) -> None:
+        """A request of this policy was carried out: a wish that is nobody's yet is its."""
+        if self.wish is not None and self.wished_by < 0:
+            self.wished_by = policy
+        if policy in self.off and self.wished_by == policy:
+            self.wish_for((None, None))
 
     def stop_in(self, epoch: int, number: int) -> None:
         """The training ends in this pass."""
@@ -98,12 +107,15 @@ class SharedValues:
         self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
-        """A policy is not asked any more."""
+        """A policy is not asked any more; its wish ends, for it could not take it back."""
         self.off[policy] = why
+        if self.wished_by == policy:
+            self.wish_for((None, None))
 
     def ask_again(self) -> None:
-        """The run has other policies than those that were switched off."""
+        """The run has other policies than those that were switched off, or that have wished for a size."""
         self.off = {}
+        self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
         """As plain values."""

@@ -11,6 +11,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
 from placement.goodput.fitting import Observation
+from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
 
@@ -39,6 +40,10 @@ class PlannedGroup(Protocol):
     def batch(self) -> BatchChoice | None:
         """The batch it begins with, None for the loader's own."""
 
+    @property
+    def equal_shares(self) -> bool:
+        """Whether no rank of it takes more than others."""
+
 
 class BatchPlanner:
     """Collects step reports, keeps a fitted model for each GPU type, and chooses batches.
@@ -48,14 +53,18 @@ class BatchPlanner:
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
         latest: the latest report.
+        equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 
     Args:
         fixed: the batch does not change, whatever the loader allows.
         fit_every_s: least time between two fits [s].
+        shares_by_type: whether a group on several GPU types has shares by their speeds, so that its steps tell of each
+            type; the batch then stays as it is.
     """
 
-    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S) -> None:
+    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
         self._fixed = fixed
+        self._shares_by_type = shares_by_type
         self._fit_every_s = fit_every_s
         self._tuners: dict[str | None, BatchTuner] = {}
         self._gpus: dict[int, str | None] = {}  # of the last generations that a batch was chosen for
@@ -71,10 +80,12 @@ class BatchPlanner:
         self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
         self._chosen_for = 0
         self._measured: StepReport | None = None  # the latest that saw a step
+        self._mixed: tuple[str, ...] = ()  # types of groups with several, those that were fitted longest ago first
         self._strategy: str | None = None  # of the first that did: what others are told of
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
+        self.equal_shares = False
 
     @property
     def model(self) -> GoodputModel | None:
@@ -107,8 +118,19 @@ class BatchPlanner:
 
     @property
     def own_model(self) -> GoodputModel | None:
-        """The model that the job has measured itself on the present GPU type."""
-        return self.tuner.own_model if self.tuner is not None else None
+        """The model that the job has measured itself on the present GPU type; of several, that of the fastest."""
+        own = self.tuner.own_model if self.tuner is not None else None
+        if own is not None or self._gpu is not None or not self._shares_by_type:
+            return own
+        speeds, models = self.type_speeds, self.models
+        return models[max(speeds, key=lambda gpu: speeds[gpu])] if speeds else None
+
+    @property
+    def type_speeds(self) -> dict[str, float]:
+        """Samples per second of one worker of each GPU type that the job has measured, at an equal local batch."""
+        samples = self._measured.batch_size / self._measured.replicas if self._measured is not None else 1.0
+        each = max(samples, 1.0)
+        return {gpu: each / float(model.throughput_model.grad_time(each)) for gpu, model in self.models.items()}
 
     @property
     def observations(self) -> dict[str, tuple[Observation, ...]]:
@@ -120,6 +142,14 @@ class BatchPlanner:
         """Bounds of a worker's batch by GPU type, where there are any."""
         bounds = {gpu: tuner.atomic_bsz_range for gpu, tuner in self._tuners.items() if gpu is not None}
         return {gpu: (found[0] or 1, found[1] or (1 << 30)) for gpu, found in bounds.items() if found is not None}
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The simple noise scale [samples] (McCandlish et al. 2018, eq. 2.9); None while it is not known."""
+        noise = self.latest.noise if self.latest is not None else None
+        if noise is None or noise.sqr <= 0 or self.loader is None:
+            return None
+        return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
         """Goodput [samples/s] of the present configuration; None before there is a model."""
@@ -166,6 +196,7 @@ class BatchPlanner:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
+        self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
         """The generation that was chosen for last will not come to be, unless it has been reported from already."""
@@ -198,6 +229,9 @@ class BatchPlanner:
         if tuner is None or report.shape is None:
             return
         tuner.set_noise(report.noise)
+        if report.parts and report.step_time > 0:
+            self._learn_types(report)
+            return
         if report.uneven:
             return  # the model is one of equal shares
         self._strategy = report.strategy if self._strategy is None else self._strategy
@@ -213,13 +247,44 @@ class BatchPlanner:
         )
         self._fresh = True
 
+    def _learn_types(self, report: StepReport) -> None:
+        """Give the report to the tuners of the GPU types of a group that has several."""
+        assert report.shape is not None and self.loader is not None, "steps have been measured"
+        seen = MixedObservation(
+            parts=report.parts,
+            nodes=report.nodes,
+            accum_steps=report.shape.accum_steps,
+            step_time=report.step_time,
+            count=report.steps,
+        )
+        self._strategy = report.strategy if self._strategy is None else self._strategy
+        for gpu, found in seen.by_type().items():
+            tuner = self._tuner_on(gpu, self.loader.limits)
+            tuner.set_noise(report.noise)
+            for each in found:
+                tuner.observe(
+                    nodes=each.nodes,
+                    replicas=each.replicas,
+                    atomic_bsz=max(1, round(each.atomic_bsz)),
+                    accum_steps=each.accum_steps,
+                    step_time=each.step_time,
+                    grad_time=each.grad_time,
+                    steps=report.steps,
+                    strategy=report.strategy,
+                )
+            self._mixed = self._mixed if gpu in self._mixed else (*self._mixed, gpu)
+        self._fresh = True
+
     def due(self, now_s: float) -> TunerSnapshot | None:
         """What to fit now; None while nothing new is known or the last fit is recent."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
-        snapshot = self.tuner.snapshot()
-        self._fitting = self._gpu, snapshot
+        gpu = self._gpu
+        if gpu is None and self._mixed:  # one type after the other
+            gpu, self._mixed = self._mixed[0], (*self._mixed[1:], self._mixed[0])
+        snapshot = self._tuners[gpu].snapshot()
+        self._fitting = gpu, snapshot
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
@@ -256,8 +321,20 @@ class BatchPlanner:
         self._choice = decision.choice
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
 
-    def out_of_memory(self, atomic_bsz: int) -> str:
-        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch."""
+    def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
+        """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch.
+
+        Args:
+            atomic_bsz: samples that a worker has failed with.
+            more_than_equal: it took more than an equal share of the step. Then shares are equal from now on, and the
+                bound stays: no batch of an equal share has failed.
+        """
+        if more_than_equal:
+            self.equal_shares = True
+            return (
+                f"a worker ran out of memory with {atomic_bsz} samples, more than an equal share of the step, which it "
+                "took for a slow one: shares are equal from now on"
+            )
         if self.tuner is None:
             return "the batch is not known yet"
         return self.tuner.out_of_memory(max(1, atomic_bsz))

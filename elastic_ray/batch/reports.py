@@ -7,7 +7,10 @@ import dataclasses
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.stragglers.reports import SlowWorker
 from placement.cluster.progress import Progress
+from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale
+
+_SAMPLES_TO_SHARE = 4  # of a worker in an equal split: fewer round a share of a half away
 
 CHOSEN = "auto/"
 """What begins the keys of strategies that were chosen by measurement: each for one group, all of them in use."""
@@ -64,17 +67,37 @@ class LoaderInfo:
         most = max(1, batch_size // smallest)
         return min(most, self.dataset_size) if self.dataset_size else most
 
+    def check_shares(self, min_workers: int) -> None:
+        """Refuse batches of which workers on several GPU types could not take shares by their speeds.
+
+        Args:
+            min_workers: fewest workers of the job; several types have two at least.
+
+        Raises:
+            ValueError: the largest batch has fewer than four samples for each worker.
+        """
+        largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
+        workers = max(min_workers, 2)
+        if largest < _SAMPLES_TO_SHARE * workers:
+            raise ValueError(
+                f"mixed_gpu_types=True needs a batch of {_SAMPLES_TO_SHARE * workers} samples or more "
+                f"({_SAMPLES_TO_SHARE} for each of {workers} workers), so that shares can follow speeds, but the "
+                f"loader's largest batch has {largest}; raise batch_size (or max_batch_size), or leave it out"
+            )
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """Rank 0's account of the steps since its last report (times in seconds).
 
-    ``step_time`` and ``grad_time`` are medians over ``steps`` ununeven steps of one shape; 0 where none was seen.
+    ``step_time`` and ``grad_time`` are medians over ``steps`` steps of one shape; 0 where none was seen.
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
     ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
-    asks for; None without.
+    asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
+    group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
+    rates are multiplied by, for its batch and by policies; the mean over its parameter groups.
     """
 
     generation: int
@@ -95,3 +118,5 @@ class StepReport:
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()
+    learning_rate_factor: float | None = None
+    parts: tuple[MeasuredPart, ...] = ()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
+from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.traffic import Traffic
@@ -49,6 +50,7 @@ class Communicator:
     Attributes:
         gradients: its collectives.
         traffic: counts what is handed to collectives of either group; what forms the group is left out.
+        connections: of both gloo groups.
 
     Args:
         store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
@@ -90,6 +92,7 @@ class Communicator:
         self._gradients: Any = None
         self._nccl: Any = None
         self.traffic = Traffic()
+        self.connections = Connections()
         self.gradients = GradientGroup(
             rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard, self.traffic
         )
@@ -98,12 +101,14 @@ class Communicator:
         self._store = store  # torch keeps its C++ side only
         until_s = time.monotonic() + form_timeout_s
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        others = set(Connections.of_process())
         try:
             nonces = _meet(named, rank, world_size)
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
             self._gradients = _form_gloo(gradient_store, rank, world_size, device, until_s)
+            self.connections = Connections(set(Connections.of_process()) - others)
             if secret:
                 self._authenticate_peers(prefix, secret, nonces, until_s)
             if isinstance(store, BootstrapStore):
@@ -221,13 +226,16 @@ class Communicator:
             self.wait(self.gradients.all_reduce(mine) if with_gradients else self.all_reduce(mine))
         return [[int(v) for v in row] for row in mine]
 
-    def broadcast_bytes(self, content: bytes, root: int) -> bytes:
-        """What rank ``root`` gives as ``content``, on every rank."""
-        length = self.gather_ints([len(content)])[root][0]
+    def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
+        """What rank ``root`` gives as ``content``, on every rank; by choice in the gradient group."""
+        length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
             told[:] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.broadcast(told, root)
+        if with_gradients and self.world_size > 1:
+            self.wait(self.gradients.broadcast(told, root))
+        else:
+            self.broadcast(told, root)
         return told.numpy().tobytes()
 
     def wait(self, work: Any, *, patience_s: float = math.inf, since_s: float | None = None) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
+from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
 from elastic_ray.job_spec import RunSettings
@@ -36,9 +37,10 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run(RunSettings):
-    """What ``RunConfig`` asks for; ``name`` is None unless the user chose one."""
+    """What ``RunConfig`` asks for; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
 
     name: str | None
+    callbacks: tuple[Any, ...]
 
 
 def read_scaling(config: ScalingConfig | None) -> Scaling:
@@ -166,12 +168,7 @@ def read_run(config: RunConfig | None) -> Run:
     config = _instance(config, RunConfig, "run_config")
     failures = _instance(config.failure_config, FailureConfig, "RunConfig(failure_config)")
     checkpoints = _instance(config.checkpoint_config, CheckpointConfig, "RunConfig(checkpoint_config)")
-    if config.callbacks:
-        raise ValueError(
-            f"RunConfig(callbacks={config.callbacks!r}) is not supported: these are called by Ray Train's "
-            "own controller, which does not run here; read JobHandle.events() and status(), or call your "
-            "code in the train function"
-        )
+    callbacks = _callbacks(config.callbacks)
     _check_failures(failures)
     for owner, given in (("RunConfig", config), ("CheckpointConfig", checkpoints), ("FailureConfig", failures)):
         for field in dataclasses.fields(given):
@@ -183,6 +180,7 @@ def read_run(config: RunConfig | None) -> Run:
         raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
     return Run(
         name=job_name(config.name),
+        callbacks=callbacks,
         storage_path=str(config.storage_path),
         storage_filesystem=config.storage_filesystem,
         max_failures=failures.max_failures,
@@ -192,6 +190,29 @@ def read_run(config: RunConfig | None) -> Run:
         runtime_env=_runtime_env(config.worker_runtime_env),
         log_level=_log_level(config.logging_config),
     )
+
+
+def _callbacks(given: Any) -> tuple[Any, ...]:
+    """Raise TypeError for what is called by none of the two protocols; the message names it."""
+    callbacks: tuple[Any, ...] = tuple(given or ())
+    if not callbacks:
+        return ()
+    from ray.tune.logger import LoggerCallback  # takes a while
+
+    for callback in callbacks:
+        if isinstance(callback, UserCallback | LoggerCallback):
+            continue
+        what = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"a {_type_name(callback)}"
+        hint = "; pass an instance of it" if isinstance(callback, type) else ""
+        raise TypeError(
+            f"RunConfig(callbacks) takes ray.train.UserCallback and Ray Tune's LoggerCallback (W&B, MLflow, Comet...), "
+            f"but got {what}{hint}. A ray.tune.Callback of another kind belongs to tune.RunConfig(callbacks)"
+        )
+    return callbacks
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _check_failures(config: FailureConfig) -> None:

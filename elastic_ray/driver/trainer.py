@@ -31,6 +31,7 @@ from elastic_ray.driver.ray_train_config import job_name, read_run, read_scaling
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.packed_policy import pack_policy
@@ -97,7 +98,8 @@ class ElasticTrainer:
             policy: deprecated, for it holds for all jobs of the cluster: say it with ``elastic-ray allocator set``
                 or ``placement.get_or_create_allocator(policy)`` before the first job. None takes what there is.
             adaptation: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order,
-                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``.
+                before those that the train function gives to ``AdaptiveDataParallel(policy=...)``; one that is given
+                there as well, of the same class with equal attributes, is asked once.
             **unsupported: other arguments of ``TorchTrainer`` are answered with what to do in their place.
 
         Raises:
@@ -111,6 +113,12 @@ class ElasticTrainer:
         told = read_overrides(os.environ)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
+        self._callbacks = pack_callbacks(
+            self._run.callbacks,
+            run_config=run_config,
+            train_loop_config=train_loop_config,
+            scaling_config=scaling_config,
+        )
         self._name = self._run.name or job_name(take_name(os.environ))
         self._submission = told.submission
         self._elastic = elastic_config or ElasticConfig()
@@ -198,6 +206,8 @@ class ElasticTrainer:
             model_fingerprint=self._fingerprint,
             policy=self._policy,
             submission=self._submission,
+            callbacks=self._callbacks,
+            callback_names=tuple(type(callback).__name__ for callback in self._run.callbacks),
         )
 
 

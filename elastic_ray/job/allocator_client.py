@@ -63,11 +63,11 @@ class AllocatorClient:
 
     def tick(self, now_s: float) -> None:
         """Send a heartbeat if one is due [s, monotonic]."""
-        if now_s < self._due_s:
-            return
+        beats = self._beating is not None and not self._beating.done()
+        if beats or now_s < self._due_s:
+            return  # what has changed since the one under way was made goes with the next
         self._due_s = now_s + _HEARTBEAT_S
-        if self._beating is None or self._beating.done():
-            self._beating = asyncio.get_running_loop().create_task(self._beat())
+        self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def ended(self) -> None:
         """The job is over."""

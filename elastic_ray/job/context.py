@@ -6,8 +6,10 @@ import dataclasses
 
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter
@@ -27,6 +29,8 @@ class JobContext:
         reports: its reports.
         group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
+        trackers: that its user looks at.
+        allocator: hears how the job stands.
     """
 
     spec: JobSpec
@@ -37,3 +41,5 @@ class JobContext:
     reports: ReportIntake
     group: WorkerGroup
     background: Background
+    trackers: RunTrackers
+    allocator: AllocatorClient

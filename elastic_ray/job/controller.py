@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import pickle
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -48,11 +49,11 @@ _DRIVER = "driver"
 
 def start(spec: JobSpec) -> Any:
     """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
-    if len(spec.train_loop) <= _MOST_INLINE_BYTES:
+    if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _create(spec)
-    key = store_train_loop(spec.train_loop)
+    key = store_train_loop(pickle.dumps((spec.train_loop, spec.callbacks)))
     try:
-        return _create(dataclasses.replace(spec, train_loop=b"", stored_train_loop=key))
+        return _create(dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key))
     except BaseException:
         delete_train_loop(key)
         raise
@@ -83,7 +84,8 @@ class JobController:
         if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
             spec = self._journal.trial() or spec
         elif spec.stored_train_loop:
-            spec = dataclasses.replace(spec, train_loop=stored_train_loop(spec.stored_train_loop))
+            train_loop, callbacks = pickle.loads(stored_train_loop(spec.stored_train_loop))
+            spec = dataclasses.replace(spec, train_loop=train_loop, callbacks=callbacks)
         self._begin(spec)
         life = self._run
         if remembered is None:
@@ -143,7 +145,7 @@ class JobController:
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
-        return dataclasses.replace(self._spec, train_loop=b"", trial=trial, secret="")
+        return dataclasses.replace(self._spec, train_loop=b"", callbacks=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
         """The job now."""
@@ -313,7 +315,7 @@ class JobController:
             while not self._over():
                 await asyncio.sleep(_TICK_S)
                 if not job.record.phase.ended:
-                    job.tell_storage(time.monotonic())
+                    job.tell_others(time.monotonic())
                     if opening.done():
                         opening.result()
                     if opening.done() or job.group.machine.workers:  # those of the controller before train already

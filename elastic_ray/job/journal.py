@@ -30,7 +30,7 @@ _RENEW_S = 2.0  # a sweep that has no answer within 5 s starts another controlle
 
 
 def store_train_loop(packed: bytes) -> str:
-    """Keep a packed train function until :func:`delete_train_loop`; returns its key. Blocks for some milliseconds.
+    """Keep a packed train function, and callbacks, until :func:`delete_train_loop`; returns its key. Blocks briefly.
 
     What an actor is created with is lost with the driver once it is too large for a message, and Ray could not start
     the actor again. Ray keeps functions that it sends to workers in the same place.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record.record import JobRecord, report_of
 from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.record.writer import RecordWriter
@@ -21,14 +22,22 @@ class ReportIntake:
         record: what is known of the job.
         writer: its storage.
         tell: takes what the job's user is to know of its storage, a sentence.
+        trackers: hear of every report, of some more than once.
 
     Attributes:
         queue: the reports, one by one.
     """
 
-    def __init__(self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        record: JobRecord,
+        writer: RecordWriter,
+        tell: Callable[[str], None],
+        trackers: RunTrackers,
+    ) -> None:
         self._trial = spec.trial
-        self._record, self._writer, self._tell = record, writer, tell
+        self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
@@ -47,18 +56,21 @@ class ReportIntake:
         trial = self._trial
         if message.checkpoint_ref is not None and trial is not None and trial.sweep is not None:
             trial.sweep.hold.remote(trial.controller, message.checkpoint, (message.checkpoint_ref,))
-        self.queue.put(report_of(message, workers))
+        self._take(report_of(message, workers))
         await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
         """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
         if (report := self._record.report_again(message, workers)) is not None:
-            self.queue.put(report)
+            self._take(report)
 
     def restore(self, checkpoint: StoredCheckpoint) -> None:
         """Rank 0 has stored a checkpoint, and was lost before it could report it."""
-        self._record.restored(checkpoint)
-        self.queue.put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+        self._take(self._record.restored(checkpoint))
+
+    def _take(self, report: Report) -> None:
+        self.queue.put(report)
+        self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
         """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
@@ -75,4 +87,4 @@ class ReportIntake:
             OSError: the files could not be read.
         """
         for report in await self._writer.catch_up(first_report):
-            self.queue.put(report)
+            self._take(report)

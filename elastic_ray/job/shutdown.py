@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from elastic_ray.events import JobPhase
-from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import Cancel, Stop
 from elastic_ray.sealed import Raised, Sealed
@@ -15,17 +14,17 @@ class JobShutdown:
     """What is to be done once a job is over, step by step.
 
     Args:
-        parts: of the job.
-        allocator: is told of the end.
+        parts: of the job; the allocator is told of the end.
 
     Attributes:
         return_value: what rank 0's train function has returned.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, parts: JobContext, allocator: AllocatorClient) -> None:
+    def __init__(self, parts: JobContext) -> None:
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
-        self._group, self._background, self._allocator = parts.group, parts.background, allocator
+        self._group, self._background, self._allocator = parts.group, parts.background, parts.allocator
+        self._trackers = parts.trackers
         self._error: BaseException | Raised | None = None
         self._written: asyncio.Task[None] | None = None
         self.return_value: Sealed | None = None
@@ -56,7 +55,12 @@ class JobShutdown:
         if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
             self._writer.delete_states()
         if self._record.outcome() is not None:
-            self._written = self._background.start(self._writer.finish())
+            self._written = self._background.start(self._finish())
+
+    async def _finish(self) -> None:
+        """Trackers read what is written, and may take long: they come after it."""
+        await self._writer.finish()
+        await self._trackers.finish(self._record.phase, self._error)
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""

@@ -46,7 +46,7 @@ class JobStarter:
     def __init__(self, job: StartingJob, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
-        self._background = parts.background
+        self._background, self._trackers = parts.background, parts.trackers
         self.looking = False
         self._opened = False
         self._first_report: int | None = None
@@ -91,6 +91,7 @@ class JobStarter:
                 self._job.end_again()
             return
         point = self._record.resume_point
+        self._trackers.begin(point)
         self._begun_after = point.reports if point is not None else 0
         self._reports.queue.begin_after(self._first_report - 1 if self._first_report else self._begun_after)
         if not self._group.machine.workers:
@@ -117,7 +118,9 @@ class JobStarter:
             return
         point = self._record.resume_point
         start = f"from step {point.steps}" if point is not None else "anew"
-        self._events.add(EventKind.RESTART, self._group.machine.world_size, 0, f"{reason}; it starts {start}")
+        detail = {"steps": point.steps, "reports": point.reports} if point is not None else {}
+        before = self._group.machine.world_size
+        self._events.add(EventKind.RESTART, before, 0, f"{reason}; it starts {start}", detail=detail)
         self._job.begin_again()
         if (later := self._later) is not None:
             self._later = None

@@ -20,14 +20,16 @@ from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job.shutdown import JobShutdown
 from elastic_ray.job.starter import JobStarter
+from elastic_ray.job.state_note import controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
+from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record import views
-from elastic_ray.record.controller_state import ControllerState, as_text, from_text, run_of
+from elastic_ray.record.controller_state import ControllerState, from_text, run_of
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
@@ -67,15 +69,16 @@ class JobSupervisor:
     ) -> None:
         self._spec, self._journal = spec, journal
         self.record = JobRecord(spec)
-        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch)
+        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch, shares_by_type=spec.scheduling.mixed_gpu_types)
         self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
-        self.events = EventLog(spec, self.record, self.group.machine, journal.add)
+        self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
-        self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage)
+        self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)
+        self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
         self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
-        parts = JobContext(
+        self._parts = parts = JobContext(
             spec=spec,
             record=self.record,
             events=self.events,
@@ -84,8 +87,10 @@ class JobSupervisor:
             reports=self._reports,
             group=self.group,
             background=background,
+            trackers=self._trackers,
+            allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self._allocator)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
         self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
@@ -99,6 +104,11 @@ class JobSupervisor:
     def vacated(self) -> asyncio.Task[None] | None:
         """The task that makes processes ready for another trial; None for a job whose processes end with it."""
         return self._shutdown.vacated
+
+    def _keep(self, event: JobEvent) -> None:
+        """Pass an event on, to the controller after this one and to trackers."""
+        self._journal.add(event)
+        self._trackers.event(event, self.group.machine.current)
 
     def status(self) -> JobStatus:
         """The job now."""
@@ -262,39 +272,18 @@ class JobSupervisor:
 
     def _state(self) -> ControllerState:
         """The job as a controller after this one has to know it."""
-        machine, history, goal = self.group.machine, self.group.history, self.group.goal
-        return ControllerState(
-            job=self._spec.job,
-            run=run_of(self._spec),
-            phase=self.record.phase.value,
-            message=self.record.message,
+        return controller_state(
+            self._parts,
+            losses=self._losses,
+            preemption=self._preemption,
             submitted_s=self._submitted_s,
-            issued=machine.issued,
-            announced=machine.announced,
-            trained=machine.trained,
-            world_size=machine.world_size,
-            named=machine.named,
-            earlier=self.group.earlier,
-            nodes=dict(goal.nodes),
-            reason=goal.reason,
             held_at=self._held_at,
             weight=self._weight,
-            failures=self._losses.failures,
-            lost=self._losses.lost,
-            most_workers=history.most_workers,
-            resizes=history.resizes,
-            resize_cost_s=history.resize_cost_s,
-            start_s=history.start_s,
             saved=self._saved,
             stopping=self._stopping_since is not None,
-            preempted=self._preemption.reason if self._preemption.active else None,
-            processes=self.group.processes(),
-            homes=self.group.homes(),
-            pids={worker: process_info.pid for worker, process_info in self.group.process_infos.items()},
             revivals=self._revivals,
-            claimed=tuple(sorted(self._claimed)),
-            first_report=self.record.first_report,
-            return_value=as_text(self._shutdown.return_value) if self.record.phase.ended else None,
+            claimed=self._claimed,
+            return_value=self._shutdown.return_value,
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
@@ -304,6 +293,7 @@ class JobSupervisor:
         self._submitted_s = state.submitted_s
         self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
+        self._trackers.recall(state.trackers, events)
         self._losses.recall(lost=state.lost, failures=state.failures)
         self.group.history.recall(state)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
@@ -345,9 +335,10 @@ class JobSupervisor:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""
         await self._shutdown.written()
 
-    def tell_storage(self, now_s: float) -> None:
+    def tell_others(self, now_s: float) -> None:
         """Some ten times a second from the beginning to the end, also before the first tick."""
         self._writer.tick(now_s)
+        self._trackers.tick(now_s, self._planner, self.group.machine.current)
 
     def tick(self) -> None:
         """Some ten times a second until it has ended."""

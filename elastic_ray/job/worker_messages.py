@@ -63,7 +63,8 @@ class WorkerMessages:
     def __init__(self, job: HearingJob, parts: JobContext) -> None:
         self._job = job
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
-        self._reports, self._group = parts.reports, parts.group
+        self._reports, self._group, self._spec = parts.reports, parts.group, parts.spec
+        self._allocator = parts.allocator
         self._resumed = ""
         self._notices = collections.deque[tuple[Any, str]](maxlen=_NOTICES)
         self.torn = False
@@ -103,7 +104,11 @@ class WorkerMessages:
             self._observe(message.report)
 
     def _observe(self, report: StepReport) -> None:
+        """Rank 0's account of its steps; the allocator hears at once of a wish that has changed."""
+        wish = self._planner.wish
         before = self._planner.observe(report)
+        if self._planner.wish != wish:
+            self._allocator.soon()
         if before is not None:
             detail = {"from_batch_size": before, "to_batch_size": report.batch_size}
             replicas = report.replicas
@@ -112,17 +117,24 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _ready(self, message: WorkerReady) -> None:
+        """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
             self._events.add(EventKind.RESUMED, 0, 0, resumed)
+        if message.loader is not None and self._spec.scheduling.mixed_gpu_types:
+            try:
+                message.loader.check_shares(self._spec.min_workers)
+            except ValueError as error:
+                self._job.finish(JobPhase.FAILED, error=error)
+                return
         self._planner.open(message.loader)
         self._group.take(message)
 
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
-        """A worker starts over, and all take smaller batches; the job ends where the smallest does not fit."""
+        """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
         try:
-            reason = self._planner.out_of_memory(message.atomic_bsz)
+            reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:
             self._job.finish(JobPhase.FAILED, error=error)
             return

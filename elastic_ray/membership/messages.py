@@ -9,10 +9,19 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`."""
+    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
+
+    Attributes:
+        worker: its id.
+        node: the node that it is on.
+        gpu_type: of the node's GPUs, in a job whose shares follow the types' speeds; else empty.
+        speed: of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known.
+    """
 
     worker: str
     node: str
+    gpu_type: str = ""
+    speed: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,7 @@ class GenerationSpec:
         void_below: generations under this number are broken; a worker that waits in one gives up at once. 0 announces a
             planned change, which takes effect when all ranks agree on the step.
         batch: batch shape from the first step on; None keeps the loader's own choice.
+        equal_shares: no rank takes more of a step than others from now on, however slow they are.
         reason: why, as a sentence.
     """
 
@@ -51,6 +61,7 @@ class GenerationSpec:
     members: tuple[Member, ...]
     void_below: int = 0
     batch: BatchChoice | None = None
+    equal_shares: bool = False
     reason: str = ""
 
     @property

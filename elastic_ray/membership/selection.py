@@ -10,7 +10,7 @@ from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
     """Who is too many on each node: members that are to leave, and others to be given back at once.
 
-    Members that are to be replaced leave once as many others are ready.
+    Members that are to be replaced leave once as many others are ready, or where the target has no place for them.
     """
     leavers: list[WorkerRecord] = []
     unwanted: list[WorkerRecord] = []
@@ -29,7 +29,9 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
             elif record.worker not in flying and not record.has_state:
                 unwanted.append(record)
     ready = len(roster.in_phase(WorkerPhase.READY)) - sum(1 for w in unwanted if w.phase is WorkerPhase.READY)
-    leavers += [w for w in roster.members() if w.replaced][: max(0, ready)]
+    replaced = [w for w in roster.members() if w.replaced]
+    places = sum(target.values()) - sum(1 for w in roster.members() if w.stays) + len(leavers)
+    leavers += replaced[: max(0, ready, len(replaced) - max(0, places))]
     return leavers, unwanted
 
 

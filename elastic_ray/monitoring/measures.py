@@ -26,6 +26,11 @@ class WorkerMeasures:
         passed_s: since the same place in the last step that was committed, pauses included [s]; 0 for the first.
         host_mib: resident memory of the process, at the end of the step before [MiB].
         device_mib: what it holds of its GPU, as torch's allocator has reserved it [MiB]; 0 without one.
+        memory_used: part of its memory that is taken, of the host, of its control group or of its GPU, whichever is
+            nearest to its limit; from 0 to 1, looked at once a second.
+        major_faults: pages that it had to fetch from a disk in the step before (swapped out, or of mapped files).
+        sending_s: time in which its gloo connections had bytes that were not acknowledged yet, while their receivers
+            had room for them, by step, looked at twice a second [s]; 0 where the kernel does not tell, as for NCCL.
         all_reduce_mib: handed to all-reduces in the step before, gradients and votes alike [MiB].
         all_gather_mib: the worker's own parts of all-gathers [MiB].
         all_to_all_mib: the worker's own parts of all-to-alls [MiB].
@@ -41,6 +46,9 @@ class WorkerMeasures:
     passed_s: float = 0.0
     host_mib: float = 0.0
     device_mib: float = 0.0
+    memory_used: float = 0.0
+    major_faults: float = 0.0
+    sending_s: float = 0.0
     all_reduce_mib: float = 0.0
     all_gather_mib: float = 0.0
     all_to_all_mib: float = 0.0

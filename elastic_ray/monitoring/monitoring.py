@@ -14,13 +14,14 @@ class Monitoring:
 
     Args:
         traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
+        sending_s: time in which its connections were sending [s].
 
     Attributes:
         meter: times, memory and bytes of this rank's steps.
     """
 
-    def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict) -> None:
-        self.meter = StepMeter(traffic=traffic)
+    def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
+        self.meter = StepMeter(traffic=traffic, sending_s=sending_s)
         self._request = Monitor()
         self._models: list[Callable[[], StepMeasures]] = []
 

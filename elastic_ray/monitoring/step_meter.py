@@ -5,11 +5,15 @@ No clock but the monotonic one is read here. It measures nothing, and nothing ri
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, mib, packed, traffic_fields, unpacked
-from elastic_ray.monitoring.process_memory import device_bytes, host_bytes
+from elastic_ray.monitoring.process_memory import device_bytes, host_bytes, major_faults, memory_used
+
+_MEMORY_S = 1.0  # between two looks at the memory of host and device
+_SENDING_S = 0.5  # between two looks at the connections: their clock ticks some hundred times a second
 
 
 class StepMeter:
@@ -18,16 +22,23 @@ class StepMeter:
     Args:
         clock: the time [s]; only differences of it count.
         traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
+        sending_s: time in which the present group's connections were sending, since it was formed [s].
 
     Attributes:
         workers: of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, traffic: Callable[[], Mapping[str, int]] = dict
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        traffic: Callable[[], Mapping[str, int]] = dict,
+        sending_s: Callable[[], float] = float,
     ) -> None:
         self._clock = clock
         self._traffic = traffic
+        self._sending = _Looks(clock, sending_s)
+        self._faults = 0
+        self._used, self._used_at_s = 0.0, -math.inf
         self._asked = False
         self.workers: tuple[WorkerMeasures, ...] = ()
         self._began_s: float | None = None
@@ -67,9 +78,15 @@ class StepMeter:
         self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
         self._sync_s, self._waited_s = self._waited_s, 0.0
         counted = dict(self._traffic())
+        if now_s - self._used_at_s >= _MEMORY_S:
+            self._used, self._used_at_s = memory_used(), now_s
+        before, self._faults = self._faults, major_faults()
         self._sizes = {
             "host_mib": mib(host_bytes()),
             "device_mib": mib(device_bytes()),
+            "memory_used": self._used,
+            "major_faults": float(self._faults - before),
+            "sending_s": self._sending.end_step(),
             **traffic_fields(self._counted, counted),
         }
         self._counted = counted
@@ -82,6 +99,8 @@ class StepMeter:
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0
         self._counted, self._sizes = dict(self._traffic()), {}
+        self._faults = major_faults()
+        self._sending.begin()
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""
@@ -112,3 +131,31 @@ class StepMeter:
             self._waited_s += self._clock() - self._waits_since_s
             self._waits_since_s = None
         self.workers = unpacked(sums, world_size)
+
+
+class _Looks:
+    """A time that grows, by step, from looks that are some steps apart.
+
+    Args:
+        clock: the time [s]; only differences of it count.
+        total_s: what is looked at [s].
+    """
+
+    def __init__(self, clock: Callable[[], float], total_s: Callable[[], float]) -> None:
+        self._clock, self._total_s = clock, total_s
+        self._at_s = self._seen_s = self._by_step = 0.0
+        self._steps = 0
+
+    def begin(self) -> None:
+        """What is looked at is another, and begins anew."""
+        self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
+
+    def end_step(self) -> float:
+        """A step is over; returns what a step has taken, as of the last look."""
+        self._steps += 1
+        now_s = self._clock()
+        if now_s - self._at_s >= _SENDING_S:
+            total_s = self._total_s()
+            self._by_step = max(0.0, total_s - self._seen_s) / self._steps
+            self._at_s, self._seen_s, self._steps = now_s, total_s, 0
+        return self._by_step

@@ -26,6 +26,9 @@ class LearningRates:
         epochs_done: epochs of data trained on.
         rate_factor: what policies multiply all rates by.
 
+    Attributes:
+        factor: what the latest step has multiplied them by; the mean over the parameter groups.
+
     Raises:
         TypeError, ValueError: there is no such rule.
     """
@@ -47,6 +50,7 @@ class LearningRates:
         self._epochs_done = epochs_done
         self._rate_factor = rate_factor
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
+        self.factor = 1.0
 
     @property
     def wants_statistics(self) -> str:
@@ -65,11 +69,13 @@ class LearningRates:
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._rate_factor()
         if as_it_is and by_policy == 1.0:
+            self.factor = 1.0
             yield
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         factors = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
+        self.factor = by_policy * sum(factors) / max(1, len(factors))
         try:
             for group, rate, factor in zip(groups, rates, factors, strict=True):
                 group["lr"] = rate * factor * by_policy

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from elastic_ray.stragglers.reports import RESPONSES, StragglerConfig
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+
+logger = logging.getLogger("elastic_ray")
 
 _NOT_NEEDED = "it is not needed: leave it out, since "
 _OF_DDP = {
@@ -40,6 +44,34 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         raise TypeError(
             f"AdaptiveDataParallel has no argument {name!r}; it has module, optimizer, lr_scheduler, grad_scaler and "
             "scaling_rule"
+        )
+
+
+def check_stragglers(response: Any) -> StragglerConfig:
+    """What a run without a trainer is asked to do about slow workers.
+
+    Raises:
+        ValueError: there is no such response, or only a trainer can give it.
+    """
+    if response == "replace":
+        raise ValueError(
+            "stragglers must be 'ignore', 'tell' or 'share', but got 'replace': the group of a run without a trainer "
+            "is fixed, and has no worker to put in a slow one's place. Train under ElasticTrainer(..., "
+            "elastic_config=ElasticConfig(stragglers='replace'))"
+        )
+    if response is not None and response not in RESPONSES:
+        raise ValueError(f"stragglers must be 'ignore', 'tell' or 'share', or None, but got {response!r}")
+    return StragglerConfig(response=response or "ignore")
+
+
+def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
+    """Say that under a trainer the job's configuration decides, where that does less than the loop asks for."""
+    if lacking:
+        logger.warning(
+            "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "
+            "ElasticTrainer(..., elastic_config=ElasticConfig(stragglers=%r))",
+            asked.response,
+            asked.response,
         )
 
 

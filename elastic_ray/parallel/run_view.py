@@ -102,6 +102,9 @@ class ModelParts(Protocol):
     def add_buffers(self, buffers: SyncedBuffers) -> None:
         """A model's buffers."""
 
+    def add_rate_factor(self, factor: Callable[[], float]) -> None:
+        """What gives by how much the latest step of a model has multiplied its learning rates."""
+
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""
 

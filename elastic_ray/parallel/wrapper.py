@@ -28,10 +28,12 @@ from elastic_ray.parallel.patches import (
 )
 from elastic_ray.parallel.refusals import (
     bounded_tables,
+    check_stragglers,
     refuse_bounded_tables,
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
+    warn_of_no_effect,
 )
 from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
@@ -83,6 +85,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             ``elastic_ray.sync``), a builder, a ``Strategy``, or the path of one as JSON. None is ``"all_reduce"``.
         policy: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order.
         monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
+        stragglers: what a run without a trainer (``torchrun``) does about slow workers: ``"ignore"`` (as None),
+            ``"tell"`` (the log) or ``"share"``. Under a trainer ``ElasticConfig(stragglers=)`` says it.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -103,12 +107,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         strategy: str | os.PathLike[str] | Strategy | StrategyBuilder | None = None,
         policy: Policy | Sequence[Policy] | None = None,
         monitor: Monitor | None = None,
+        stragglers: str | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
+        watched = check_stragglers(stragglers)
         policies = check_policies(policy)
         if monitor is not None and not isinstance(monitor, Monitor):
             raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
@@ -134,6 +140,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
         if monitor is not None:
             self._run.registry.monitoring.ask(monitor)
+        if not session.elastic:
+            session.stragglers.ask(watched)
+        warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         session.add_policies(policies)
@@ -152,6 +161,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         builder = resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
+        run.registry.add_rate_factor(lambda: self._learning_rates.factor)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)

@@ -50,6 +50,7 @@ class ControllerState:
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
+        trackers: what its trackers have to know to go on with their runs.
     """
 
     job: str
@@ -83,6 +84,7 @@ class ControllerState:
     claimed: tuple[int, ...] = ()
     first_report: int = 0
     return_value: str | None = None
+    trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:

@@ -53,6 +53,10 @@ class EventLog:
         workers = self._machine.world_size
         self.add(kind, workers, workers, reason, **facts)
 
+    def warn(self, what: str) -> None:
+        """Something does not work that the job does not need."""
+        self.note(EventKind.WARNING, what)
+
     def storage(self, what: str) -> None:
         """Something about storage that the job's user is to know."""
         self.note(EventKind.STORAGE, what)

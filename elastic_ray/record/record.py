@@ -198,9 +198,18 @@ class JobRecord:
         """Number of the last one."""
         return self._reports.last
 
-    def restored(self, checkpoint: StoredCheckpoint) -> None:
+    def restored(self, checkpoint: StoredCheckpoint) -> Report:
         """A report that was never heard of, with the checkpoint that it left in storage."""
-        self._put(Report(index=checkpoint.index, metrics=checkpoint.metrics, checkpoint=checkpoint.path))
+        point = checkpoint.resume_point
+        report = Report(
+            index=checkpoint.index,
+            metrics=checkpoint.metrics,
+            checkpoint=checkpoint.path,
+            epochs_done=point.epoch if point is not None else 0,
+            steps=point.steps if point is not None else 0,
+        )
+        self._put(report)
+        return report
 
     def catch_up(self, lines: Iterable[str], first_report: int, reports: Iterable[Report]) -> None:
         """After the end of an earlier controller, whose events are here: go on where its files end.
@@ -265,4 +274,5 @@ def report_of(message: WorkerReport, workers: int) -> Report:
         checkpoint=message.checkpoint,
         workers=workers,
         epochs_done=message.resume_point.epoch,
+        steps=message.resume_point.steps,
     )

@@ -96,6 +96,7 @@ def allocator_view(
         observations=planner.observations,
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
         slow_nodes=slow_nodes,
+        mixed_gpu_types=spec.scheduling.mixed_gpu_types,
     )
 
 

@@ -163,6 +163,7 @@ class Adaptation:
 
     def __init__(self, session: AdaptedSession, sizes: tuple[int, int] | None) -> None:
         self.runner = PolicyRunner(self, session.tell, session.controller.tell)
+        self._report_soon = session.controller.report_soon
         self._sizes = sizes
         self._run: AdaptedRun | None = None
         self._set_shape: Callable[[BatchChoice | None], None] = lambda shape: None
@@ -209,8 +210,10 @@ class Adaptation:
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Fewest and most workers that they ask for."""
-        return self.runner.values.wish
+        """Fewest and most workers that they ask for; None for no wish, and once the training is over."""
+        epochs = self._progress.epochs
+        is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
+        return None if is_over else self.runner.values.wish
 
     @property
     def held_batch(self) -> int | None:
@@ -259,8 +262,10 @@ class Adaptation:
         if workers:
             values.advance(workers[0].passed_s, len(workers), step.count)
         values.take_metrics(watched.latest, watched.reports)
-        self._step = step
+        self._step, wish = step, self.wish
         self.runner.settle(self._progress.steps)
+        if self.wish != wish:
+            self._report_soon()
         self._call("after_step")
 
     def end_epoch(self) -> None:

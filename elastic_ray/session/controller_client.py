@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.state.resume_point import ResumePoint
 
 
@@ -27,14 +27,17 @@ class ControllerClient(Protocol):
     def switched(self, generation: int, pause_s: float) -> None:
         """This worker trains in ``generation`` now."""
 
-    def observe(self, report: StepReport) -> None:
-        """Rank 0's measurements."""
+    def report_soon(self) -> None:
+        """Rank 0's account of its steps holds something that is not to wait for the next regular one."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """What the job's user should know: the kind of event, a sentence, and numbers."""
+
+    def tracker_dir(self) -> str:
+        """A directory of this node that the train function may log into; the same run's, whoever is rank 0."""
 
     def claim_fault(self, index: int) -> bool:
         """Whether this process may carry out fault number ``index`` of the script."""

@@ -106,3 +106,9 @@ class Group:
         """Bytes that its collectives were given, by operation; empty before the first generation."""
         communicator = self._membership.communicator
         return communicator.traffic.bytes if communicator is not None else {}
+
+    @property
+    def sending_s(self) -> float:
+        """Time in which its connections were sending [s]; 0 before the first generation."""
+        communicator = self._membership.communicator
+        return communicator.connections.sending_s() if communicator is not None else 0.0

@@ -267,6 +267,9 @@ class GroupChanges:
     def _make_equal(self) -> None:
         """Have all ranks hold the same model, those of another group if this one breaks."""
         try:
+            if self._parts.group.world_size > 1:
+                # A rank that has waited for long may have an announcement under way, which nothing else may meet.
+                self._parts.consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.registry.buffer_layout))
             self._parts.registry.collapse()
             self._parts.registry.sync_buffers(self._parts.group.communicator)
             self._parts.registry.prepare_to_save()

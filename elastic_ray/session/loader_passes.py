@@ -129,11 +129,12 @@ class LoaderPasses:
                 step.micro_steps,
                 step.count,
                 parts.registry.strategy_key,
-                uneven=parts.stragglers.uneven,
+                uneven=parts.stragglers.uneven or parts.gpu_types.mixed,
             )
             parts.meter.end_step()
             if trained:
-                parts.stragglers.after_step(step.sizes)
+                parts.stragglers.after_step(parts.gpu_types.comparable(step.sizes))
+                parts.gpu_types.after_step(step.sizes)
                 parts.adaptation.after_step(step)
             if not ends_pass:
                 self._changes.between_steps(step.can_switch)

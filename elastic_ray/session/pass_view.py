@@ -214,6 +214,20 @@ class PassPolicies(Protocol):
         """Whether they have ended the training in this pass."""
 
 
+class PassTypes(Protocol):
+    """Shares by type of GPU."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the present group is on several types."""
+
+    def comparable(self, sizes: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Samples of each rank and micro-batch, as they would be if the ranks' types had equal shares."""
+
+    def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
+        """A step of training was committed, with these samples in each rank's micro-batches."""
+
+
 class PassStragglers(Protocol):
     """Which workers are slow."""
 
@@ -263,6 +277,10 @@ class PassRun(Protocol):
     @property
     def adaptation(self) -> PassPolicies:
         """Policies of the user's."""
+
+    @property
+    def gpu_types(self) -> PassTypes:
+        """What share each rank takes because of its GPU's type."""
 
     @property
     def stragglers(self) -> PassStragglers:

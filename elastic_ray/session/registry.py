@@ -49,6 +49,7 @@ class ModelRegistry:
         self._noises: list[Noise] = []
         self._infos: list[ModelInfo] = []
         self._rates: list[Callable[[], tuple[float, ...]]] = []
+        self._rate_factors: list[Callable[[], float]] = []
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
@@ -69,6 +70,15 @@ class ModelRegistry:
         self._infos.append(info)
         self._noises.append(noise)
         return len(self._noises) - 1
+
+    def add_rate_factor(self, factor: Callable[[], float]) -> None:
+        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        self._rate_factors.append(factor)
+
+    @property
+    def rate_factor(self) -> float | None:
+        """That of the first model; None before there is one."""
+        return self._rate_factors[0]() if self._rate_factors else None
 
     def noise(self) -> NoiseScale | None:
         """Of the first model; None before an estimate."""
@@ -148,6 +158,10 @@ class Registry:
         """The run is at such a point."""
         for hook in self._hooks[point]:
             hook()
+
+    def add_rate_factor(self, factor: Callable[[], float]) -> None:
+        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        self.models.add_rate_factor(factor)
 
     def add_buffers(self, buffers: Buffers) -> None:
         """A model's buffers, synchronised at the end of every pass and in every new group."""

@@ -10,6 +10,7 @@ from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.events import EventKind
 from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.adaptation import Adaptation
@@ -21,6 +22,7 @@ from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.reports import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
@@ -41,6 +43,7 @@ class RunState:
         meter: what all ranks know of each other's.
         adaptation: policies of the user's.
         stragglers: which workers are slow, and what share of a step's samples each takes.
+        gpu_types: what share each takes of them because of its GPU's type.
     """
 
     group: Group
@@ -54,6 +57,7 @@ class RunState:
     meter: StepMeter
     adaptation: Adaptation
     stragglers: StragglerWatch
+    gpu_types: TypeShares[WorkerMeasures]
 
 
 class TellUser(Protocol):
@@ -78,17 +82,23 @@ def make_run_state(
     states = SharedState(progress)
     ledger = StepLedger(states, recoverable=elastic, moment=moment)
     agreed = AgreedChanges(membership)
-    monitoring = Monitoring(lambda: group.traffic)
+    monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
     meter = monitoring.meter
+
+    def equal_shares() -> bool:
+        return group.generation_spec is not None and group.generation_spec.equal_shares
+
+    gpu_types = TypeShares(members=lambda: group.members, measured=lambda: meter.workers, equal=equal_shares)
     watch = StragglerWatch(
         stragglers,
         members=lambda: group.members,
-        measured=lambda: meter.workers,
+        equal=equal_shares,
+        measured=gpu_types.comparable_measures,
         tell=lambda text, detail: tell(EventKind.STRAGGLER.value, text, detail),
+        measure=meter.ask,
     )
     states.register("stragglers", watch)
-    if stragglers.watches:
-        meter.ask()
+    states.register("gpu_types", gpu_types)
     riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
     return RunState(
         group=group,
@@ -102,4 +112,5 @@ def make_run_state(
         meter=meter,
         adaptation=adaptation,
         stragglers=watch,
+        gpu_types=gpu_types,
     )

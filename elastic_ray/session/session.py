@@ -33,6 +33,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
     import torch
@@ -183,12 +184,17 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        return self._changes.shape_changes + self._parts.stragglers.changes
+        return self._changes.shape_changes + self.stragglers.changes + self._parts.gpu_types.changes
+
+    @property
+    def stragglers(self) -> StragglerWatch:
+        """Which workers are slow."""
+        return self._parts.stragglers
 
     @property
     def share_weights(self) -> tuple[float, ...] | None:
         """Shares of the ranks in a step's samples; None where they are equal."""
-        return self._parts.stragglers.weights
+        return self._parts.gpu_types.weights(self._parts.stragglers.weights)
 
     @property
     def in_epochs(self) -> bool:
@@ -222,16 +228,13 @@ class Session:
     def add_model(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
     ) -> int:
-        """Take part in the training of a newly wrapped model.
+        """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
 
         Args:
             module: the model.
             optimizer: steps its parameters.
             info: what it tells the job.
             noise: gives its noise scale.
-
-        Returns:
-            Its number, in the order in which the loop wraps them.
 
         Raises:
             RuntimeError: training has begun. ValueError: the model shares parameters with another one.
@@ -368,6 +371,12 @@ class Session:
         """Most samples that this rank takes at once in the step in progress; 0 outside steps."""
         step = self.ledger.outermost
         return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether that is more than an equal split of the step gives it."""
+        step = self.ledger.outermost
+        return step is not None and self.atomic_bsz > step.equal_bsz
 
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""

@@ -29,7 +29,9 @@ def step_report(run: RunState) -> StepReport | None:
         progress=progress.summary(),
         strategy=run.clock.strategy,
         uneven=run.clock.uneven,
-        stragglers=run.stragglers.slow,
+        stragglers=(*run.stragglers.slow, *run.stragglers.senders),
+        parts=run.gpu_types.take() if not run.stragglers.uneven else (),
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,
+        learning_rate_factor=run.registry.models.rate_factor,
     )

@@ -31,6 +31,7 @@ from elastic_ray.state.resume_point import ResumePoint
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT_S = 600.0
+_TRACKER_DIR = "tensorboard/user"
 _FORM_TIMEOUT_S = 60.0
 # How many a group has begun at its store: its ranks begin them in the same order.
 _SESSIONS: collections.Counter[str] = collections.Counter()
@@ -102,6 +103,9 @@ class StandaloneController:
             logger.info("%s", reason)
             self._post(SetBatch(generation=1, batch=self._choice))
 
+    def report_soon(self) -> None:
+        """Nobody waits for anything."""
+
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
         self.metrics = dict(metrics)
@@ -111,6 +115,12 @@ class StandaloneController:
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
+
+    def tracker_dir(self) -> str:
+        """In the present directory, or where ``ELASTIC_RAY_TRACKER_DIR`` says."""
+        folder = os.path.abspath(os.environ.get("ELASTIC_RAY_TRACKER_DIR", _TRACKER_DIR))
+        os.makedirs(folder, exist_ok=True)
+        return folder
 
     def claim_fault(self, index: int) -> bool:
         """Scripted faults need a trainer."""

@@ -102,6 +102,11 @@ class LoaderStep:
         return len(self.sizes[0])
 
     @property
+    def equal_bsz(self) -> int:
+        """Most samples of a micro-batch where all ranks take equally many."""
+        return -(-self.count // (len(self.sizes) * self.micro_steps))
+
+    @property
     def samples_left(self) -> int:
         """Samples of the pass that are not used yet, those of this step included."""
         return self.total - self.loader_pass.position

@@ -14,11 +14,13 @@ RESPONSES: tuple[str, ...] = get_args(Response)
 
 
 class StragglerCause(str, enum.Enum):
-    """Why a worker is slow, as far as its times and its neighbours' tell."""
+    """Why a worker is slow, as far as its measures and those of the others tell."""
 
     WORKER = "worker"
     NODE = "node"
     DATA = "data"
+    MEMORY = "memory"
+    NETWORK = "network"
 
     @property
     def sentence(self) -> str:
@@ -27,6 +29,8 @@ class StragglerCause(str, enum.Enum):
             StragglerCause.WORKER: "the others on its node, if any, are not slow",
             StragglerCause.NODE: "all workers on its node are slow",
             StragglerCause.DATA: "it waits for its data",
+            StragglerCause.MEMORY: "its memory is full, or it fetches pages from a disk",
+            StragglerCause.NETWORK: "its network, or that of the worker that it sends to",
         }[self]
 
 
@@ -51,6 +55,10 @@ class StragglerConfig:
         if not (self.patience_s > 0 and math.isfinite(self.patience_s)):
             raise ValueError(f"patience_s must be above 0 seconds and finite, but got {self.patience_s}")
 
+    def goes_beyond(self, other: StragglerConfig) -> bool:
+        """Whether it has more done than another does."""
+        return RESPONSES.index(self.response) > RESPONSES.index(other.response)
+
     @property
     def watches(self) -> bool:
         """Whether stragglers are looked for."""
@@ -74,7 +82,8 @@ class SlowWorker:
     Attributes:
         worker: its id.
         node: the node that it is on.
-        ratio: how many times as long as the others it takes for the same work, above 1.
+        ratio: how many times as long as the others it takes for the same work, above 1; of a slow network, to send as
+            many bytes.
         cause: why, as far as that can be told.
         weight: its share of a step's samples, that of a worker that is not slow being 1.
         fixed: part of its time at weight 1 that did not shrink with its samples, from 0 to 1; None before its first
@@ -93,4 +102,5 @@ class SlowWorker:
     replace: bool = False
 
     def __str__(self) -> str:
-        return f"worker {self.worker} takes {self.ratio:.1f} times as long as the others: {self.cause.sentence}"
+        what = " to send as much" if self.cause is StragglerCause.NETWORK else ""
+        return f"worker {self.worker} takes {self.ratio:.1f} times as long as the others{what}: {self.cause.sentence}"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
+from elastic_ray.stragglers.measured import Measured, Place, RecentSteps, Tell
+from elastic_ray.stragglers.memory import MemoryTrace
+from elastic_ray.stragglers.network import SendTrace
 from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
 
 REPLACED_BELOW = 0.67
@@ -19,69 +22,6 @@ _SHORT_S = 0.01  # shorter steps are taken together, so that looking at them cos
 _LONGEST_REST = 32 * MIN_STEPS
 
 
-class Place(Protocol):
-    """A member of the group."""
-
-    @property
-    def worker(self) -> str:
-        """Its id."""
-
-    @property
-    def node(self) -> str:
-        """The node that it is on."""
-
-
-class Measured(Protocol):
-    """What one worker has measured of a step."""
-
-    @property
-    def compute_s(self) -> float:
-        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
-
-    @property
-    def data_s(self) -> float:
-        """Waiting for data [s]."""
-
-    @property
-    def step_s(self) -> float:
-        """The whole step before [s]."""
-
-
-class Tell(Protocol):
-    """Tells the job's user something."""
-
-    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RecentSteps:
-    """Sums over the latest steps, as long as they are short.
-
-    Attributes:
-        work: samples of each rank.
-        busy_s: time of each rank until its gradients were complete [s].
-        data_s: the part of it that was waiting for data [s].
-        seconds: of the steps, by the slowest rank's clock [s].
-    """
-
-    work: list[float] = dataclasses.field(default_factory=list)
-    busy_s: list[float] = dataclasses.field(default_factory=list)
-    data_s: list[float] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0
-
-    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
-        """The same with another step."""
-        work: list[float] = [sum(row) for row in sizes]
-        busy_s = [each.compute_s + each.data_s for each in measured]
-        data_s = [each.data_s for each in measured]
-        if self.work:
-            work = [old + new for old, new in zip(self.work, work, strict=True)]
-            busy_s = [old + new for old, new in zip(self.busy_s, busy_s, strict=True)]
-            data_s = [old + new for old, new in zip(self.data_s, data_s, strict=True)]
-        seconds = self.seconds + max([each.step_s for each in measured])
-        return RecentSteps(work=work, busy_s=busy_s, data_s=data_s, seconds=seconds)
-
-
 class StragglerWatch:
     """Finds stragglers, has them take fewer samples, and says which are to be replaced.
 
@@ -91,13 +31,17 @@ class StragglerWatch:
     ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
 
     Args:
-        config: what is done.
+        config: what is done, as far as nobody asks for more.
         members: gives the group's members by rank; none before the first group.
+        equal: whether the present group is to have equal shares, since unequal ones did not fit into memory. From then
+            on all groups have.
         measured: gives what they have measured of the latest step.
         tell: tells the job's user something.
+        measure: has steps measured from now on.
 
     Attributes:
         slow: the present stragglers, by rank.
+        senders: workers that are not slow but send slowly, by rank; nothing but telling is done about them.
         changes: how often the shares have changed.
     """
 
@@ -106,26 +50,43 @@ class StragglerWatch:
         config: StragglerConfig,
         *,
         members: Callable[[], Sequence[Place]],
+        equal: Callable[[], bool] = bool,
         measured: Callable[[], Sequence[Measured]],
         tell: Tell,
+        measure: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
+        self._config = StragglerConfig()
+        self._measure = measure
         self._members = members
+        self._equal = equal
+        self._withdrawn = False
         self._measured = measured
         self._tell = tell
         self._workers: tuple[str, ...] = ()
         self._seen: Sequence[Place] = ()
         self._recent = RecentSteps()
-        self._trace = SpeedTrace()
+        self._trace, self._memory, self._sends = SpeedTrace(), MemoryTrace(), SendTrace()
         self._rest = MIN_STEPS
         self._rising: bool | None = None
         self.slow: tuple[SlowWorker, ...] = ()
+        self.senders: tuple[SlowWorker, ...] = ()
         self.changes = 0
+        self.ask(config)
+
+    def ask(self, config: StragglerConfig) -> None:
+        """Do at least this about stragglers; before the first epoch, on all ranks alike."""
+        if config.goes_beyond(self._config):
+            self._config = config
+            self._measure()
+
+    def lacks(self, config: StragglerConfig) -> bool:
+        """Whether less is done about stragglers than this."""
+        return config.goes_beyond(self._config)
 
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Shares of the present ranks in a step's samples; None where they are equal."""
-        if not any(each.weight < 1.0 for each in self.slow):
+        if self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
         return tuple(weights.get(member.worker, 1.0) for member in self._members())
@@ -147,15 +108,22 @@ class StragglerWatch:
         if members is not self._seen:
             self._seen = members
             self._enter(tuple(member.worker for member in members))
+        if self._equal():
+            self._withdraw()
         self._recent = self._recent.plus(sizes, measured)
         if self._recent.seconds < _SHORT_S:
             return
         recent, self._recent = self._recent, RecentSteps()
         self._trace = self._trace.add(work=recent.work, busy_s=recent.busy_s, data_s=recent.data_s, among=self._healthy)
+        compute_s = [busy - wait for busy, wait in zip(recent.busy_s, recent.data_s, strict=True)]
+        used = [each.memory_used for each in measured]
+        self._memory = self._memory.add(faults=recent.faults, compute_s=compute_s, used=used)
+        self._sends = self._sends.add(sending_s=recent.sending_s, mib=recent.mib, seconds=recent.seconds)
         self._take_time(recent.seconds)
         if self._trace.ready:
             self._judge(members)
             self._share()
+        self._judge_senders(members)
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
@@ -163,8 +131,19 @@ class StragglerWatch:
         if workers == self._workers:
             return
         self.slow = tuple(each for each in self.slow if each.worker in workers)
+        self.senders = ()
         self._workers, self._trace, self._recent = workers, SpeedTrace(), RecentSteps()
+        self._memory, self._sends = MemoryTrace(), SendTrace()
         self._rest, self._rising = MIN_STEPS, None
+
+    def _withdraw(self) -> None:
+        """Give all ranks equal shares for good; those that are slow stay known as such."""
+        if self._withdrawn:
+            return
+        self._withdrawn = True
+        if any(each.weight < 1.0 for each in self.slow):
+            self.slow = tuple(dataclasses.replace(each, weight=1.0, fixed=None) for each in self.slow)
+            self._reshared()
 
     def _take_time(self, seconds: float) -> None:
         if self.slow:
@@ -211,10 +190,32 @@ class StragglerWatch:
         cause = StragglerCause.WORKER
         if trace.waits_for_data(rank, healthy):
             cause = StragglerCause.DATA
+        elif self._memory.short(rank, healthy):
+            cause = StragglerCause.MEMORY
         elif 1 < len(here) < len(members) and all(RECOVERED * trace.ratio(other, healthy) > 1.0 for other in here):
             cause = StragglerCause.NODE
         ratio = trace.last_ratio(rank, healthy)
         return SlowWorker(worker=member.worker, node=member.node, ratio=ratio, cause=cause)
+
+    def _judge_senders(self, members: Sequence[Place]) -> None:
+        """Find workers that send slowly though they compute as fast as the others, and those that do so no more."""
+        known, slow = {each.worker: each for each in self.senders}, {each.worker for each in self.slow}
+        found: dict[str, SlowWorker] = {}
+        for rank in self._sends.slow:
+            member = members[rank]
+            if member.worker not in slow:
+                found[member.worker] = known.get(member.worker) or SlowWorker(
+                    worker=member.worker,
+                    node=member.node,
+                    ratio=self._sends.ratios[rank],
+                    cause=StragglerCause.NETWORK,
+                )
+        self.senders = tuple(found.values())
+        for worker in sorted(found.keys() ^ known.keys()):
+            each, is_slow = found.get(worker) or known[worker], worker in found
+            text = str(each) if is_slow else f"worker {worker} sends as fast as the others again"
+            detail = self._detail("slow" if is_slow else "recovered", each, self._workers.index(worker))
+            self._tell(text, detail)
 
     @staticmethod
     def _detail(state: str, slow: SlowWorker, rank: int) -> dict[str, Any]:
@@ -231,7 +232,7 @@ class StragglerWatch:
 
     def _share(self) -> None:
         """Move the shares of slow ranks towards equal times, where that is worth a change."""
-        if not self._config.shares or not self.slow:
+        if not self._config.shares or self._withdrawn or not self.slow:
             return
         wanted, healthy = [], self._healthy
         if not self._trace.ready or len(healthy) == len(self._workers):
@@ -278,19 +279,33 @@ class StragglerWatch:
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
+            "memory": self._memory.to_state(),
+            "sends": self._sends.to_state(),
             "recent": dataclasses.asdict(self._recent),
             "rest": self._rest,
             "rising": self._rising,
-            "slow": [{**dataclasses.asdict(each), "cause": each.cause.value} for each in self.slow],
+            "withdrawn": self._withdrawn,
+            "slow": [_to_state(each) for each in self.slow],
+            "senders": [_to_state(each) for each in self.senders],
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Take over a captured state."""
         self._workers, self._trace = tuple(tree["workers"]), SpeedTrace.from_state(tree["trace"])
+        self._memory, self._sends = MemoryTrace.from_state(tree["memory"]), SendTrace.from_state(tree["sends"])
         self._recent = RecentSteps(**tree["recent"])
-        self._rest, self._rising = tree["rest"], tree["rising"]
-        self.slow = tuple(SlowWorker(**{**each, "cause": StragglerCause(each["cause"])}) for each in tree["slow"])
+        self._rest, self._rising, self._withdrawn = tree["rest"], tree["rising"], tree["withdrawn"]
+        self.slow = tuple(_from_state(each) for each in tree["slow"])
+        self.senders = tuple(_from_state(each) for each in tree["senders"])
         self.changes += 1
+
+
+def _to_state(slow: SlowWorker) -> dict[str, Any]:
+    return {**dataclasses.asdict(slow), "cause": slow.cause.value}
+
+
+def _from_state(tree: Mapping[str, Any]) -> SlowWorker:
+    return SlowWorker(**{**tree, "cause": StragglerCause(tree["cause"])})
 
 
 def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:

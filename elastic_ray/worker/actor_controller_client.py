@@ -17,6 +17,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.session.transitions import WorkerDismissed
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
 _POLL_S = 0.1
+_SOONEST_S = 0.1  # between beats that are not to wait
 _PATIENCE_S = 60.0
 _MOST_UNHEARD = 500  # about a second of a controller's time
 _PAUSE_S = 2e-3
@@ -79,6 +81,7 @@ class ActorControllerClient:
             assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files
         )
         self.calls = StorageCalls(self.storage.where)
+        self.tracker_files = TrackerFiles(self.storage)
         # The other ranks wait in a collective meanwhile, and must not take this one for lost.
         timeout_s = min(setup.elastic.storage_timeout_s, setup.elastic.collective_timeout_s / 2)
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
@@ -90,6 +93,7 @@ class ActorControllerClient:
         self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
         self._lock = threading.Lock()
         self._resumed = ""
+        self.wanted = threading.Event()  # a heartbeat with rank 0's account, now
         self.last_ready: WorkerReady | None = None
         self.last_failed: StepFailed | None = None
         self.last_switched = 0
@@ -112,11 +116,19 @@ class ActorControllerClient:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
         return self._controller.push.remote(message)
 
-    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool) -> None:
+    def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
         """This worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
-        self.insist_on(WorkerOutOfMemory(worker=self._worker, atomic_bsz=atomic_bsz, cause=cause, has_state=whole))
+        self.insist_on(
+            WorkerOutOfMemory(
+                worker=self._worker,
+                atomic_bsz=atomic_bsz,
+                cause=cause,
+                has_state=whole,
+                more_than_equal=more_than_equal,
+            )
+        )
 
     def insist_on(self, message: WorkerMessage) -> None:
         """Send a message that must not be lost: :meth:`repeat` sends it again until it has arrived.
@@ -198,8 +210,8 @@ class ActorControllerClient:
         waits = "" if ending else self.calls.waiting()
         self.push(WorkerHeartbeat(worker=self._worker, report=report, at=at, ending=ending, waits=waits))
 
-    def observe(self, report: StepReport) -> None:
-        self.push(WorkerHeartbeat(worker=self._worker, report=report))
+    def report_soon(self) -> None:
+        self.wanted.set()
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         path, reference, problem = None, None, ""
@@ -230,6 +242,9 @@ class ActorControllerClient:
         logger.warning("%s", text)
         self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
 
+    def tracker_dir(self) -> str:
+        return self.tracker_files.folder()
+
     def claim_fault(self, index: int) -> bool:
         return bool(insist(lambda: self._controller.claim_fault.remote(index), timeout_s=_ANSWER_S))
 
@@ -249,12 +264,17 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
-        """Beat until the run is over."""
+        """Beat until the run is over, and at once when something is not to wait."""
         count = 0
-        while not self._stop.wait(self._interval_s):
+        while True:
+            wanted = self._link.wanted.wait(self._interval_s)
+            if self._stop.wait(_SOONEST_S if wanted else 0.0):  # a policy may change its mind in every step
+                return
+            if wanted:
+                self._link.wanted.clear()
             count += 1
             session = self._session
-            report = self._report() if count % self._every == 0 else None
+            report = self._report() if wanted or count % self._every == 0 else None
             spec = session.group.generation_spec
             at = (spec.generation, session.progress.loader_steps) if spec is not None else None
             try:
@@ -280,4 +300,5 @@ class HeartbeatThread:
         """Stop and join; the last report shows how far the run has come."""
         self._link.beat(report=self._report(), ending=True)
         self._stop.set()
+        self._link.wanted.set()
         self._thread.join(timeout=5.0)

@@ -55,11 +55,13 @@ class WorkerReady(Ready):
 class WorkerOutOfMemory(Rerun):
     """It ran out of memory with ``atomic_bsz`` samples at once, and starts over.
 
-    Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step.
+    Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step. ``more_than_equal`` says
+    that an equal split of the step would have given it fewer samples.
     """
 
     atomic_bsz: int
     cause: str
+    more_than_equal: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

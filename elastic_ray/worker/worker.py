@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _BEATS_PER_TIMEOUT = 4
 _RERUNS = 8
+_TRACKER_S = 10.0  # for what the train function has logged itself, where storage is not local
 _REGROUP_S = 30.0  # of a controller that has come back
 
 _End = TypeVar("_End", bound=RunEnd)
@@ -237,9 +238,9 @@ class Worker:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
                 return _end(RunFailed, error=raised)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
-            atomic_bsz = session.atomic_bsz
+            atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)
-            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole)
+            link.out_of_memory(atomic_bsz, _first_line(error), whole=whole, more_than_equal=more)
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_session(None)
@@ -247,6 +248,7 @@ class Worker:
                 saver.close()
             session.membership.close(broken=broken)
             heartbeats.stop()
+            link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
         """Who saves automatic checkpoints of a run; None where the job has none."""

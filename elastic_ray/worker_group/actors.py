@@ -117,6 +117,15 @@ class WorkerActors:
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
+    def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
+        """The generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
+        members = []
+        for member in spec.members:
+            info = self.process_infos.get(member.worker)
+            gpu = info.gpu_type if info is not None else ""
+            members.append(dataclasses.replace(member, gpu_type=gpu, speed=speeds.get(gpu, 0.0)))
+        return dataclasses.replace(spec, members=tuple(members))
+
     def launch(self, assignment: Assignment) -> None:
         """Run the train function in a warm process of the node, or in a new one."""
         self._background.start(self._run(dataclasses.replace(assignment, token=self._token)))

@@ -282,9 +282,11 @@ class WorkerGroup:
                 self._actors.release(worker, kill=kill)
                 self._observer.released()
             case Announce(spec=spec, to=to):
-                self._actors.post(
-                    to, dataclasses.replace(spec, batch=self._planner.choose(spec, self._actors.gpu_type(spec)))
-                )
+                batch = self._planner.choose(spec, self._actors.gpu_type(spec))
+                told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares)
+                if self._spec.scheduling.mixed_gpu_types:
+                    told = self._actors.with_gpu_types(told, self._planner.type_speeds)
+                self._actors.post(to, told)
             case Withdraw(generation=generation, to=to):
                 self._planner.withdraw()
                 self._actors.post(to, Cancel(generation=generation))

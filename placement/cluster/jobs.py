@@ -82,6 +82,8 @@ class JobView:
         budget_usd: what it may cost [USD]; None if it does not matter.
         slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
             left, where that was seen.
+        mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
+            that keep a job on one type, or do not look at types, ignore it.
     """
 
     job: str
@@ -120,6 +122,7 @@ class JobView:
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
     slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mixed_gpu_types: bool = False
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"

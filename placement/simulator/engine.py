@@ -59,6 +59,7 @@ def simulate(
     autoscale: AutoscaledCluster | None = None,
     statistical: bool = True,
     spot_use: SpotUse = "prefer",
+    mixed_gpu_types: bool = False,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
     """Replay one trace under one policy.
@@ -78,6 +79,7 @@ def simulate(
         autoscale: how the cluster's size follows the jobs, within ``cluster``; None keeps it as it is.
         statistical: whether jobs know of statistical efficiency; if not, they choose batches by throughput alone.
         spot_use: how jobs use spot nodes, where those of an autoscaled cluster are.
+        mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -112,6 +114,7 @@ def simulate(
         autoscale=autoscale,
         statistical=statistical,
         spot_use=spot_use,
+        mixed_gpu_types=mixed_gpu_types and not rigid,
     )
     with one_thread():
         jobs = simulation.jobs(specs, applications)
@@ -140,6 +143,7 @@ class _Simulation:
     autoscale: AutoscaledCluster | None
     statistical: bool
     spot_use: SpotUse
+    mixed_gpu_types: bool
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """The jobs before anything has happened to them."""
@@ -158,6 +162,7 @@ class _Simulation:
                 declared=self.lengths.declaration(application.epochs, spec.name, self.seed),
                 statistical=self.statistical,
                 spot=self.spot_use,
+                mixed_gpu_types=self.mixed_gpu_types,
             )
             jobs.append(job)
         return jobs
@@ -232,6 +237,7 @@ class _Simulation:
             "shared_knowledge": self.knowledge,
             "lengths": dataclasses.asdict(self.lengths),
             "statistical": self.statistical,
+            "mixed_gpu_types": self.mixed_gpu_types,
             "autoscale": None if self.autoscale is None else str(self.autoscale),
             "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
         }

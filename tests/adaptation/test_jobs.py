@@ -49,7 +49,9 @@ class Counts(Policy):
         return Report({"count": self.count, "step": view.step})
 
 
-def adapted(folder: Path, policy: Policy, workers: Any, *, faults: Faults | None = None, **config: Any) -> er.JobHandle:
+def adapted(
+    folder: Path, policy: Policy, workers: Any, *, faults: Faults | None = None, report_s: float = 1.0, **config: Any
+) -> er.JobHandle:
     """Submit a traced job with a policy."""
     (folder / "trace").mkdir(exist_ok=True)
     return er.ElasticTrainer(
@@ -59,7 +61,7 @@ def adapted(folder: Path, policy: Policy, workers: Any, *, faults: Faults | None
         run_config=ray.train.RunConfig(
             storage_path=str(folder / "runs"), failure_config=ray.train.FailureConfig(max_failures=2)
         ),
-        elastic_config=er.ElasticConfig(faults=faults),
+        elastic_config=er.ElasticConfig(faults=faults, report_interval_s=report_s),
         adaptation=[policy],
     ).submit()
 
@@ -70,7 +72,9 @@ def sizes(handle: er.JobHandle) -> list[int]:
 
 
 def test_a_job_gets_the_sizes_that_it_asks_for_while_it_trains(ray_cluster: Any, tmp_path: Path) -> None:
-    handle = adapted(tmp_path, Sizes(3, 1, 2), (1, 4), epochs=10_000, pause_s=0.02)
+    """Its policy is given both to the trainer and in the loop, and wishes do not wait for the next regular report."""
+    again = Sizes(3, 1, 2)
+    handle = adapted(tmp_path, Sizes(3, 1, 2), (1, 4), epochs=10_000, pause_s=0.02, own_policy=again, report_s=100.0)
     wait_until(lambda: len(sizes(handle)) > 0 and sizes(handle)[-1] == 2 and 3 in sizes(handle), handle, 90)
     assert "its policy asks for 2 workers" in handle.status().note
     handle.resize(3)  # the user outranks it

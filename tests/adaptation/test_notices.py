@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.config import SchedulingConfig
 from elastic_ray.events import EventKind
 from elastic_ray.job.worker_messages import WorkerMessages
+from elastic_ray.worker.actor_controller_client import HeartbeatThread
 from elastic_ray.worker.messages import WorkerHeartbeat, WorkerNotice
 from tests.job.test_allocator_view import planner_on, report
 
@@ -20,8 +25,14 @@ class Parts:
         self.planner, self.choice = planner_on()
         self.seen: list[tuple[Any, str]] = []
         self.record = SimpleNamespace(user_told=lambda text: None, waits=lambda *a: None, batch_reason="for goodput")
-        self.events, self.reports = self, None
-        self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None)
+        self.events, self.reports, self.allocator = self, None, self
+        self.spec = SimpleNamespace(scheduling=SchedulingConfig(), min_workers=1)
+        self.heartbeats = 0
+        machine = SimpleNamespace(current=None)
+        self.group = SimpleNamespace(heard=lambda worker: True, beat=lambda message: None, machine=machine)
+
+    def soon(self) -> None:
+        self.heartbeats += 1
 
     def note(self, kind: Any, text: str, *, detail: Mapping[str, Any]) -> None:
         self.seen.append((kind, text))
@@ -56,3 +67,56 @@ def test_the_event_of_a_batch_says_that_a_policy_has_set_it() -> None:
 
     hear(parts, beat(64, None, 20), beat(128, 128, 40), beat(256, None, 60))
     assert parts.seen == [(EventKind.BATCH, "batch 128: set by a policy"), (EventKind.BATCH, "for goodput")]
+
+
+def test_the_allocator_hears_at_once_of_a_wish_that_changes() -> None:
+    parts, cut = Parts(), BatchChoice(atomic_bsz=32)
+    heard = []
+    for steps, wish in ((20, None), (40, (3, 3)), (60, (3, 3)), (80, None)):
+        hear(parts, WorkerHeartbeat(worker="w1", report=report(2, cut, wish=wish, total_steps=steps)))
+        heard.append(parts.heartbeats)
+    assert heard == [0, 1, 1, 2]
+
+
+class Link:
+    """What a heartbeat goes to."""
+
+    def __init__(self) -> None:
+        self.wanted, self.came = threading.Event(), threading.Event()
+        self.reports: list[Any] = []
+
+    def beat(self, *, report: Any, at: Any = None, ending: bool = False) -> None:
+        self.reports.append(report)
+        self.came.set()
+
+    def repeat(self) -> bool:
+        return True
+
+
+def test_a_controller_hears_at_once_what_is_not_to_wait() -> None:
+    link = Link()
+    group = SimpleNamespace(generation_spec=None)
+    run = SimpleNamespace(group=group, rank=0, synced=True, step_report=lambda: "the account", progress=None)
+    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)  # type: ignore[arg-type]
+    try:
+        link.wanted.set()
+        assert link.came.wait(10.0) and link.reports == ["the account"]
+    finally:
+        beats.stop()
+    assert link.reports == ["the account"] * 2, "the last one says how far it came"
+
+
+def test_a_policy_that_changes_its_mind_in_every_step_does_not_flood_the_controller() -> None:
+    link = Link()
+    group = SimpleNamespace(generation_spec=None)
+
+    def account() -> str:
+        link.wanted.set()
+        return "the account"
+
+    run = SimpleNamespace(group=group, rank=0, synced=True, step_report=account, progress=None)
+    link.wanted.set()
+    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)  # type: ignore[arg-type]
+    time.sleep(1.0)
+    beats.stop()
+    assert 2 <= len(link.reports) <= 12

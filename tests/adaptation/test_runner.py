@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ray.adaptation import Policy, PolicyError, PolicyView, Report, Request, ScaleRate, SetBatch, Stop
+from elastic_ray.adaptation import Policy, PolicyError, PolicyView, Report, Request, Resize, ScaleRate, SetBatch, Stop
 from elastic_ray.adaptation.policy import Answer, check_policies
 from elastic_ray.adaptation.runner import PolicyRunner
 from elastic_ray.adaptation.shared_values import SharedValues
@@ -258,3 +258,58 @@ def test_a_report_at_the_very_end_is_still_told() -> None:
     rank.runner.call("after_train", PolicyView(step=7))
     rank.runner.end(7)
     assert rank.told == ["Last.after_train after step 7: Report(metrics={'steps': 7})"]
+
+
+class Wishes(Policy):
+    """Asks for a size after step 1, and fails for good or differs after step 3."""
+
+    def __init__(self, how: str = "", to: int = 3, rank: int = 0) -> None:
+        self.how, self.to, self.rank = how, to, rank
+        self.deadline_s = 0.2
+
+    def after_step(self, view: PolicyView) -> Answer:
+        if view.step == 3 and self.how == "blocks":
+            threading.Event().wait(1.0)
+        if view.step == 3 and self.how == "differs":
+            return SetBatch(64 + self.rank)
+        return Resize(to=self.to) if view.step == 1 else None
+
+
+class WishingRank(Rank):
+    """A rank that takes wishes note of."""
+
+    def apply(self, request: Request, values: SharedValues) -> str:
+        if isinstance(request, Resize):
+            values.wish_for(request.bounds)
+        return super().apply(request, values)
+
+
+@pytest.mark.parametrize("how", ("", "blocks", "differs"))
+def test_a_wish_ends_with_the_policy_whose_it_is(how: str) -> None:
+    ranks = [WishingRank(Wishes(how, rank=at), Asks(2, lambda: SetBatch(64))) for at in range(2)]
+    for number in (1, 2, 3):
+        step(ranks, number)
+    assert [rank.runner.values.wish for rank in ranks] == [(3, 3)] * 2
+    for number in (4, 5):
+        step(ranks, number)
+    assert [rank.runner.values.wish for rank in ranks] == [None if how else (3, 3)] * 2
+
+
+def test_a_wish_outlives_other_policies_and_not_those_that_a_run_has_no_more() -> None:
+    ranks = [WishingRank(Fails("blocks"), Wishes()) for _ in range(2)]
+    for number in (1, 2, 3):
+        step(ranks, number)
+    assert all(rank.runner.values.off and rank.runner.values.wish == (3, 3) for rank in ranks)
+    state = ranks[0].runner.capture()
+    same, other = WishingRank(Fails("blocks"), Wishes()), WishingRank(Wishes())
+    same.runner.restore(copy.deepcopy(state))
+    other.runner.restore(copy.deepcopy(state))
+    assert same.runner.values.wish == (3, 3) and other.runner.values.wish is None
+
+
+def test_copies_that_come_another_way_are_asked_once() -> None:
+    rank = Rank(Wishes(), Wishes(), Wishes(to=2))
+    rank.runner.add([copy.deepcopy(Wishes()), Fails("raises"), Fails("raises")])
+    assert len(rank.runner.capture()["names"]) == 5
+    rank.runner.add([Wishes(), Wishes(), Wishes()])
+    assert len(rank.runner.capture()["names"]) == 6

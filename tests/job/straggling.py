@@ -6,14 +6,23 @@ import time
 from pathlib import Path
 from typing import Any
 
+from placement.cluster.cluster import GPU_TYPE_LABEL
 from tests.job.traced import Trace
+
+
+def gpu_type() -> str:
+    """GPU type of this process's node, by Ray's label."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_labels().get(GPU_TYPE_LABEL, ""))
 
 
 def train(config: dict[str, Any]) -> None:
     """Train a linear model.
 
     ``config``: trace and slow (folders; a process is slow by the number in the file of its pid in ``slow``), samples,
-    batch_size, sample_s (seconds of a step per sample), epochs.
+    batch_size, sample_s (seconds of a step per sample), epochs, most (samples that fit into memory at once, in a group
+    of three; all without it), by_type (how many times longer on nodes of a GPU type).
     """
     import os
 
@@ -35,7 +44,9 @@ def train(config: dict[str, Any]) -> None:
     for epoch in er.remaining_epochs_until(int(config["epochs"])):
         for x, y, index in loader:
             trace.write("step", epoch=epoch, indices=index.tolist())
-            times = float(own.read_text()) if own.exists() else 1.0
+            times = float(own.read_text()) if own.exists() else config.get("by_type", {}).get(gpu_type(), 1.0)
+            if er.get_context().get_world_size() == 3 and len(x) > config.get("most", samples):
+                raise MemoryError(f"{len(x)} samples do not fit")
             time.sleep(config["sample_s"] * len(x) * times)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()

@@ -72,6 +72,7 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     """Rank 0 dies in the same moment. On a busy machine a process takes as long to start as 60 epochs take."""
     handle = start(tmp_path, workers=3, epochs=120)
@@ -197,6 +198,7 @@ def notes() -> set[bytes]:
     return set(_internal_kv_list(b"", namespace=b"elastic_ray"))
 
 
+@pytest.mark.slow
 def test_notes_of_a_controller_that_never_comes_back_are_deleted_and_no_others(
     ray_cluster: Any, tmp_path: Path
 ) -> None:

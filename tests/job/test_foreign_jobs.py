@@ -21,7 +21,12 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "epochs", "whole"),
     [
-        (foreign.ncf, 20, {"users": foreign.USERS, "samples": foreign.USERS * 30, "positives": foreign.USERS * 6}),
+        pytest.param(
+            foreign.ncf,
+            20,
+            {"users": foreign.USERS, "samples": foreign.USERS * 30, "positives": foreign.USERS * 6},
+            marks=SLOW,
+        ),
         pytest.param(foreign.language, 60, {"chunks": foreign.STREAMS * foreign.CHUNKS}, marks=SLOW),
         pytest.param(foreign.averaged_folds, 30, {"samples": 60.0}, marks=SLOW),
     ],

@@ -60,6 +60,7 @@ def private_mb(actor: Any) -> tuple[float, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_hundred_jobs_fit_on_a_small_head(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     class Empty:  # what Ray itself needs; a class of the module's would come with all that the module imports
         pass

@@ -15,6 +15,7 @@ from tests.job.jobs import kinds, start, wait_until
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(240)]
 
 
+@pytest.mark.slow
 def test_random_resizes_from_one_to_eight_workers(ray_cluster: Any, tmp_path: Path) -> None:
     """Whatever sizes come: exact epochs, equal ranks, and stayers keep process and train function."""
     sizes = [3, 8, 2, 5, 1]

@@ -27,7 +27,13 @@ def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_clust
     for name in ("half", "whole"):
         (tmp_path / name).mkdir()
     whole = start(
-        tmp_path / "whole", workers=1, bundle={"CPU": 1, "GPU": 1}, labels=accepted, name="whole", pause_s=0.2, epochs=4
+        tmp_path / "whole",
+        workers=1,
+        bundle={"CPU": 1, "GPU": 1},
+        labels=accepted,
+        name="whole",
+        pause_s=0.2,
+        epochs=99,
     )
     half = start(
         tmp_path / "half",
@@ -36,12 +42,13 @@ def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_clust
         labels={"zone": "!c"},
         name="half",
         pause_s=0.2,
-        epochs=4,
+        epochs=99,
     )
     wait_until(lambda: len(nodes(whole)) == 1 and len(nodes(half)) == 2, half)
     assert nodes(whole) + nodes(half) == [node] * 3
     for handle in (whole, half):
-        handle.result(timeout=120)
+        handle.stop()
+        assert handle.wait(60)
 
 
 @pytest.mark.slow

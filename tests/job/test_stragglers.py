@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(180)]
 SAMPLES, WORKERS = 360, 3
 
 
-def start(folder: Path, **elastic: Any) -> er.JobHandle:
-    """A job of three workers, none of which is slow yet."""
+def start(folder: Path, most: int = SAMPLES, **elastic: Any) -> er.JobHandle:
+    """A job of three workers, none of which is slow yet; ``most`` samples fit into the memory of one of them."""
     for name in ("trace", "slow"):
         (folder / name).mkdir()
     config = {
@@ -30,6 +30,7 @@ def start(folder: Path, **elastic: Any) -> er.JobHandle:
         "batch_size": 36,
         "sample_s": 0.003,
         "epochs": 100_000,
+        "most": most,
     }
     return er.ElasticTrainer(
         straggling.train,
@@ -93,6 +94,27 @@ def test_a_slow_worker_is_told_of_and_takes_fewer_samples(ray_cluster: Any, tmp_
     for (step, _), count in sizes.items():
         batches[step] += count
     assert {batches[at + step] for step in range(60)} == {36}, "the global batch stays"
+
+
+@pytest.mark.slow
+def test_shares_that_do_not_fit_into_memory_are_withdrawn_for_good(ray_cluster: Any, tmp_path: Path) -> None:
+    handle = start(tmp_path, most=13, stragglers="share")
+    worker = slow_down(handle, tmp_path, rank=1)
+
+    def failures() -> list[JobEvent]:
+        return [event for event in handle.events() if event.kind is EventKind.OUT_OF_MEMORY]
+
+    wait_until(lambda: bool(failures()), handle)
+    wait_until(lambda: handle.status().generation > 1 and len(handle.workers()) == WORKERS, handle)
+    at = handle.status().step
+    wait_until(lambda: handle.status().step > at + 60, handle)
+    assert worker.worker in handle.status().note, "it is still known as slow"
+    handle.stop()
+    handle.result(timeout=30)
+    assert "shares are equal from now on" in failures()[0].reason and len(failures()) <= 2, "one a worker at most"
+    assert len(told(handle, "shares")) == 1
+    sizes = check_epochs(tmp_path)
+    assert {sizes[at + step, rank] for step in range(1, 60) for rank in range(WORKERS)} == {12}
 
 
 @pytest.mark.slow

@@ -67,7 +67,10 @@ def numbers(folder: Path, what: str) -> set[int]:
     return {int(path.name.rpartition("-")[2]) for path in folder.glob(f"{what}-*")}
 
 
-@pytest.mark.parametrize("how", ["return", "raise", "report"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("how", [pytest.param("return", marks=SLOW), pytest.param("raise", marks=SLOW), "report"])
 def test_a_controller_unpickles_nothing_of_the_users(ray_cluster: Any, tmp_path: Path, how: str) -> None:
     handle = er.ElasticTrainer(
         train,

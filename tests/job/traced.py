@@ -22,7 +22,8 @@ def train(config: dict[str, Any]) -> str:
     checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
     build its model runs out of memory), tear_at (step), tear (ranks that then run out of memory half-way through
     optimizer.step(), once each), skip_at and return_at (steps at which rank 1 does something else than the others),
-    nan_at (step at which rank 1's loss is NaN), nonfinite, rank_0_reports (no other rank calls ``report``).
+    nan_at (step at which rank 1's loss is NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy
+    (of the model).
     """
     import torch
 
@@ -41,7 +42,13 @@ def train(config: dict[str, Any]) -> str:
     )
     optimizer = (_torn_adam(config) if "tear_at" in config else torch.optim.Adam)(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.9)
-    model = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler, nonfinite=config.get("nonfinite", "warn"))
+    model = er.AdaptiveDataParallel(
+        model,
+        optimizer,
+        lr_scheduler=scheduler,
+        nonfinite=config.get("nonfinite", "warn"),
+        policy=config.get("own_policy"),
+    )
     dataset = torch.utils.data.TensorDataset(inputs, targets, torch.arange(samples))
     loader = er.AdaptiveDataLoader(dataset, batch_size=int(config.get("batch_size", 24)))
     if "adapt" in config:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.worker_side import WorkerMembership
@@ -80,12 +80,15 @@ class _Link:
 
     def switched(self, generation: int, pause_s: float) -> None: ...
 
-    def observe(self, report: StepReport) -> None: ...
+    def report_soon(self) -> None: ...
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         self._job.outcome.told.append((kind, text, dict(detail)))
+
+    def tracker_dir(self) -> str:
+        raise NotImplementedError
 
     def claim_fault(self, index: int) -> bool:
         return False

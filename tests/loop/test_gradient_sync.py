@@ -42,7 +42,7 @@ class Counting:
             "roll_back",
         ):
             raise AttributeError(name)
-        return lambda *args: self.calls.append(name)
+        return lambda *args, **options: self.calls.append(name)
 
 
 @pytest.fixture(autouse=True)

@@ -203,6 +203,7 @@ NAMES = [f"{build.__name__}-{optimizer_of.__name__}" for build, optimizer_of in 
 
 @pytest.mark.parametrize(("build", "optimizer_of"), CASES, ids=NAMES)
 @pytest.mark.parametrize("world", [None, 2, 3])
+@pytest.mark.matrix(every=3)
 def test_unequal_shares_give_the_whole_batch_s_steps(ranks: Ranks, build: Any, optimizer_of: Any, world: Any) -> None:
     wanted = reference(build, optimizer_of, world=world or 1)
     results = ranks.run(elastic, build, optimizer_of, None, world=world)

@@ -294,3 +294,11 @@ def test_a_leaver_that_dies_while_it_leaves_does_not_disturb_the_others(late: fl
     assert [(r.worker, r.kill) for r in only(Release, out)] == [("w2", True)]
     assert not only(Announce, out)
     assert driver.names == ["w1"]
+
+
+def test_one_that_is_leaving_does_not_stand_for_another_that_is_too_many() -> None:
+    driver = running(3)
+    driver.target(n1=2)
+    driver.switched(2, "w1", "w2")
+    assert driver.asked == {"w1", "w2", "w3"}, "w3 has not left yet"
+    assert members_of(plan_in(driver.target(n1=1))) == ["w1"]

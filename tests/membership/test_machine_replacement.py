@@ -64,3 +64,14 @@ def test_one_that_dies_meanwhile_is_replaced_all_the_same() -> None:
     driver.switched(2, "w1")
     assert members_of(plan_in(driver.ready("w3"))) == ["w1", "w3"]
     assert driver.asked == {"w1", "w3"}
+
+
+def test_one_that_is_to_be_replaced_goes_first_when_the_allocator_takes_its_place() -> None:
+    driver = running(2)
+    driver.replace("w1")
+    out = driver.target(n1=1)
+    assert [r.worker for r in only(Release, out)] == ["w3"], "no other is wanted any more"
+    assert members_of(plan_in(out)) == ["w2"]
+    driver.switched(2, "w2")
+    driver.left("w1")
+    assert driver.asked == {"w2"}

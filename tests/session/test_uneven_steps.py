@@ -10,7 +10,9 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.clock import StepClock
+from tests.session.steps import step_of
 
 SHAPE = BatchChoice(atomic_bsz=8)
 
@@ -51,3 +53,18 @@ def test_the_planner_learns_from_equal_shares_only(uneven: bool) -> None:
     planner.observe(dataclasses.replace(report, uneven=uneven))
     assert planner.throughput == pytest.approx(64.0)
     assert (planner.due(1000.0) is None) == uneven
+
+
+def test_more_than_an_equal_share_that_did_not_fit_makes_shares_equal_and_keeps_the_bound() -> None:
+    planner = BatchPlanner(fixed=False)
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=32), dataset_size=1000))
+    spec = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{k}", node="n") for k in range(4)))
+    cut = planner.choose(spec)
+    step = dataclasses.replace(step_of(PassProgress()), sizes=[[10], [10], [10], [2]])
+    assert step.equal_bsz == 8 and not planner.equal_shares
+    assert "equal from now on" in planner.out_of_memory(10, more_than_equal=True)
+    assert planner.equal_shares and planner.choose(spec) == cut
+    assert "bound is now 4" in planner.out_of_memory(8), "an equal share that does not fit is cut as before"
+    successor = BatchPlanner(fixed=False)
+    successor.take_over(dataclasses.replace(spec, equal_shares=True), "T4")
+    assert successor.equal_shares

@@ -49,11 +49,15 @@ class Group:
         self.told: list[dict[str, Any]] = []
         self.slow: dict[str, float] = {}
         self.data_s: dict[str, float] = {}
+        self.memory: dict[str, dict[str, float]] = {}
+        self.sending_s: dict[str, float] = {}
+        self.network_s, self.equal = 0.0, False
         self._sizes: dict[tuple[int, tuple[float, ...]], list[int]] = {}
         self.steps, self.last_s = 0, 0.0
         self.watch = StragglerWatch(
             config or StragglerConfig(response="tell"),
             members=lambda: self.members,
+            equal=lambda: self.equal,
             measured=lambda: self.measured,
             tell=self._tell,
         )
@@ -82,10 +86,13 @@ class Group:
                     compute_s=(self.fixed_s + self.sample_s * size) * self.slow.get(member.worker, 1.0) * self.noise(),
                     data_s=self.data_s.get(member.worker, 0.0),
                     step_s=self.last_s,
+                    sending_s=self.sending_s.get(member.worker, 0.0),
+                    all_reduce_mib=100.0,
+                    **self.memory.get(member.worker, {}),
                 )
                 for member, size in zip(self.members, sizes, strict=True)
             ]
-            self.last_s = max(each.compute_s + each.data_s for each in self.measured)
+            self.last_s = max(each.compute_s + each.data_s for each in self.measured) + self.network_s
             self.steps += 1
             self.watch.after_step([[size] for size in sizes])
         return self.last_s

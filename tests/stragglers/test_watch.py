@@ -231,3 +231,21 @@ def test_bad_settings_say_what_would_be_right() -> None:
 def test_steps_in_which_a_rank_has_nothing_to_do_do_not_count() -> None:
     trace = SpeedTrace()
     assert trace.add(work=[4, 0], busy_s=[1.0, 1.0], data_s=[0.0, 0.0], among=[0, 1]) is trace
+
+
+def test_shares_that_did_not_fit_into_memory_are_withdrawn_for_good() -> None:
+    group = Group(SHARE)
+    group.slow = {"w2": 3.0}
+    group.step(40)
+    assert group.watch.uneven
+    group.equal = True
+    assert group.watch.weights is None and set(group.sizes()) == {16}
+    group.step(1)
+    group.equal = False  # ranks keep it, whatever a controller has forgotten
+    changes = group.watch.changes
+    group.step(200)
+    assert set(group.sizes()) == {16} and group.watch.changes == changes
+    assert [each.worker for each in group.watch.slow] == ["w2"] and group.watch.slow[0].ratio == pytest.approx(3.0)
+    group.slow = {}
+    group.step(100)
+    assert group.states == ["slow", "shares", "recovered"]

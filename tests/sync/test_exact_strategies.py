@@ -107,6 +107,7 @@ CASES = [(Plain, adam), (UsedBySome, sgd), (Shared, adam), (Images, sgd), (mixed
 
 @pytest.mark.parametrize(("build", "optimizer_of"), CASES, ids=[f"{b.__name__}-{o.__name__}" for b, o in CASES])
 @strategies
+@pytest.mark.matrix(every=3)
 def test_unequal_shares_give_the_whole_batch_s_steps(
     ranks: Ranks, build: Any, optimizer_of: Any, strategy: Any
 ) -> None:
@@ -235,6 +236,7 @@ def test_each_of_several_models_has_its_own(ranks: Ranks) -> None:
     ],
     ids=["2-4-3-1", "backward", "first", "two", "optimizer_step", "after_step"],
 )
+@pytest.mark.matrix(every=3)
 def test_changes_and_kills_leave_the_steps_as_they_are(strategy: Any, script: list[Any]) -> None:
     """Of an owner, too: what it owned is planned anew."""
     first = (1, 2) if isinstance(script[0], Change) else (1, 2, 3)

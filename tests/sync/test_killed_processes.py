@@ -91,6 +91,7 @@ def check_goes_on_from_the_mean(found: Account, at: Sequence[int]) -> None:
         np.testing.assert_allclose(found.steps[step].weights[0], lost.mean(0), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_owner_is_killed(ray_cluster: Any, tmp_path: Path) -> None:
     found, events = run(tmp_path, PS(), 3, Faults().kill(rank=0, step=9, moment="allreduce"))
     check("ps", found, events, 1)

@@ -107,6 +107,7 @@ def assert_identical(results: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sync", EXACT, ids=str)
+@pytest.mark.matrix(every=3)
 def test_exact_ones_give_the_sum(sync: Sync, world: int, dtype: torch.dtype) -> None:
     results = on_sides(
         world, sync, lambda side: [side.step(gradient(side.communicator.rank, n, dtype)) for n in range(2)], dtype
@@ -130,6 +131,7 @@ def test_16_bits_round_what_they_add_up(sync: Any) -> None:
 
 @pytest.mark.parametrize("sync", [*EXACT, *ROUNDED, *COMPRESSED], ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.matrix(every=3)
 def test_what_is_not_finite_on_one_rank_is_so_on_all(sync: Sync, value: float) -> None:
     def work(side: Side) -> tuple[bool, bool]:
         mine = gradient(side.communicator.rank, 0) / 1e4

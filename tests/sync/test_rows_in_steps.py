@@ -52,6 +52,7 @@ def test_torch_itself_refuses_to_clip_sparse_gradients(ranks: Ranks) -> None:
         ranks.run(elastic, SPARSE, None, tables.BATCH, 0.05)
 
 
+@pytest.mark.slow
 def test_four_ranks(ranks: Ranks) -> None:
     cases = [SPARSE, DENSE]
     results = ranks.run(many, "elastic", *((case,) for case in cases), world=4)
@@ -214,6 +215,7 @@ CHANGED = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
+@pytest.mark.matrix(every=3)
 def test_a_group_that_changes_gives_the_same_parameters(case: Case, script: str) -> None:
     wanted = run_job(job(Case(case.build, case.optimizer, False, "dense")), first=(1,)).results[1]
     outcome = run_job(job(case), SCRIPTS[script], first=(1, 2))

@@ -56,6 +56,7 @@ def measured(train: Any, script: Any = (), workers: int = 2) -> tuple[NoiseScale
 @pytest.mark.parametrize(
     "strategy", ["bf16", "fp16", "ps_balanced", "partitioned_ar", "int8", PowerSGD(rank=1)], ids=str
 )
+@pytest.mark.matrix(every=4)
 def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.sync.engine.reduction.PROBE_EVERY", 8)
     if optimizer == "adam" and isinstance(strategy, PowerSGD):

@@ -208,9 +208,8 @@ def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("moment", ["allreduce", "edge", "after_step"])
-@pytest.mark.parametrize(
-    "step", [pytest.param(4, marks=pytest.mark.slow), pytest.param(28, marks=pytest.mark.slow), 34]
-)
+@pytest.mark.parametrize("step", [34, 28, 4])
+@pytest.mark.matrix(every=5)
 def test_a_worker_that_dies_in_the_middle_of_measuring(moment: str, step: int) -> None:
     outcome = run_job(growing, [Kill(step, 3, moment), Change(step + 20, (1, 2, 4))], first=(1, 2, 3))
     assert set(outcome.results) == {1, 2, 4}

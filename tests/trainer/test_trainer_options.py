@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.ray_train_config import read_run, read_scaling
 from elastic_ray.driver.trainer import _ARGUMENTS, ElasticTrainer
+from elastic_ray.observe.trackers.packed_callbacks import unpack_callbacks
 
 
 def changed(config: Any, **fields: Any) -> Any:
@@ -116,6 +119,7 @@ def test_run_config_is_honoured() -> None:
     )
     assert dataclasses.asdict(run) == {
         "name": "digits",
+        "callbacks": (),
         "storage_path": "/tmp/x",
         "storage_filesystem": None,
         "max_failures": 3,
@@ -132,10 +136,28 @@ def test_rays_own_default_name_does_not_count_as_chosen() -> None:
     assert read_run(RunConfig()).name is None
 
 
+def test_callbacks_are_taken_and_packed_with_what_they_are_told(tmp_path: Path) -> None:
+    callback = UserCallback()
+    config = RunConfig(name="told", storage_path=str(tmp_path), callbacks=[callback])
+    assert read_run(config).callbacks == (callback,)
+    spec = ElasticTrainer(lambda config: None, train_loop_config={"lr": 0.1}, run_config=config).spec()
+    assert spec.callback_names == ("UserCallback",)
+    (unpacked,), context = unpack_callbacks(spec.callbacks, "run")
+    assert isinstance(unpacked, UserCallback) and context.train_loop_config == {"lr": 0.1}
+    assert context.get_run_config().name == "told" and context.run_id == "run"
+
+
+def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    callback = UserCallback()
+    callback.lock = threading.Lock()  # type: ignore[attr-defined]
+    config = RunConfig(storage_path=str(tmp_path), callbacks=[callback])
+    with pytest.raises(TypeError, match=r"callback UserCallback .* cannot be sent"):
+        ElasticTrainer(lambda: None, run_config=config)
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
-        (RunConfig(callbacks=[UserCallback()]), r"callbacks=.* is not supported: .*JobHandle.events"),
         (RunConfig(name="a/b"), r"RunConfig\(name\) must start with .*but got 'a/b'"),
         (RunConfig(name="../up"), r"RunConfig\(name\) must"),
         (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"from -1 \(no limit\), but got -2"),
@@ -221,6 +243,7 @@ def test_rays_label_operators_are_honoured(condition: str) -> None:
         ({"tenant": None}, TypeError, "tenant must be text, but got None"),
         ({"preemptible": 0}, TypeError, "preemptible must be True or False, but got 0"),
         ({"whole_nodes": "yes"}, TypeError, "whole_nodes must be True or False, but got 'yes'"),
+        ({"mixed_gpu_types": 1}, TypeError, "mixed_gpu_types must be True or False, but got 1"),
         ({"deadline_s": "1h"}, TypeError, "deadline_s must be a number of seconds or None, but got '1h'"),
         (
             {"deadline_s": 0},

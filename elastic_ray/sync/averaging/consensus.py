@@ -89,9 +89,9 @@ def _kept(
     """What becomes of every key; equal on all ranks."""
     if len({digests[rank] for rank in counting}) == 1:
         if len(set(digests)) > 1:  # a rank that does not count, as one that has just come, may hold other things
-            mine = _read(communicator.broadcast_bytes(text, counting[0]))
+            mine = _read(communicator.broadcast_bytes(text, counting[0], with_gradients=True))
         return {key: _Kept(part=part, holders=tuple(counting)) for key, part in mine.items()}
-    everyone = {rank: _read(communicator.broadcast_bytes(text, rank)) for rank in counting}
+    everyone = {rank: _read(communicator.broadcast_bytes(text, rank, with_gradients=True)) for rank in counting}
     kept: dict[str, _Kept] = {}
     for held in everyone.values():
         for key, part in held.items():

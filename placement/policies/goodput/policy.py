@@ -13,6 +13,7 @@ from placement.cluster.jobs import JobView
 from placement.goodput.remaining import overdue, rank_weights, seconds_left
 from placement.goodput.speeds import GoodputCache
 from placement.policies.goodput.local_search import improve, present_placements
+from placement.policies.goodput.mixed_types import MixedTypes
 from placement.policies.goodput.speed_value import SpeedValue
 from placement.policies.goodput.tables import OptionTable, Placement, build
 from placement.policies.shared.base import Target, count, held_reason
@@ -44,7 +45,8 @@ class GoodputPolicy:
     job takes argmax of value - price x workers, with one dual price per GPU type (``dual_prices``), among sizes that
     leave no scattered room; what is left is filled with any size. The outcome replaces the present allocation only if
     it is worth more after all costs of changing (``local_search``), so that equal inputs change nothing. A job's
-    workers are all of one GPU type.
+    workers are all of one GPU type, but for those that a job with ``JobView.mixed_gpu_types`` gets from the slots that
+    are left (``mixed_types``).
 
     The defaults are round numbers; between them and their neighbours (p 0.4 to 0.7, a 0.7 to 1.5, H 200 to 400 s) the
     average completion time of a trace moves by 1 to 4 %, down on some and up on others.
@@ -89,6 +91,14 @@ class GoodputPolicy:
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
+        if not any(view.mixed_gpu_types for view in jobs):
+            return self._on_one_type_each(jobs, cluster, now_s)
+        mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
+        alone = [mixed.on_one_type(view) for view in jobs]
+        return mixed.extend(jobs, self._on_one_type_each(alone, cluster, now_s))
+
+    def _on_one_type_each(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """The decision with all workers of a job on one GPU type."""
         instance = build(jobs, cluster, self._cache)
         utility = self.utility(instance, now_s)
         placements, valid = present_placements(instance)

@@ -15,6 +15,8 @@ from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.simulator.workloads.profiles import Application
 from placement.simulator.workloads.traces import TraceJob
+from placement.simulator.world.mixed import MixedSteps, shared_out
+from placement.simulator.world.rigid import rigid_batch, true_step_s
 from placement.simulator.world.rules import Location, Rules
 
 _SINGLE = {"ncf": 32768}
@@ -58,6 +60,7 @@ class SimulatedJob:
         statistical: whether it knows of statistical efficiency; if not, its batch and its speeds are those of most
             samples per second, whatever they are worth.
         spot: how it uses spot nodes.
+        mixed_gpu_types: whether it may have GPUs of several types.
 
     Attributes:
         slowdown: factor on its step times from outside: a slow node, a shared link.
@@ -81,6 +84,7 @@ class SimulatedJob:
         declared: float | None = None,
         statistical: bool = True,
         spot: SpotUse = "prefer",
+        mixed_gpu_types: bool = False,
     ) -> None:
         self.trace = trace
         self.app = application
@@ -108,6 +112,8 @@ class SimulatedJob:
         self._declared = declared
         self._statistical = statistical
         self._spot: SpotUse = spot
+        self.mixed_gpu_types = mixed_gpu_types
+        self._mixed: MixedSteps | None = None
         self._slow: dict[str, tuple[float, float]] = {}
         self._last_gpu = ""
         self._epoch_ends: list[float] = []
@@ -238,7 +244,8 @@ class SimulatedJob:
     def _spend(self, seconds: float) -> None:
         assert self.location is not None, f"{self.name} has no GPUs to hold"
         self.now_s += seconds
-        self.held_s[self.location.gpu] = self.held_s.get(self.location.gpu, 0.0) + seconds * self.location.workers
+        for gpu, workers in self.location.workers_by_type.items():
+            self.held_s[gpu] = self.held_s.get(gpu, 0.0) + seconds * workers
 
     def _end_epoch(self) -> None:
         self.epoch += 1
@@ -254,6 +261,8 @@ class SimulatedJob:
         assert self.training is not None, f"{self.name} has no workers to train with"
         counts, gpu = self.training.counts, self.training.gpu
         replicas = self.training.workers
+        if self._mixed is not None:
+            return self._mixed_rate(self._mixed, counts)
         batch = replicas * self.atomic_bsz * (self.accum_steps + 1)
         step_s, sync_s = self.app.step_times[gpu].times(counts, self.atomic_bsz)
         self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
@@ -261,6 +270,20 @@ class SimulatedJob:
         self._most = max(self._most, replicas)
         step_s, sync_s = step_s * self.slowdown, sync_s * self.slowdown
         return gain / (step_s + self.accum_steps * (step_s - sync_s)) / self.rules.divisor(self.app.name)
+
+    def _mixed_rate(self, steps: MixedSteps, counts: tuple[int, ...]) -> float:
+        """The same on GPUs of several types."""
+        step_s, seen = steps.measure(self.app, counts)
+        batch = steps.batch_size
+        self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
+        for gpu, found in seen.by_type().items():
+            for each in found:
+                key = each.nodes, each.replicas, round(each.atomic_bsz)
+                # The slowest type's time covers the others' waiting: what is not its own is synchronisation.
+                step = each.step_time - each.accum_steps * each.grad_time
+                self._learn(gpu, key, step, max(step - each.grad_time, 0.0))
+        self._most = max(self._most, sum(counts))
+        return gain / (step_s * self.slowdown) / self.rules.divisor(self.app.name)
 
     def _learn(self, gpu: str, key: tuple[int, int, int], step_s: float, sync_s: float) -> None:
         """Measure a configuration once, with the noise that was asked for.
@@ -294,7 +317,13 @@ class SimulatedJob:
     def _choose_batch(self) -> None:
         """Set atomic batch and accumulation: of the fixed batch, else the model's best, else of the initial batch."""
         assert self.training is not None, f"{self.name} has no workers to choose a batch for"
-        replicas, gpu = self.training.workers, self.training.gpu
+        self._mixed = None
+        replicas, types = self.training.workers, self.training.workers_by_type
+        if len(types) > 1:
+            known = {g: model for g in types if (model := self._model(g)) is not None}
+            self._mixed = shared_out(self.app, known, self.training, self.fixed_batch)
+            return
+        gpu = next(iter(types))
         least, most = self.app.local_bsz_range(gpu)
         batch = self.fixed_batch
         shared = self.shared.get(gpu) if self._statistical else None
@@ -351,33 +380,12 @@ class SimulatedJob:
             oracle=self._oracle(gpu) if self.requested else None,
             slow_nodes=self._slow_nodes(),
             spot=self._spot,
+            mixed_gpu_types=self.mixed_gpu_types,
         )
 
     def _oracle(self, gpu: str) -> Oracle:
         batch = self.trace.batch_size
         most = 1 if self.app.name in _SINGLE else batch // self.app.local_bsz_range(gpu)[0]
         steps = self.app.iterations_at(batch, self.app.epochs - 1) - self.app.iterations_at(batch, self.epoch)
-        step_s = _true_step_s(self.app, gpu, batch, max(1, min(most, 64)), self._gpus_per_node.get(gpu, 4))
+        step_s = true_step_s(self.app, gpu, batch, max(1, min(most, 64)), self._gpus_per_node.get(gpu, 4))
         return Oracle(step_s=step_s, remaining_steps=max(steps, 1.0))
-
-
-def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """(atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
-    local = math.ceil(batch / replicas - _EPS)
-    accum = math.ceil(local / most_local - _EPS) - 1
-    if replicas == 1 and batch > app.init_batch_size:
-        accum = max(1, accum)
-    atomic = math.ceil(local / (accum + 1) - _EPS)
-    return max(1, min(atomic, app.max_batch_size // (replicas * (accum + 1)))), accum
-
-
-@functools.lru_cache(maxsize=4096)
-def _true_step_s(app: Application, gpu: str, batch: int, most: int, per_node: int) -> tuple[float, ...]:
-    """True seconds of a step at this batch on 1..most workers, packed onto full nodes."""
-    times = []
-    for replicas in range(1, most + 1):
-        counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
-        atomic, accum = rigid_batch(batch, replicas, app, app.local_bsz_range(gpu)[1])
-        step_s, sync_s = app.step_times[gpu].times(counts, atomic)
-        times.append(step_s + accum * (step_s - sync_s))
-    return tuple(times)

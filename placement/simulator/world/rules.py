@@ -23,10 +23,12 @@ class Location:
     Attributes:
         nodes: workers per node id, in the order in which the policy named them.
         gpu: type of the GPUs; of several types the one that counts is the slowest to wait for.
+        types: type of each node, of a job that shares its batch out among several; empty where one counts for all.
     """
 
     nodes: Mapping[str, int]
     gpu: str
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def workers(self) -> int:
@@ -37,6 +39,21 @@ class Location:
     def counts(self) -> tuple[int, ...]:
         """Workers on each node."""
         return tuple(self.nodes.values())
+
+    @property
+    def workers_by_type(self) -> dict[str, int]:
+        """Workers on GPUs of each type."""
+        found: dict[str, int] = {}
+        for node, workers in sorted(self.nodes.items()):
+            gpu = self.types.get(node, self.gpu)
+            found[gpu] = found.get(gpu, 0) + workers
+        return found
+
+    def only(self, nodes: Mapping[str, int]) -> Location:
+        """With these of its workers."""
+        types = {node: self.types[node] for node in nodes if node in self.types}
+        gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
+        return Location(nodes=nodes, gpu=gpu, types=types)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,12 +228,12 @@ class LiveRules:
         """See ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
-        if not stay or training is None or training.gpu != after.gpu:
+        if not stay or training is None or (training.gpu != after.gpu and not after.types):
             return ChangeCost(pause_s=self.start)
         leaves = self.pause if sum(stay.values()) < training.workers else 0.0
         if sum(stay.values()) == after.workers:
             return ChangeCost(pause_s=leaves)
-        return ChangeCost(pause_s=leaves, meanwhile=Location(nodes=stay, gpu=training.gpu), joins_after_s=self.start)
+        return ChangeCost(pause_s=leaves, meanwhile=training.only(stay), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
         """See ``Rules``."""

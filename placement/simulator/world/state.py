@@ -103,7 +103,7 @@ class World:
             self.touched.add(job.name)
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes=left))
             if left:
-                job.place(Location(nodes=left, gpu=job.location.gpu))
+                job.place(job.location.only(left))
             else:
                 job.lose_workers()
 
@@ -122,8 +122,9 @@ class World:
             return  # at this very moment; its end is the next event
         self.touched.add(job.name)
         self.placed.append(Placed(time_s=now_s, job=job.name, nodes=nodes))
-        job.place(Location(nodes=nodes, gpu=self._slowest(nodes)) if nodes else None)
+        job.place(self._location(job, nodes) if nodes else None)
 
-    def _slowest(self, nodes: dict[str, int]) -> str:
-        """Type of the GPUs; where a policy mixed them, the first by name stands for all."""
-        return min(self._gpu[node_id] for node_id in nodes)
+    def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
+        """These workers; of a job that does not share by speed, the first type by name stands for all."""
+        types = {node_id: self._gpu[node_id] for node_id in nodes}
+        return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})

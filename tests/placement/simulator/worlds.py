@@ -24,25 +24,31 @@ def write(path: Path, header: str, rows: Sequence[Sequence[object]]) -> None:
     path.write_text("\n".join([header, *(",".join(map(str, row)) for row in rows)]) + "\n")
 
 
-def step_s(nodes: int, replicas: int, local: float) -> tuple[float, float]:
-    """Made-up truth: 1 ms a sample, 10 ms for a second GPU, 20 ms more for a second node."""
-    sync = (0.010 if replicas > 1 else 0.0) + (0.020 if nodes > 1 else 0.0)
+def step_s(nodes: int, replicas: int, local: float, link: float = 1.0) -> tuple[float, float]:
+    """Made-up truth: 1 ms a sample, 10 ms for a second GPU, 20 ms more for a second node, times ``link``."""
+    sync = link * ((0.010 if replicas > 1 else 0.0) + (0.020 if nodes > 1 else 0.0))
     return 0.02 + 0.001 * local + sync, sync
 
 
-def profiles(folder: Path, names: Sequence[str] = ("toy",), gpus: Sequence[str] = ("t4",), epochs: int = 4) -> Path:
+def profiles(
+    folder: Path,
+    names: Sequence[str] = ("toy",),
+    gpus: Sequence[str] = ("t4",),
+    epochs: int = 4,
+    link: float = 1.0,
+) -> Path:
     """Profiles of applications that differ in name only; every later GPU type is twice as fast as the one before."""
     for name in names:
         for speed, gpu in enumerate(gpus):
             times = {
-                (counts, local): [t / 2**speed for t in step_s(len(counts), sum(map(int, counts)), local)]
+                (counts, local): [t / 2**speed for t in step_s(len(counts), sum(map(int, counts)), local, link)]
                 for counts in ("1", "2", "3", "4", "11", "22", "33", "44")
                 for local in (8, 16, 32, 64)
             }
             rows = [(counts, local, *t) for (counts, local), t in times.items()]
             write(folder / name / f"placements-{gpu}.csv", "placement,local_bsz,step_time,sync_time", rows)
             scale = [
-                (n, r, local, *[t / 2**speed for t in step_s(n, r, local)])
+                (n, r, local, *[t / 2**speed for t in step_s(n, r, local, link)])
                 for n, r in ((3, 12), (4, 16), (3, 3), (4, 4))
                 for local in (8, 16, 32, 64)
             ]

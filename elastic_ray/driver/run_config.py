@@ -1,0 +1,27 @@
+"""SHELL: Ray Train's ``RunConfig`` with callbacks of Ray Tune as well, which Ray's own refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ray.train.v2.api.callback import UserCallback
+from ray.train.v2.api.config import RunConfig as RayRunConfig
+
+
+@dataclasses.dataclass
+class RunConfig(RayRunConfig):
+    """``ray.train.RunConfig``, whose ``callbacks`` may hold Ray Tune's loggers beside Ray Train's ``UserCallback``.
+
+    Fields are Ray Train's. ``ElasticTrainer`` takes either class.
+
+    Example:
+        ``RunConfig(name="bert", callbacks=[MLflowLoggerCallback(experiment_name="bert")])``
+    """
+
+    def __post_init__(self) -> None:
+        """Check everything else as Ray does; ``ElasticTrainer`` checks the callbacks."""
+        given: list[Any] = list(self.callbacks or [])
+        self.callbacks = [each for each in given if isinstance(each, UserCallback)]
+        RayRunConfig.__post_init__(self)  # type: ignore[no-untyped-call]
+        self.callbacks = given

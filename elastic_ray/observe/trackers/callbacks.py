@@ -1,0 +1,323 @@
+"""SHELL: callbacks of Ray Train and of Ray Tune as trackers of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import pyarrow.fs
+
+from elastic_ray.checkpoints.copying import copy_directory
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.events import JobEvent, JobPhase, Report
+from elastic_ray.observe.trackers import one_run
+from elastic_ray.observe.trackers.packed_callbacks import RunContext, unpack_callbacks
+from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_change_of_size
+from elastic_ray.observe.trackers.trial_view import TrialView
+from elastic_ray.sealed import Raised
+from placement.storage.private_files import make_directory
+
+FOLDER = "trackers"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run, as callbacks are told of it.
+
+    Attributes:
+        job: its name.
+        run_id: the same for the whole run, whatever controllers it has.
+        storage: its directory.
+        is_trial: Ray Tune calls its own loggers.
+    """
+
+    job: str
+    run_id: str
+    storage: RunStorage
+    is_trial: bool
+
+
+class Callbacks:
+    """The callbacks of a run, unpickled by the first thread that needs one.
+
+    Args:
+        packed: of ``pack_callbacks``.
+        run_id: of the run.
+    """
+
+    def __init__(self, packed: bytes, run_id: str) -> None:
+        self._packed, self._run_id = packed, run_id
+        self._lock = threading.Lock()
+        self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
+
+    def get(self, index: int) -> tuple[Any, RunContext]:
+        """One of them, and the run's context; raises what unpickling them raises."""
+        with self._lock:
+            if self._unpacked is None:
+                self._unpacked = unpack_callbacks(self._packed, self._run_id)
+        return self._unpacked[0][index], self._unpacked[1]
+
+
+class CallbackTracker:
+    """One callback. It hears of each report once, also when a run goes back to a checkpoint and repeats some.
+
+    Args:
+        callbacks: of the run.
+        index: which of them.
+        run: the run.
+
+    Attributes:
+        note: what the tracker of a controller after this one has to know; empty for nothing.
+    """
+
+    def __init__(self, callbacks: Callbacks, index: int, run: TrackedRun) -> None:
+        self._callbacks, self._index, self._run = callbacks, index, run
+        self._note: dict[str, Any] = {}
+        self._seen = SeenReports()
+        self._target: _Target | None = None
+        self.note = ""
+
+    def recall(self, note: str) -> None:
+        """What the tracker of a controller before this one has noted; before anything else."""
+        if note:
+            self._note = json.loads(note)
+            self._seen = SeenReports(int(self._note.get("told", 0)))
+            self.note = note
+
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+        """Unpickle the callback, and tell it that the run begins."""
+        callback, context = self._callbacks.get(self._index)
+        if not again:
+            self._seen = SeenReports(reports)
+        target = _target(callback, context, self._run)
+        if target is not None and not self._note.get("ended"):
+            for number in target.begin(self._note.get("state")):
+                self._seen.add(number)
+            self._target = target
+        self._keep()
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Tell it, if it was not told before."""
+        if self._target is not None and self._seen.add(report.index):
+            try:
+                self._target.report(report, time_s)
+            finally:
+                self._keep()
+
+    def numbers(self, numbers: JobNumbers) -> None:
+        """They go with the next report."""
+        if self._target is not None:
+            self._target.numbers = numbers.values
+
+    def event(self, event: JobEvent) -> None:
+        """Tell it of a change of size."""
+        if self._target is not None:
+            self._target.event(event)
+
+    def failed(self, errors: Mapping[int, Exception]) -> None:
+        """Workers have failed, by rank."""
+        if self._target is not None:
+            self._target.failed(errors)
+
+    def raised(self, error: Raised) -> None:
+        """The train function has; what it raised stays closed."""
+        from elastic_ray.errors import TrainFunctionError  # imports ray.train
+
+        self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def finish(self, phase: JobPhase) -> None:
+        """Tell it that the run is over."""
+        target, self._target = self._target, None
+        if target is not None:
+            try:
+                target.finish(phase)
+            finally:
+                self._note["ended"] = True
+                self._keep()
+
+    def _keep(self) -> None:
+        """Note down what the tracker of a controller after this one has to know."""
+        self._note["told"] = self._seen.last
+        if self._target is not None and (state := self._target.state()) is not None:
+            self._note["state"] = state
+        self.note = json.dumps(self._note)
+
+
+class _Target(Protocol):
+    """A callback of one of the two kinds."""
+
+    numbers: Mapping[str, float]
+
+    def begin(self, state: str | None) -> frozenset[int]:
+        """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Rank 0 has reported."""
+
+    def event(self, event: JobEvent) -> None:
+        """Something has happened to the job."""
+
+    def failed(self, errors: Mapping[int, Exception]) -> None:
+        """Workers have failed, by rank."""
+
+    def finish(self, phase: JobPhase) -> None:
+        """The job has ended."""
+
+    def state(self) -> str | None:
+        """What it needs to go on in another process; None for nothing."""
+
+
+def _target(callback: Any, context: RunContext, run: TrackedRun) -> _Target | None:
+    """How to call a callback; None for one that Ray Tune calls."""
+    from ray.tune.logger import LoggerCallback
+
+    if not isinstance(callback, LoggerCallback):
+        return _UserCallback(callback, context, run)
+    return None if run.is_trial else _LoggerCallback(callback, context, run)
+
+
+class _UserCallback:
+    """A ``ray.train.UserCallback``, which may have ``on_resize(run_context, event)`` as well."""
+
+    def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
+        self._callback, self._context, self._run = callback, context, run
+        self.numbers: Mapping[str, float] = {}
+
+    def begin(self, state: str | None) -> frozenset[int]:
+        """It has no method for it."""
+        if state is not None:
+            one_run.go_on(self._callback, None, state)
+        return frozenset()
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Rank 0's metrics stand for all ranks."""
+        checkpoint = _checkpoint(report, self._run.storage)
+        self._callback.after_report(self._context, [dict(report.metrics)], checkpoint)
+
+    def event(self, event: JobEvent) -> None:
+        """Call ``on_resize`` where there is one."""
+        on_resize: Callable[..., None] | None = getattr(self._callback, "on_resize", None)
+        if on_resize is not None and is_change_of_size(event):
+            on_resize(self._context, event)
+
+    def failed(self, errors: Mapping[int, Exception]) -> None:
+        """As Ray Train does."""
+        self._callback.after_exception(self._context, dict(errors))
+
+    def finish(self, phase: JobPhase) -> None:
+        """It has no method for it."""
+
+    def state(self) -> str | None:
+        """Of those that have ``get_state`` and ``set_state``."""
+        return one_run.state_of(self._callback, None)
+
+
+class _LoggerCallback:
+    """A ``ray.tune`` logger, for which the job is its only trial."""
+
+    def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
+        self._callback, self._run = callback, run
+        self._begun_s = time.time()
+        self.numbers: Mapping[str, float] = {}
+        self._reports = 0
+        self._trial = TrialView(
+            trial_id=run.run_id,
+            trial_name=run.job,
+            config=context.train_loop_config or {},
+            local_path=self._local_path(),
+            path=run.storage.path,
+            node_ip=_address(),
+        )
+
+    def _local_path(self) -> str:
+        """The run's own directory, where that is on this node; else one whose files are copied there at the end."""
+        storage = self._run.storage
+        if not storage.local:
+            return os.path.join(tempfile.gettempdir(), f"elastic_ray_{os.getuid()}", self._run.run_id, FOLDER)
+        return os.path.join(storage.path, FOLDER)
+
+    def begin(self, state: str | None) -> frozenset[int]:
+        """Tune's order: set up, then the trial starts."""
+        make_directory(pyarrow.fs.LocalFileSystem(), self._trial.local_path, private=self._run.storage.private)
+        one_run.before_setup(self._callback)
+        self._callback.setup(experiment_path=self._trial.local_path)
+        if state is not None:
+            one_run.go_on(self._callback, self._trial, state)
+        self._callback.on_trial_start(0, [self._trial], self._trial)
+        return one_run.known_reports(self._callback, self._trial) if state is not None else frozenset()
+
+    def report(self, report: Report, time_s: float) -> None:
+        """The metrics, and what Tune adds to a result."""
+        self._reports = report.index
+        if report.checkpoint is not None:
+            self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
+        result = {
+            **report.metrics,
+            "elastic": {**self.numbers, "workers": report.workers, "step": report.steps},
+            "training_iteration": report.index,
+            "trial_id": self._trial.trial_id,
+            "experiment_tag": self._trial.experiment_tag,
+            "date": time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time_s)),
+            "timestamp": int(time_s),
+            "time_total_s": time_s - self._begun_s,
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "node_ip": self._trial.node_ip,
+            "config": dict(self._trial.config),
+            "done": False,
+        }
+        self._callback.on_trial_result(report.index, [self._trial], self._trial, result)
+        if report.checkpoint is not None:
+            self._callback.on_trial_save(report.index, [self._trial], self._trial)
+
+    def event(self, event: JobEvent) -> None:
+        """Loggers have no method for it."""
+
+    def failed(self, errors: Mapping[int, Exception]) -> None:
+        """They hear of it at the end."""
+
+    def finish(self, phase: JobPhase) -> None:
+        """The trial ends, and with it the experiment; then what was written goes where the run is."""
+        failed = phase is JobPhase.FAILED
+        self._trial = dataclasses.replace(self._trial, status="ERROR" if failed else "TERMINATED")
+        ended = self._callback.on_trial_error if failed else self._callback.on_trial_complete
+        try:
+            ended(self._reports, [self._trial], self._trial)
+        finally:
+            self._callback.on_experiment_end(trials=[self._trial])
+            self._upload()
+
+    def _upload(self) -> None:
+        storage = self._run.storage
+        if not storage.local and os.listdir(self._trial.local_path):
+            target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
+            copy_directory(local, self._trial.local_path, storage.filesystem, target, private=storage.private)
+
+    def state(self) -> str | None:
+        """By which the tracker's own run is found again."""
+        return one_run.state_of(self._callback, self._trial)
+
+
+def _checkpoint(report: Report, storage: RunStorage) -> Any:
+    """As ``ray.train.Checkpoint``; None without one."""
+    if report.checkpoint is None:
+        return None
+    from ray.train import Checkpoint
+
+    return Checkpoint(report.checkpoint, storage.filesystem)
+
+
+def _address() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address()) if ray.is_initialized() else ""  # type: ignore[no-untyped-call]

@@ -1,0 +1,201 @@
+"""The trackers of one run, as its controller has them: each in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from elastic_ray.batch.reports import StepReport
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.events import EventKind, JobEvent, JobPhase, Report
+from elastic_ray.job_spec import JobSpec
+from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.observe.trackers.callbacks import Callbacks, CallbackTracker, TrackedRun
+from elastic_ray.observe.trackers.series import job_numbers
+from elastic_ray.observe.trackers.tensorboard import TensorBoardWriter
+from elastic_ray.observe.trackers.tracker_thread import TrackerThread
+from elastic_ray.sealed import Raised
+from elastic_ray.state.resume_point import ResumePoint
+
+logger = logging.getLogger("elastic_ray.job")
+
+_POLL_S = 0.02
+_MOST_HELD = 5000
+_BEGUN = "begun"
+_GENERATIONS = 4  # whose members are remembered
+
+
+class Planner(Protocol):
+    """What is known of the job's speed and batch."""
+
+    @property
+    def latest(self) -> StepReport | None:
+        """Rank 0's latest step report."""
+
+    @property
+    def throughput(self) -> float:
+        """[samples/s], measured."""
+
+    @property
+    def noise_scale(self) -> float | None:
+        """[samples]; None while it is not known."""
+
+    def goodput(self) -> float | None:
+        """[samples/s]; None before there is a model."""
+
+
+class RunTrackers:
+    """Tells TensorBoard and the user's callbacks of a run. Its methods return at once.
+
+    Args:
+        spec: the job.
+        run_id: the same for the whole run, whatever controllers it has.
+        tell: takes what the job's user is to know of a tracker that fails, a sentence.
+    """
+
+    def __init__(self, spec: JobSpec, run_id: str, tell: Callable[[str], None]) -> None:
+        self._spec, self._run_id, self._tell = spec, run_id, tell
+        self._threads: list[TrackerThread] = []
+        self._callbacks: list[CallbackTracker] = []
+        self._begun = False
+        self._held: list[tuple[Report, float]] | None = None  # until it is known which reports came before them
+        self._seen: StepReport | None = None
+        self._resizes = self._failures = 0
+        self._groups = collections.deque[GenerationSpec](maxlen=_GENERATIONS)
+        self._make()
+
+    def _make(self) -> None:
+        """One tracker for TensorBoard, where it is wanted, and one for each callback."""
+        spec = self._spec
+        storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
+        wanted = spec.elastic.tensorboard
+        if wanted if wanted is not None else spec.trial is None:
+            writer = TensorBoardWriter(storage.filesystem, storage.path, private=storage.private)
+            self._threads.append(TrackerThread("TensorBoard", writer))
+        run = TrackedRun(job=spec.job, run_id=self._run_id, storage=storage, is_trial=spec.trial is not None)
+        callbacks = Callbacks(spec.callbacks, self._run_id)
+        for index, name in enumerate(spec.callback_names):
+            tracker = CallbackTracker(callbacks, index, run)
+            self._callbacks.append(tracker)
+            self._threads.append(TrackerThread(f"callback {name}", tracker))
+
+    def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
+        """A controller before this one has begun; before :meth:`begin`.
+
+        Args:
+            notes: as of :attr:`notes` there.
+            events: of the job so far.
+        """
+        for event in events:
+            self._count(event)
+        if _BEGUN not in notes:
+            return
+        for index, tracker in enumerate(self._callbacks):
+            tracker.recall(notes.get(str(index), ""))
+        self._held = []
+        self._begin(0, 0, again=True, events=events)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What the trackers of a controller after this one have to know."""
+        found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
+        return {**found, _BEGUN: ""} if self._begun else {}
+
+    def begin(self, point: ResumePoint | None) -> None:
+        """The run begins here, None for its beginning, or goes on with all reports known that were made before."""
+        self._release()
+        if not self._begun:
+            steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
+            self._begin(steps, reports, again=False)
+
+    def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
+        self._begun = True
+        for thread in self._threads:
+            thread.begin(steps, reports, again=again, events=events)
+
+    def report(self, report: Report) -> None:
+        """Rank 0 has reported."""
+        if self._held is not None and len(self._held) < _MOST_HELD:
+            self._held.append((report, time.time()))
+            return
+        for thread in self._threads:
+            thread.report(report, time.time())
+
+    def _release(self) -> None:
+        """Reports that came while earlier ones were looked for: readers take the steps of a series to grow."""
+        held, self._held = self._held or [], None
+        for report, time_s in sorted(held, key=lambda each: each[0].index):
+            for thread in self._threads:
+                thread.report(report, time_s)
+
+    def event(self, event: JobEvent, group: GenerationSpec | None) -> None:
+        """Something has happened to the job, which has this generation now."""
+        self._count(event)
+        if not self._begun:
+            return
+        for thread in self._threads:
+            thread.event(event)
+        if event.kind is EventKind.FAILURE and group is not None:
+            self._workers_lost(event, group)
+
+    def _count(self, event: JobEvent) -> None:
+        self._resizes += event.kind is EventKind.RESIZE
+        self._failures += event.kind in (EventKind.FAILURE, EventKind.RESTART)
+
+    def _workers_lost(self, event: JobEvent, after: GenerationSpec) -> None:
+        """Tell callbacks the ranks that are missing in the generation after a failure."""
+        before = next((each for each in reversed(self._groups) if each.generation < after.generation), None)
+        if before is None:
+            return
+        left = {member.worker for member in after.members}
+        lost = {rank: event.reason for rank, each in enumerate(before.members) if each.worker not in left}
+        errors = {rank: RuntimeError(reason) for rank, reason in lost.items()}
+        self._tell_callbacks(lambda tracker: tracker.failed(errors))
+
+    def _tell_callbacks(self, tell: Callable[[CallbackTracker], None]) -> None:
+        """Tell them of a failure."""
+        for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
+            thread.call("after_exception", functools.partial(tell, tracker))
+
+    def tick(self, now_s: float, planner: Planner, group: GenerationSpec | None) -> None:
+        """Some ten times a second [s, monotonic], with the present generation."""
+        if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
+            self._groups.append(group)
+        if planner.latest is not None and planner.latest is not self._seen:
+            self._seen = planner.latest
+            numbers = job_numbers(
+                planner.latest,
+                throughput=planner.throughput,
+                goodput=planner.goodput(),
+                noise_scale=planner.noise_scale,
+                resizes=self._resizes,
+                failures=self._failures,
+                time_s=time.time(),
+            )
+            for thread in self._threads:
+                thread.numbers(numbers)
+        for thread in self._threads:
+            for problem in thread.problems(now_s):
+                self._tell(f"{problem}. Training goes on without it")
+
+    async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
+        """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``."""
+        if not self._begun:
+            return  # it has ended before it was known where it begins
+        self._release()
+        if isinstance(error, Raised):
+            self._tell_callbacks(lambda tracker: tracker.raised(error))
+        for thread in self._threads:
+            thread.finish(phase)
+        until_s = time.monotonic() + self._spec.elastic.tracker_timeout_s
+        while not all(thread.done for thread in self._threads) and time.monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
+        for thread in self._threads:
+            problems = thread.problems(time.monotonic())
+            for problem in problems if thread.done else (*problems, thread.give_up()):
+                logger.warning("job %s: %s", self._spec.job, problem)

@@ -1,0 +1,166 @@
+"""What of a run goes into trackers, as numbers by name (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.batch.reports import StepReport
+from elastic_ray.events import EventKind, JobEvent
+
+PREFIX = "elastic/"
+"""What begins the names of the job's own numbers, beside those that the user reports."""
+REPORT = f"{PREFIX}report"
+"""Number of a report: by it a tracker that begins again knows what it has."""
+
+_MARKS = frozenset(
+    {
+        EventKind.STARTED,
+        EventKind.RESIZE,
+        EventKind.FAILURE,
+        EventKind.RESTART,
+        EventKind.PREEMPTED,
+        EventKind.RESUMED,
+        EventKind.BATCH,
+        EventKind.STRATEGY,
+        EventKind.STRAGGLER,
+        EventKind.OUT_OF_MEMORY,
+        EventKind.RECOVERED,
+        EventKind.NOT_FINITE,
+        EventKind.FINISHED,
+    }
+)
+_STARTS = frozenset({EventKind.STARTED, EventKind.RECOVERED})
+_SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobNumbers:
+    """How a job stands.
+
+    Attributes:
+        time_s: when [s since the epoch].
+        step: optimizer steps committed then.
+        values: workers, batch [samples], learning-rate factor..., by name without :data:`PREFIX`.
+    """
+
+    time_s: float
+    step: int
+    values: Mapping[str, float]
+
+
+def job_numbers(
+    report: StepReport,
+    *,
+    throughput: float,
+    goodput: float | None,
+    noise_scale: float | None,
+    resizes: int,
+    failures: int,
+    time_s: float,
+) -> JobNumbers:
+    """What rank 0's step report says.
+
+    Args:
+        report: the latest.
+        throughput: [samples/s], measured.
+        goodput: [samples/s]; None before there is a model.
+        noise_scale: [samples]; None while it is not known.
+        resizes: changes of size so far.
+        failures: of them, and restarts, by failures.
+        time_s: now [s since the epoch].
+    """
+    values = {
+        "workers": report.replicas,
+        "nodes": report.nodes,
+        "batch_size": report.batch_size,
+        "epoch": report.epoch,
+        "step_time_s": report.step_time or None,
+        "throughput": throughput or None,
+        "goodput": goodput,
+        "noise_scale": noise_scale,
+        "learning_rate_factor": report.learning_rate_factor,
+        "resizes": resizes,
+        "failures": failures,
+    }
+    known = {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
+    return JobNumbers(time_s=time_s, step=report.total_steps, values=known)
+
+
+def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of reported metrics by name; those of a dict in it as ``outer/inner``. Other values are left out."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat_numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            try:
+                found[f"{prefix}{name}"] = float(value)
+            except OverflowError:  # a whole number beyond all floats
+                found[f"{prefix}{name}"] = math.inf if value > 0 else -math.inf
+    return found
+
+
+def is_mark(event: JobEvent) -> bool:
+    """Whether an event is shown beside a run's curves."""
+    return event.kind in _MARKS
+
+
+def is_change_of_size(event: JobEvent) -> bool:
+    """Whether a job that trained trains with another number of workers, or with none."""
+    return event.kind in _SIZES
+
+
+def changes_workers(event: JobEvent) -> bool:
+    """Whether a job trains with another number of workers from then on."""
+    return event.kind in _STARTS or is_change_of_size(event)
+
+
+def mark_text(event: JobEvent) -> str:
+    """An event as text."""
+    pause = f", pause {event.pause_s:.2f} s" if event.pause_s else ""
+    return f"{event.from_workers} -> {event.to_workers} workers{pause}: {event.reason}"
+
+
+class SeenReports:
+    """Numbers of the reports that a tracker has, so that each comes once. Only the last ones are known one by one.
+
+    Args:
+        all_up_to: it has all reports up to this number.
+        besides: and these.
+    """
+
+    _MOST = 1000
+
+    def __init__(self, all_up_to: int = 0, besides: frozenset[int] = frozenset()) -> None:
+        self._floor = all_up_to
+        self._above = {number for number in besides if number > all_up_to}
+        self._shrink()
+
+    @property
+    def last(self) -> int:
+        """The largest number; 0 for none."""
+        return max(self._above, default=self._floor)
+
+    def add(self, number: int) -> bool:
+        """A report comes; whether it is another one."""
+        if number <= self._floor or number in self._above:
+            return False
+        self._above.add(number)
+        self._shrink()
+        return True
+
+    def go_back(self, last: int) -> None:
+        """The run has gone back to this report: later ones come again."""
+        self._floor = min(self._floor, last)
+        self._above = {number for number in self._above if number <= last}
+
+    def _shrink(self) -> None:
+        while self._floor + 1 in self._above:
+            self._floor += 1
+            self._above.remove(self._floor)
+        if len(self._above) > self._MOST:
+            self._floor = min(self._above)
+            self._above.remove(self._floor)

@@ -1,0 +1,281 @@
+"""SHELL: a run as TensorBoard's event files, on any file system that pyarrow knows."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import posixpath
+import re
+import socket
+import time
+from typing import TypeVar
+
+import pyarrow.fs
+
+from elastic_ray.events import EventKind, JobEvent, JobPhase, Report
+from elastic_ray.observe.trackers import event_format
+from elastic_ray.observe.trackers.series import (
+    PREFIX,
+    REPORT,
+    JobNumbers,
+    SeenReports,
+    changes_workers,
+    flat_numbers,
+    is_mark,
+    mark_text,
+)
+from placement.storage.private_files import make_directory, open_append, open_output
+
+T = TypeVar("T")
+
+FOLDER = "tensorboard"
+_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\..*")
+_LARGEST_LOCAL = 8 << 20
+_LARGEST_UPLOAD = 1 << 20  # such a file is written anew each time
+_UPLOAD_EVERY_S = 15.0
+_MOST_UNWRITTEN = 4 << 20
+_LONGEST_AGAIN_S = 30.0
+_MOST_MARKS = 1000
+_KNOWN = 1000  # reports that are looked for in the files of an earlier controller
+
+
+class TensorBoardWriter:
+    """One directory of event files, for a run whose controllers and rank 0 may change.
+
+    A run that goes back to a checkpoint tells readers so, and what it repeats replaces what was there; marks stay.
+    The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
+
+    Args:
+        filesystem: of the run.
+        path: directory of the run.
+        private: whether only the user may read what is written, where the file system is the node's.
+    """
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
+        self._files = EventFiles(filesystem, posixpath.join(path, FOLDER), private=private)
+        self._seen = SeenReports()
+        self._step = 0
+        self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
+
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+        """Find what is there; where the run does not go on with it, what comes later than its beginning is void.
+
+        Raises:
+            OSError: it cannot be read or written.
+        """
+        found = self._files.find()
+        if again:
+            self._step = max(self._step, found.step)
+            self._seen = SeenReports(min(found.reports, default=1) - 1, frozenset(found.reports))
+            for event in filter(is_mark, events):
+                if event.time_s in found.marks:
+                    self._marks.append((found.marks[event.time_s], event))
+                else:  # the controller before this one has died before it could write it
+                    self.event(event)
+        elif found.any:
+            self._seen = SeenReports(reports)
+            self._go_back(step, reports)
+        self._files.write()
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Its numbers, under the names that the user has given them."""
+        if not self._seen.add(report.index):
+            return
+        step = report.steps or report.index
+        self._step = max(self._step, report.steps)
+        values = flat_numbers(report.metrics) | {REPORT: float(report.index)}
+        self._files.add(event_format.scalar_event(time_s, step, values))
+
+    def numbers(self, numbers: JobNumbers) -> None:
+        """The job's own, under :data:`PREFIX`."""
+        self._step = max(self._step, numbers.step)
+        values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
+        self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
+
+    def event(self, event: JobEvent) -> None:
+        """A mark; what a run goes back behind is void."""
+        if event.kind is EventKind.RESTART:
+            self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
+        if is_mark(event):
+            self._marks.append((self._step, event))
+            self._mark(self._step, event)
+
+    def _mark(self, step: int, event: JobEvent) -> None:
+        self._files.add(event_format.text_event(event.time_s, step, f"{PREFIX}{event.kind.value}", mark_text(event)))
+        values = {f"{PREFIX}pause_s": event.pause_s} if event.pause_s else {}
+        if changes_workers(event):
+            values[f"{PREFIX}workers"] = float(event.to_workers)
+        if values:
+            self._files.add(event_format.scalar_event(event.time_s, step, values))
+
+    def _go_back(self, step: int, reports: int) -> None:
+        """What is there of later steps counts no more, but for the marks."""
+        self._seen.go_back(reports)
+        self._step = step
+        self._files.add(event_format.restart_event(time.time(), step + 1))
+        void = [event for at, event in self._marks if at > step]
+        kept = [(min(at, step), event) for at, event in self._marks]
+        self._marks.clear()
+        self._marks.extend(kept)
+        for event in void:
+            self._mark(step, event)
+
+    def flush(self) -> None:
+        """Write what is due.
+
+        Raises:
+            OSError: it cannot be written; it is kept, as far as there is room, and tried again.
+        """
+        self._files.write()
+
+    def finish(self, phase: JobPhase) -> None:
+        """Write all there is."""
+        self._files.write(last=True)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Found:
+    """What event files say that still counts.
+
+    Attributes:
+        reports: the last reports, with their steps.
+        marks: when each mark was made [s since the epoch], with its step.
+        step: the last step.
+        void: the step from which earlier files count no more; None for none.
+        any: whether there are files.
+    """
+
+    reports: dict[int, int] = dataclasses.field(default_factory=dict)
+    marks: dict[float, int] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    void: int | None = None
+    any: bool = False
+
+
+def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
+    """Those that a run has not gone back behind."""
+    return {thing: step for thing, step in steps.items() if void is None or step < void}
+
+
+class EventFiles:
+    """Files that one controller adds, beside those of earlier ones.
+
+    A file of this node is added to. Elsewhere files can only be written anew: that is done with one of at most a
+    mebibyte, every 15 s.
+    """
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem, folder: str, *, private: bool) -> None:
+        self._filesystem, self._folder, self._private = filesystem, folder, private
+        self._local = isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+        self._path = ""
+        self._number = 0
+        self._newest = 0  # seconds since the epoch in the name of the newest file: readers go by names
+        self._written = b""  # of a file that is written anew
+        self._size = 0
+        self._pending: list[bytes] = []
+        self._pending_size = 0
+        self._not_before_s = self._again_s = 0.0
+
+    def find(self) -> Found:
+        """What earlier controllers have written that still counts.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
+        names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
+        names = sorted(name for name in names if _FILE.fullmatch(name))
+        self._newest = max((int(name.split(".")[3]) for name in names), default=0)
+        found = Found(any=bool(names))
+        void: int | None = None
+        for number, name in enumerate(reversed(names)):  # the newest first: of long runs, the older ones are not read
+            earlier = self._read(name)
+            found.reports = _before(earlier.reports, void) | found.reports
+            found.marks = _before(earlier.marks, void) | found.marks
+            found.step = earlier.step if number == 0 else found.step
+            void = min((step for step in (void, earlier.void) if step is not None), default=None)
+            if len(found.reports) >= _KNOWN:
+                break
+        return found
+
+    def _read(self, name: str) -> Found:
+        """What one file says."""
+        found = Found()
+        with self._filesystem.open_input_stream(posixpath.join(self._folder, name)) as stream:
+            for record in event_format.records(stream):
+                with contextlib.suppress(ValueError):
+                    event = event_format.read_event(record)
+                    found.step = max(0, event.step - 1) if event.restarts else event.step
+                    if event.restarts:
+                        found.reports, found.marks = (
+                            _before(found.reports, event.step),
+                            _before(found.marks, event.step),
+                        )
+                        found.void = event.step if found.void is None else min(found.void, event.step)
+                    elif event.is_text:
+                        found.marks[event.time_s] = event.step
+                    elif (number := event.values.get(REPORT)) is not None:
+                        found.reports[int(number)] = event.step
+        return found
+
+    def add(self, record: bytes) -> None:
+        """A record, to be written some time."""
+        framed = event_format.frame(record)
+        self._pending.append(framed)
+        self._pending_size += len(framed)
+
+    def write(self, *, last: bool = False) -> None:
+        """Write what waits, if it is due or the ``last`` of it."""
+        if not self._pending or (time.monotonic() < self._not_before_s and not last):
+            return
+        try:
+            self._write(b"".join(self._pending))
+        except OSError:
+            self._again_s = min(max(1.0, 2 * self._again_s), _LONGEST_AGAIN_S)
+            self._not_before_s = time.monotonic() + self._again_s
+            while self._pending_size > _MOST_UNWRITTEN:
+                self._pending_size -= len(self._pending.pop(0))
+            raise
+        self._pending, self._pending_size, self._again_s = [], 0, 0.0
+        self._not_before_s = 0.0 if self._local else time.monotonic() + _UPLOAD_EVERY_S
+
+    def _write(self, data: bytes) -> None:
+        begins = not self._path
+        if begins:
+            make_directory(self._filesystem, self._folder, private=self._private)
+            self._path = posixpath.join(self._folder, self._name())
+            data = event_format.frame(event_format.version_event(time.time())) + data
+        try:
+            if self._local:
+                _append(self._path, data, private=self._private)
+            else:
+                with open_output(self._filesystem, self._path, private=self._private) as stream:
+                    stream.write(self._written + data)
+                self._written += data
+        except OSError:
+            self._path = "" if begins else self._path
+            raise
+        self._size += len(data)
+        if self._size > (_LARGEST_LOCAL if self._local else _LARGEST_UPLOAD):
+            self._path, self._written, self._size = "", b"", 0
+
+    def _name(self) -> str:
+        self._newest = max(int(time.time()), self._newest + 1)
+        return f"events.out.tfevents.{self._newest:010d}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _append(path: str, data: bytes, *, private: bool) -> None:
+    """Add to a file of this node, all or nothing."""
+    descriptor = open_append(path, private=private)
+    try:
+        size = os.fstat(descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,173 @@
+"""One tracker in a thread of its own, so that one that is slow, hangs or raises costs training nothing (pure)."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ray.events import JobEvent, JobPhase, Report
+from elastic_ray.observe.trackers.series import JobNumbers
+
+logger = logging.getLogger("elastic_ray.job")
+
+_MOST = 10_000  # calls that wait
+_FLUSH_S = 1.0
+_HANGS_S = 30.0
+
+
+class Tracker(Protocol):
+    """What takes a run's numbers. All calls come from one thread, one after the other; each may raise."""
+
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
+        """The run begins, before anything else is told.
+
+        Args:
+            step: optimizer steps committed before.
+            reports: reports made before.
+            again: a controller before this one has begun it; the workers may have trained on meanwhile.
+            events: what has happened to the job until then, as far as a controller before this one has known.
+        """
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Rank 0 has reported [s since the epoch]."""
+
+    def numbers(self, numbers: JobNumbers) -> None:
+        """How the job stands."""
+
+    def event(self, event: JobEvent) -> None:
+        """Something has happened to the job."""
+
+    def flush(self) -> None:
+        """A while has passed, or there is nothing else to do."""
+
+    def finish(self, phase: JobPhase) -> None:
+        """The job has ended; nothing follows."""
+
+
+class TrackerThread:
+    """Calls a tracker. Its own methods return at once.
+
+    Args:
+        name: of the tracker, for messages.
+        tracker: it.
+        most: calls that wait at most; further ones are left out, and counted.
+        hangs_s: a call that takes longer is told of [s].
+    """
+
+    def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:
+        self.name = name
+        self._tracker, self._most, self._hangs_s = tracker, most, hangs_s
+        self._news = threading.Condition()
+        self._calls: collections.deque[tuple[str, Callable[[], None]]] = collections.deque()
+        self._problems: collections.deque[str] = collections.deque()
+        self._told: set[str] = set()
+        self._running: tuple[str, float] | None = None
+        self._left_out = 0
+        self._closed = self._given_up = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
+        """As of :class:`Tracker`; so are the next three."""
+        self._put("begin", lambda: self._tracker.begin(step, reports, again=again, events=events))
+
+    def report(self, report: Report, time_s: float) -> None:
+        """Rank 0 has reported."""
+        self._put("report", lambda: self._tracker.report(report, time_s))
+
+    def numbers(self, numbers: JobNumbers) -> None:
+        """How the job stands."""
+        self._put("numbers", lambda: self._tracker.numbers(numbers))
+
+    def event(self, event: JobEvent) -> None:
+        """Something has happened to the job."""
+        self._put("event", lambda: self._tracker.event(event))
+
+    def call(self, what: str, call: Callable[[], None]) -> None:
+        """Something that only this tracker is told; ``what`` names it in messages."""
+        self._put(what, call)
+
+    def finish(self, phase: JobPhase) -> None:
+        """The job has ended: the thread ends once all is done."""
+        with self._news:
+            self._calls.append(("finish", lambda: self._tracker.finish(phase)))
+            self._closed = True
+            self._news.notify()
+        self._start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has done all there was."""
+        return self._closed and (self._thread is None or not self._thread.is_alive())
+
+    def give_up(self) -> str:
+        """Nobody waits for it any more; what it has not done, as a sentence."""
+        with self._news:
+            waiting, running = len(self._calls), self._running
+            self._given_up = True
+            self._calls.clear()
+            self._news.notify()
+        inside = f" and was in {running[0]}" if running is not None else ""
+        return f"{self.name} was given up at the job's end: {waiting} calls waited{inside}"
+
+    def problems(self, now_s: float) -> tuple[str, ...]:
+        """What has gone wrong since this was last asked, each sentence once [s, monotonic]."""
+        running = self._running
+        if running is not None and now_s - running[1] > self._hangs_s:
+            self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
+        if self._left_out:
+            self._tell("full", f"is too slow: {self._most} calls wait, and further ones are left out")
+        found = tuple(self._problems)
+        for _ in found:
+            self._problems.popleft()
+        return found
+
+    def _tell(self, key: str, what: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._problems.append(f"{self.name} {what}")
+
+    def _put(self, what: str, call: Callable[[], None]) -> None:
+        with self._news:
+            if self._closed:
+                return
+            if len(self._calls) >= self._most:
+                self._left_out += 1
+                return
+            self._calls.append((what, call))
+            self._news.notify()
+        self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Make the calls, one after the other, until the last; in between, flush."""
+        flush_s = time.monotonic() + _FLUSH_S
+        while not self._given_up:
+            with self._news:
+                self._news.wait_for(lambda: self._calls or self._closed, max(0.0, flush_s - time.monotonic()))
+                found = self._calls.popleft() if self._calls else None
+            if found is not None:
+                self._call(*found)
+            elif self._closed:
+                return
+            if time.monotonic() >= flush_s:
+                self._call("flush", self._tracker.flush)
+                flush_s = time.monotonic() + _FLUSH_S
+
+    def _call(self, what: str, call: Callable[[], None]) -> None:
+        self._running = (what, time.monotonic())
+        try:
+            call()
+        except BaseException as error:  # users' code may call sys.exit()
+            logger.debug("tracker %s: %s", self.name, what, exc_info=True)
+            key = f"{what} {type(error).__name__}"
+            self._tell(key, f"raised in {what}, and is asked again next time: {type(error).__name__}: {error}")
+        finally:
+            self._running = None

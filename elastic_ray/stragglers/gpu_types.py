@@ -1,0 +1,236 @@
+"""Shares of a group whose workers are on GPUs of several types: by speed, for a slow type is no straggler (pure).
+
+Only additions, multiplications, divisions and comparisons are used, which IEEE 754 fixes to the last bit, so that ranks
+on machines of different kinds come to the same shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from elastic_ray.stragglers.detection import MIN_STEPS, lower_median
+from placement.goodput.mixed import MeasuredPart
+
+_WARM_UP = 2  # steps that pay for caches
+_WORTH = 1.1  # times a weight must move
+_LEAST_WEIGHT = 1.0 / 64.0
+
+
+class TypedMember(Protocol):
+    """A member of the group."""
+
+    @property
+    def gpu_type(self) -> str:
+        """Of its node; empty where the group is taken to be of one type."""
+
+    @property
+    def speed(self) -> float:
+        """Samples per second as the job's model has it [samples/s]; 0 where it has not run on the type."""
+
+
+class TypedMeasures(Protocol):
+    """What one worker has measured of a step: a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def compute_s(self) -> float:
+        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
+
+    @property
+    def data_s(self) -> float:
+        """Waiting for data [s]."""
+
+
+_M = TypeVar("_M", bound=TypedMeasures)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Sums:
+    """Medians of the workers of one type, summed over steps.
+
+    Attributes:
+        busy_s: until their gradients were complete [s].
+        samples: of one worker.
+        steps: how many.
+    """
+
+    busy_s: float = 0.0
+    samples: float = 0.0
+    steps: int = 0
+
+
+class TypeShares(Generic[_M]):
+    """Shares by type of GPU.
+
+    A type that takes r times as long as the fastest takes 1 / r of its samples next, until times are equal, from
+    averages over ten steps. Before anything is measured, shares follow the model's speeds. A step whose ranks are
+    compared with each other is compared within each type.
+
+    Args:
+        members: gives the group's members by rank; none before the first group.
+        measured: gives what they have measured of the latest step.
+        equal: whether the present group is to have equal shares, since unequal ones did not fit into memory.
+
+    Attributes:
+        changes: how often shares have changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        members: Callable[[], Sequence[TypedMember]],
+        measured: Callable[[], Sequence[_M]],
+        equal: Callable[[], bool] = bool,
+    ) -> None:
+        self._members = members
+        self._equal = equal
+        self._measured = measured
+        self._seen: tuple[str, ...] = ()
+        self._weights: dict[str, float] = {}
+        self._sums: dict[str, _Sums] = {}
+        self._steps = -_WARM_UP
+        self._reported: dict[str, _Sums] = {}
+        self.changes = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the present group is on several types."""
+        return len({member.gpu_type for member in self._members()}) > 1
+
+    def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
+        """Shares of the present ranks in a step's samples; None where they are equal.
+
+        Args:
+            others: shares for another reason, by rank, which are multiplied with these; None where there is none.
+        """
+        if not self.mixed:
+            return tuple(others) if others is not None else None
+        known = self._known()
+        own = [known[member.gpu_type] for member in self._members()]
+        if others is not None and len(others) == len(own):
+            own = [a * b for a, b in zip(own, others, strict=True)]
+        return None if min(own) == max(own) else tuple(own)
+
+    def comparable(self, sizes: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
+        """Samples of each rank and micro-batch, as they would be if the ranks' types had equal shares."""
+        if not self.mixed:
+            return sizes
+        known, members = self._known(), self._members()
+        return [[n / known[m.gpu_type] for n in row] for m, row in zip(members, sizes, strict=True)]
+
+    def comparable_measures(self) -> Sequence[_M]:
+        """What the ranks have measured, with times as if all types were equally fast in this step."""
+        measured, members = self._measured(), self._members()
+        if not self.mixed or len(measured) != len(members):
+            return measured
+        busy = self._medians([each.compute_s + each.data_s for each in measured])
+        usual = lower_median(list(busy.values()))
+        scale = {gpu: usual / own if own > 0 else 1.0 for gpu, own in busy.items()}
+        return tuple(
+            dataclasses.replace(each, compute_s=each.compute_s * by, data_s=each.data_s * by)
+            for each, by in ((each, scale[m.gpu_type]) for each, m in zip(measured, members, strict=True))
+        )
+
+    def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
+        """A step of training was committed.
+
+        Args:
+            sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.
+        """
+        members, measured = self._members(), self._measured()
+        if not self.mixed or not len(members) == len(measured) == len(sizes):
+            return
+        seen = tuple(member.gpu_type for member in members)
+        if seen != self._seen:
+            self._seen = seen
+            self._begin()
+        busy = self._medians([each.compute_s + each.data_s for each in measured])
+        compute = self._medians([each.compute_s for each in measured])
+        samples = self._medians([sum(row) for row in sizes])
+        self._steps += 1
+        if self._steps <= 0 or min(busy.values()) <= 0 or min(samples.values()) <= 0:
+            return
+        for gpu in busy:
+            _add(self._sums, gpu, busy[gpu], samples[gpu])
+            _add(self._reported, gpu, compute[gpu] / len(sizes[0]), samples[gpu] / len(sizes[0]))
+        if self._steps >= MIN_STEPS and not self._equal():
+            self._follow()
+
+    def _begin(self) -> None:
+        self._sums, self._reported, self._steps = {}, {}, -_WARM_UP
+
+    def _follow(self) -> None:
+        """Move shares towards equal times, where that is worth a change."""
+        known = self._known()
+        wanted = {gpu: known[gpu] / sums.busy_s for gpu, sums in self._sums.items()}
+        fastest = max(wanted.values())
+        wanted = {gpu: max(_LEAST_WEIGHT, weight / fastest) for gpu, weight in wanted.items()}
+        moves = any(new > _WORTH * known[gpu] or known[gpu] > _WORTH * new for gpu, new in wanted.items())
+        if moves:
+            self._weights |= wanted
+            self.changes += 1
+            self._begin()
+        else:
+            self._sums, self._steps = {}, 0
+
+    def _known(self) -> dict[str, float]:
+        """Weight of each present type, the largest being 1: measured, or else by the model's speeds."""
+        speeds: dict[str, float] = {}
+        for member in self._members():
+            speeds.setdefault(member.gpu_type, member.speed)
+        if self._equal():
+            return dict.fromkeys(speeds, 1.0)
+        if all(gpu in self._weights for gpu in speeds):
+            found = {gpu: self._weights[gpu] for gpu in speeds}
+        elif min(speeds.values()) > 0:
+            found = speeds
+        else:
+            return dict.fromkeys(speeds, 1.0)
+        fastest = max(found.values())
+        return {gpu: max(_LEAST_WEIGHT, weight / fastest) for gpu, weight in found.items()}
+
+    def _medians(self, values: Sequence[float]) -> dict[str, float]:
+        """Lower median of the values of each type's ranks."""
+        by_type: dict[str, list[float]] = {}
+        for member, value in zip(self._members(), values, strict=True):
+            by_type.setdefault(member.gpu_type, []).append(value)
+        return {gpu: lower_median(found) for gpu, found in sorted(by_type.items())}
+
+    def take(self) -> tuple[MeasuredPart, ...]:
+        """What each type took in the micro-steps since the last call; empty for a group of one type, or no steps."""
+        seen, self._reported = self._reported, {}
+        members = [member.gpu_type for member in self._members()]
+        if not self.mixed or any(sums.busy_s <= 0 for sums in seen.values()):
+            return ()
+        return tuple(
+            MeasuredPart(
+                gpu=gpu,
+                workers=members.count(gpu),
+                atomic_bsz=sums.samples / sums.steps,
+                grad_time=sums.busy_s / sums.steps,
+            )
+            for gpu, sums in sorted(seen.items())
+            if gpu in members
+        )
+
+    def capture(self) -> dict[str, Any]:
+        """State for joiners and checkpoints."""
+        sums = {gpu: dataclasses.asdict(each) for gpu, each in self._sums.items()}
+        return {"weights": dict(self._weights), "seen": list(self._seen), "steps": self._steps, "sums": sums}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Take over a captured state."""
+        self._weights, self._seen = dict(tree["weights"]), tuple(tree["seen"])
+        self._steps, self._sums = tree["steps"], {gpu: _Sums(**each) for gpu, each in tree["sums"].items()}
+        self._reported = {}
+        self.changes += 1
+
+
+def _add(sums: dict[str, _Sums], gpu: str, busy_s: float, samples: float) -> None:
+    each = sums.setdefault(gpu, _Sums())
+    each.busy_s += busy_s
+    each.samples += samples
+    each.steps += 1

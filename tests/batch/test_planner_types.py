@@ -1,0 +1,79 @@
+"""A job on GPUs of several types learns how fast each of them is."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, StepReport
+from elastic_ray.batch.tuner import fit_snapshot
+from elastic_ray.membership.messages import GenerationSpec, Member
+from placement.goodput.mixed import MeasuredPart
+from placement.goodput.model import NoiseScale
+
+SPEC = GenerationSpec(
+    generation=1, members=tuple(Member(worker=f"w{gpu}", node=f"n{gpu}", gpu_type=gpu) for gpu in ("a", "b"))
+)
+
+
+def report(batch: int, steps: int) -> StepReport:
+    """Steps of one worker on each type: 1 and 3 ms a sample, and 5 ms of synchronisation."""
+    parts = (
+        MeasuredPart(gpu="a", workers=1, atomic_bsz=0.75 * batch, grad_time=0.75e-3 * batch),
+        MeasuredPart(gpu="b", workers=1, atomic_bsz=0.25 * batch, grad_time=0.75e-3 * batch),
+    )
+    return StepReport(
+        generation=1,
+        nodes=2,
+        replicas=2,
+        shape=BatchChoice(atomic_bsz=batch // 2),
+        steps=steps,
+        step_time=0.75e-3 * batch + 0.005,
+        grad_time=0.0,
+        noise=NoiseScale(sqr=1.0, var=10.0),
+        epoch=0,
+        epochs=4,
+        total_steps=steps,
+        batch_size=batch,
+        uneven=True,
+        parts=parts,
+    )
+
+
+def test_steps_of_a_mixed_group_tell_of_each_type() -> None:
+    planner = BatchPlanner(fixed=False, shares_by_type=True)
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024), dataset_size=10_000))
+    planner.choose(SPEC, None)
+    assert planner.own_model is None
+    for i, batch in enumerate((64, 128, 256), 1):
+        planner.observe(report(batch, 100 * i))
+        for now_s in (1000.0 * i, 1000.0 * i + 500):
+            snapshot = planner.due(now_s)
+            if snapshot is None:
+                break
+            planner.fitted(fit_snapshot(snapshot))
+            planner.observe(report(batch, 100 * i + 1))
+    assert set(planner.models) == {"a", "b"}
+    speeds = planner.type_speeds
+    assert speeds["a"] == pytest.approx(1000.0, rel=0.1)
+    assert speeds["b"] == pytest.approx(1000.0 / 3, rel=0.1)
+    assert planner.own_model == planner.models["a"]
+    assert planner.throughput == pytest.approx(256 / (0.192 + 0.005))
+
+
+def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
+    planner = BatchPlanner(fixed=False, shares_by_type=True)
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024), dataset_size=10_000))
+    planner.choose(SPEC, None)
+    planner.observe(report(64, 100))
+    snapshot = planner.due(1000.0)
+    assert snapshot is not None
+    planner.fitted(fit_snapshot(snapshot))
+    model = planner.own_model
+    assert model is not None
+    planner.choose(SPEC, None)
+    assert planner.own_model == model
+    apart = BatchPlanner(fixed=False)
+    apart.choose(SPEC, None)
+    assert apart.own_model is None

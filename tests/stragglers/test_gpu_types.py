@@ -1,0 +1,157 @@
+"""Groups on GPUs of several types: shares follow the types' speeds, and a slow type is no straggler."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from elastic_ray.batch.limits import BatchLimits
+from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.data.shares import Shares, by_weight
+from elastic_ray.membership.messages import Member
+from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.stragglers.gpu_types import TypeShares
+from elastic_ray.stragglers.reports import Response, StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
+
+
+@dataclasses.dataclass
+class Times:
+    """How long the workers take: a fixed part, and one per sample."""
+
+    fixed_s: float = 0.0
+    sample_s: float = 0.01
+    noise: float = 0.0
+
+
+class TypedGroup:
+    """Steps of a group on several types under one watch."""
+
+    def __init__(
+        self, types: Sequence[str], slow: dict[str, float], times: Times | None = None, response: Response = "tell"
+    ) -> None:
+        self.members = [Member(worker=f"w{i}", node=f"n-{gpu}", gpu_type=gpu) for i, gpu in enumerate(types)]
+        self.slow, self.times, self.random = slow, times or Times(), random.Random(0)
+        self.worker_slow: dict[str, float] = {}
+        self.measured: list[WorkerMeasures] = []
+        self.told: list[str] = []
+        self.equal = False
+        self.types = TypeShares(members=lambda: self.members, measured=lambda: self.measured, equal=lambda: self.equal)
+        self.watch = StragglerWatch(
+            StragglerConfig(response=response),
+            members=lambda: self.members,
+            measured=self.types.comparable_measures,
+            tell=lambda text, detail: self.told.append(text),
+        )
+        self.sizes: list[int] = []
+        self.last_s = 0.0
+
+    def run(self, steps: int, batch: int = 240) -> None:
+        for _ in range(steps):
+            weights = self.types.weights(self.watch.weights) or (1.0,) * len(self.members)
+            self.sizes = by_weight(batch, Shares(weights=weights), 1)
+            seconds = [self._seconds(member, n) for member, n in zip(self.members, self.sizes, strict=True)]
+            self.last_s = max(seconds)
+            self.measured = [WorkerMeasures(compute_s=s, step_s=self.last_s) for s in seconds]
+            sizes = [[float(n)] for n in self.sizes]
+            self.watch.after_step(self.types.comparable(sizes))
+            self.types.after_step(sizes)
+
+    def _seconds(self, member: Member, samples: int) -> float:
+        times = self.slow[member.gpu_type] * self.worker_slow.get(member.worker, 1.0)
+        noise = max(0.2, self.random.gauss(1.0, self.times.noise))
+        return (self.times.fixed_s + self.times.sample_s * samples) * times * noise
+
+
+@pytest.mark.parametrize("response", ["tell", "share", "replace"])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("types", [["a", "a", "b"], ["a", "b"], ["a", "b", "b", "b"]])
+def test_shares_follow_the_types_speeds_and_nobody_is_a_straggler(
+    types: list[str], noise: float, response: Response
+) -> None:
+    group = TypedGroup(types, {"a": 1.0, "b": 3.0}, Times(noise=noise), response)
+    group.run(300)
+    assert group.told == []
+    rate = 240 / group.last_s
+    ideal = sum(100.0 if gpu == "a" else 100.0 / 3 for gpu in types)
+    assert rate >= (0.95 if noise == 0 else 0.7) * ideal
+    by_type = dict(zip(types, group.sizes, strict=True))
+    assert by_type["a"] == pytest.approx(3 * by_type["b"], rel=0.2)
+
+
+def test_a_slow_worker_of_a_slow_type_is_still_found() -> None:
+    group = TypedGroup(["a", "a", "b", "b", "b"], {"a": 1.0, "b": 3.0})
+    group.run(60)
+    group.worker_slow["w4"] = 3.0
+    group.run(60)
+    assert len(group.told) == 1
+    assert group.told[0].startswith("worker w4 takes ")
+
+
+def test_a_slow_worker_takes_its_type_s_share_of_a_share() -> None:
+    group = TypedGroup(["a", "a", "a", "b", "b", "b"], {"a": 1.0, "b": 2.0}, response="share")
+    group.worker_slow["w5"] = 2.0
+    group.run(300, batch=440)
+    # Speeds 100, 100, 100, 50, 50, 25: together 425.
+    assert 440 / group.last_s >= 0.9 * 425
+    assert group.sizes[5] == pytest.approx(group.sizes[4] / 2, rel=0.2)
+
+
+def test_before_measurements_shares_are_those_of_the_model() -> None:
+    group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
+    assert group.types.weights(None) is None
+    group.members = [dataclasses.replace(m, speed={"a": 90.0, "b": 30.0}[m.gpu_type]) for m in group.members]
+    weights = group.types.weights(None)
+    assert weights is not None and weights == pytest.approx((1.0, 1 / 3))
+
+
+def test_one_type_changes_nothing() -> None:
+    group = TypedGroup(["a", "a", "a"], {"a": 1.0})
+    group.run(50)
+    assert group.types.weights(None) is None
+    assert group.types.weights((1.0, 0.5, 1.0)) == (1.0, 0.5, 1.0)
+    assert group.types.changes == 0 and group.types.take() == ()
+    assert group.types.comparable_measures() is group.measured
+
+
+def test_after_out_of_memory_shares_are_equal_and_times_still_comparable() -> None:
+    group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
+    group.run(100)
+    assert group.types.weights(None) is not None
+    group.equal = True
+    changes = group.types.changes
+    group.run(100)
+    assert group.types.weights(None) is None and group.types.changes == changes
+    assert group.types.comparable([[4], [4]]) == [[4.0], [4.0]]
+
+
+def test_a_joiner_takes_over_what_is_known_and_the_next_group_begins_with_it() -> None:
+    group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
+    group.run(100)
+    newcomer = TypedGroup(["a", "b", "b"], {"a": 1.0, "b": 3.0})
+    newcomer.types.restore(group.types.capture())
+    weights = newcomer.types.weights(None)
+    assert weights is not None and weights == pytest.approx((1.0, 1 / 3, 1 / 3), rel=0.1)
+
+
+def test_what_each_type_took_is_reported_once() -> None:
+    group = TypedGroup(["a", "a", "b"], {"a": 1.0, "b": 3.0})
+    group.run(100)
+    fast, slow = group.types.take()
+    assert (fast.gpu, fast.workers, slow.gpu, slow.workers) == ("a", 2, "b", 1)
+    assert fast.grad_time / fast.atomic_bsz == pytest.approx(0.01, rel=1e-6)
+    assert slow.grad_time / slow.atomic_bsz == pytest.approx(0.03, rel=1e-6)
+    assert group.types.take() == ()
+
+
+@pytest.mark.parametrize(("batch", "workers", "fits"), [(8, 1, True), (7, 1, False), (16, 4, True), (15, 4, False)])
+def test_a_batch_that_is_too_small_for_shares_is_refused(batch: int, workers: int, fits: bool) -> None:
+    loader = LoaderInfo(limits=BatchLimits(init_batch_size=batch))
+    if fits:
+        loader.check_shares(workers)
+        return
+    with pytest.raises(ValueError, match=rf"mixed_gpu_types=True needs a batch of .* largest batch has {batch}"):
+        loader.check_shares(workers)
