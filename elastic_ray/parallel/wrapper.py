@@ -129,8 +129,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
         self._run: ModelRun = session
-        self._optimizer = optimizer
-        self._scaler = grad_scaler
+        self._optimizer, self._scaler = optimizer, grad_scaler
         self._learning_rates = LearningRates(
             optimizer,
             scaling_rule,
@@ -140,9 +139,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
         if monitor is not None:
             self._run.registry.monitoring.ask(monitor)
-        if not session.elastic:
+        if session.elastic:
+            warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
+        else:
             session.stragglers.ask(watched)
-        warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler)
         session.add_policies(policies)
