@@ -122,6 +122,12 @@ class JobStatus:
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
             that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
             worker warns of; workers that are slow.
+        progress: 0 to 1; None without a declared length, as for a trial.
+        eta_s: time to its end at the present goodput [s]; None where that, or the length, is unknown.
+        productive_share: training time / time since submission (ETTR), 0 to 1; None before any time has passed.
+        waiting_s: of that time, what passed without a group that trains [s].
+        pausing_s: what changes of size paused it for [s].
+        training_s: the rest [s].
     """
 
     job: str
@@ -139,6 +145,12 @@ class JobStatus:
     message: str = ""
     cost_usd: float | None = None
     note: str = ""
+    progress: float | None = None
+    eta_s: float | None = None
+    productive_share: float | None = None
+    waiting_s: float = 0.0
+    pausing_s: float = 0.0
+    training_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,6 +115,12 @@ class JobRow:
     message: str = ""
     cost_usd: float | None = None
     note: str = ""
+    progress: float | None = None
+    eta_s: float | None = None
+    productive_share: float | None = None
+    waiting_s: float = 0.0
+    pausing_s: float = 0.0
+    training_s: float = 0.0
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""

@@ -70,6 +70,10 @@ def status_fields(status: JobStatus) -> dict[str, str]:
         of = "" if status.epochs is None else f"/{status.epochs}"
         fields["epoch"] = f"{status.epoch}{of}"
         fields["step"] = f"{status.step}"
+    if status.progress is not None and not status.phase.ended:
+        fields["done"] = f"{status.progress:.0%}"
+    if status.eta_s is not None:
+        fields["ETA"] = f"{_number(status.eta_s)} s"
     for name, text in list(_numbers(status.metrics).items())[:1]:
         fields.setdefault(name, text)
     if status.cost_usd is not None:

@@ -112,7 +112,9 @@ class JobSupervisor:
 
     def status(self) -> JobStatus:
         """The job now."""
-        return views.job_status(self._spec, self._planner, self.record, self.group.machine)
+        return views.job_status(
+            self._spec, self._planner, self.record, self.group.machine, self._submitted_s, time.time()
+        )
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""

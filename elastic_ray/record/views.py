@@ -12,6 +12,7 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.outlook import progress_ratio, seconds_to_end, time_spent
 from elastic_ray.record.record import JobRecord
 from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
@@ -132,9 +133,19 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
     return progress
 
 
-def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine: JobMembership) -> JobStatus:
-    """The job as its driver sees it."""
+def job_status(
+    spec: JobSpec,
+    planner: BatchPlanner,
+    record: JobRecord,
+    machine: JobMembership,
+    submitted_s: float,
+    now_s: float,
+) -> JobStatus:
+    """The job as its driver sees it; it was submitted at ``submitted_s`` [s since the epoch], and now is ``now_s``."""
     report, ended = planner.latest, record.phase.ended
+    progress, spent = _progress(spec, planner, record.resume_point), time_spent(record.events, submitted_s, now_s)
+    goodput = planner.goodput()
+    init_batch_size = planner.loader.limits.init_batch_size if planner.loader is not None else None
     return JobStatus(
         job=spec.job,
         phase=record.phase,
@@ -146,11 +157,17 @@ def job_status(spec: JobSpec, planner: BatchPlanner, record: JobRecord, machine:
         step=report.total_steps if report else 0,
         batch_size=report.batch_size if report else 0,
         throughput=planner.throughput,
-        goodput=planner.goodput(),
+        goodput=goodput,
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
         note="" if ended else _note(record, planner, report),
+        progress=1.0 if record.phase is JobPhase.FINISHED else progress_ratio(progress),
+        eta_s=None if record.phase is not JobPhase.RUNNING else seconds_to_end(progress, init_batch_size, goodput),
+        productive_share=spent.productive_share,
+        waiting_s=spent.waiting_s,
+        pausing_s=spent.pausing_s,
+        training_s=spent.training_s,
     )
 
 
