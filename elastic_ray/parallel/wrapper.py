@@ -155,9 +155,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         run, module, optimizer = self._run, self.module, self._optimizer
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
-        monitoring = run.registry.monitoring
-        self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: monitoring.request))
-        monitoring.add_model(lambda: self.measures)
+        self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
+        run.registry.monitoring.add_model(lambda: self.measures)
         builder = resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
