@@ -16,6 +16,7 @@ ALLOWED = {
     "elastic_ray/sealed.py": "what the user's function returned, in the user's driver; a copy of an exception",
     "elastic_ray/data/arrow.py": "a copy of an object of this process",
     "elastic_ray/driver/trainer.py": "a copy of an object of this process: whether it can be sent at all",
+    "elastic_ray/observe/trackers/packed_callbacks.py": "the user's callbacks, which came through Ray to be called",
     "placement/allocator/packed_policy.py": "the user's policy, which came through Ray to be run in the allocator",
     "tuning/nni/searching.py": "the tuner's memory that Tuner.restore() asks for, as it does of every Searcher: Tune "
     "itself unpickles the files beside it",

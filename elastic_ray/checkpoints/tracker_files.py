@@ -84,6 +84,7 @@ class TrackerFiles:
         return True
 
     def _copy_file(self, path: str) -> None:
+        """Copy a file that has changed since it was copied last."""
         found = os.stat(path)
         state = (found.st_size, found.st_mtime_ns)
         if self._copied.get(path) == state:

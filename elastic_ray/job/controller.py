@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import pickle
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -51,7 +50,7 @@ def start(spec: JobSpec) -> Any:
     """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _create(spec)
-    key = store_train_loop(pickle.dumps((spec.train_loop, spec.callbacks)))
+    key = store_train_loop(spec.train_loop, spec.callbacks)
     try:
         return _create(dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key))
     except BaseException:
@@ -84,7 +83,7 @@ class JobController:
         if remembered is not None and remembered[0].run != run_of(spec):  # Ray knows of the first trial alone
             spec = self._journal.trial() or spec
         elif spec.stored_train_loop:
-            train_loop, callbacks = pickle.loads(stored_train_loop(spec.stored_train_loop))
+            train_loop, callbacks = stored_train_loop(spec.stored_train_loop)
             spec = dataclasses.replace(spec, train_loop=train_loop, callbacks=callbacks)
         self._begin(spec)
         life = self._run

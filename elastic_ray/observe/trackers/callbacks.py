@@ -82,6 +82,7 @@ class CallbackTracker:
         self._note: dict[str, Any] = {}
         self._seen = SeenReports()
         self._target: _Target | None = None
+        self._numbers: Mapping[str, float] = {}
         self.note = ""
 
     def recall(self, note: str) -> None:
@@ -107,14 +108,13 @@ class CallbackTracker:
         """Tell it, if it was not told before."""
         if self._target is not None and self._seen.add(report.index):
             try:
-                self._target.report(report, time_s)
+                self._target.report(report, time_s, self._numbers)
             finally:
                 self._keep()
 
     def numbers(self, numbers: JobNumbers) -> None:
         """They go with the next report."""
-        if self._target is not None:
-            self._target.numbers = numbers.values
+        self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
         """Tell it of a change of size."""
@@ -156,13 +156,11 @@ class CallbackTracker:
 class _Target(Protocol):
     """A callback of one of the two kinds."""
 
-    numbers: Mapping[str, float]
-
     def begin(self, state: str | None) -> frozenset[int]:
         """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
 
-    def report(self, report: Report, time_s: float) -> None:
-        """Rank 0 has reported."""
+    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
+        """Rank 0 has reported; how the job stands, by name."""
 
     def event(self, event: JobEvent) -> None:
         """Something has happened to the job."""
@@ -191,7 +189,6 @@ class _UserCallback:
 
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._context, self._run = callback, context, run
-        self.numbers: Mapping[str, float] = {}
 
     def begin(self, state: str | None) -> frozenset[int]:
         """It has no method for it."""
@@ -199,7 +196,7 @@ class _UserCallback:
             one_run.go_on(self._callback, None, state)
         return frozenset()
 
-    def report(self, report: Report, time_s: float) -> None:
+    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """Rank 0's metrics stand for all ranks."""
         checkpoint = _checkpoint(report, self._run.storage)
         self._callback.after_report(self._context, [dict(report.metrics)], checkpoint)
@@ -228,7 +225,6 @@ class _LoggerCallback:
     def __init__(self, callback: Any, context: RunContext, run: TrackedRun) -> None:
         self._callback, self._run = callback, run
         self._begun_s = time.time()
-        self.numbers: Mapping[str, float] = {}
         self._reports = 0
         self._trial = TrialView(
             trial_id=run.run_id,
@@ -256,14 +252,14 @@ class _LoggerCallback:
         self._callback.on_trial_start(0, [self._trial], self._trial)
         return one_run.known_reports(self._callback, self._trial) if state is not None else frozenset()
 
-    def report(self, report: Report, time_s: float) -> None:
+    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """The metrics, and what Tune adds to a result."""
         self._reports = report.index
         if report.checkpoint is not None:
             self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
         result = {
             **report.metrics,
-            "elastic": {**self.numbers, "workers": report.workers, "step": report.steps},
+            "elastic": {**numbers, "workers": report.workers, "step": report.steps},
             "training_iteration": report.index,
             "trial_id": self._trial.trial_id,
             "experiment_tag": self._trial.experiment_tag,

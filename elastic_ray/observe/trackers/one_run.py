@@ -1,14 +1,14 @@
 """What loggers need so that a run stays one run when another process goes on with it.
 
-A logger that has ``get_state`` and ``set_state`` (Ray Tune's protocol) says so itself. Ray's own for MLflow and Weights
+A logger that has ``get_state`` and ``set_state`` (Ray Tune's protocol) says so itself, as far as JSON can carry its
+state: what another process has written down is never unpickled. Ray's own for MLflow and Weights
 & Biases have neither: of the first, the run id is put back where it keeps it; the second gets ``resume="allow"``, which
 its constructor takes for ``wandb.init``. Others (Comet, Aim) begin another run.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
+import json
 from typing import Any
 
 from elastic_ray.observe.trackers.trial_view import TrialView
@@ -28,7 +28,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
     elif kind == "own" and hasattr(logger, "set_state"):
-        logger.set_state(pickle.loads(base64.b64decode(value)))
+        logger.set_state(json.loads(value))
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
@@ -40,7 +40,10 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
     state = get_state() if get_state is not None else None
     if state is None:
         return None
-    text = f"own:{base64.b64encode(pickle.dumps(state)).decode()}"
+    try:
+        text = f"own:{json.dumps(state)}"
+    except (TypeError, ValueError, RecursionError):  # no JSON
+        return None
     return text if len(text) <= _MOST_STATE else None
 
 

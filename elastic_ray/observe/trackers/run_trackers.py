@@ -63,7 +63,7 @@ class RunTrackers:
         self._threads: list[TrackerThread] = []
         self._callbacks: list[CallbackTracker] = []
         self._begun = False
-        self._held: list[tuple[Report, float]] | None = None  # until it is known which reports came before them
+        self._held: list[tuple[Report, float]] | None = []  # until it is known which reports came before them
         self._seen: StepReport | None = None
         self._resizes = self._failures = 0
         self._groups = collections.deque[GenerationSpec](maxlen=_GENERATIONS)
@@ -97,7 +97,6 @@ class RunTrackers:
             return
         for index, tracker in enumerate(self._callbacks):
             tracker.recall(notes.get(str(index), ""))
-        self._held = []
         self._begin(0, 0, again=True, events=events)
 
     @property
@@ -108,10 +107,10 @@ class RunTrackers:
 
     def begin(self, point: ResumePoint | None) -> None:
         """The run begins here, None for its beginning, or goes on with all reports known that were made before."""
-        self._release()
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
+        self._release()
 
     def _begin(self, steps: int, reports: int, *, again: bool, events: tuple[JobEvent, ...] = ()) -> None:
         self._begun = True

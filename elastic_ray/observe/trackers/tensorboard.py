@@ -242,6 +242,7 @@ class EventFiles:
         self._not_before_s = 0.0 if self._local else time.monotonic() + _UPLOAD_EVERY_S
 
     def _write(self, data: bytes) -> None:
+        """Add to the present file, and begin another one where there is none or it is full."""
         begins = not self._path
         if begins:
             make_directory(self._filesystem, self._folder, private=self._private)

@@ -131,6 +131,7 @@ class TrackerThread:
             self._problems.append(f"{self.name} {what}")
 
     def _put(self, what: str, call: Callable[[], None]) -> None:
+        """Have it called later, unless too many wait."""
         with self._news:
             if self._closed:
                 return
@@ -162,6 +163,7 @@ class TrackerThread:
                 flush_s = time.monotonic() + _FLUSH_S
 
     def _call(self, what: str, call: Callable[[], None]) -> None:
+        """Call it; what it raises is told, and ends nothing."""
         self._running = (what, time.monotonic())
         try:
             call()
