@@ -78,7 +78,7 @@ def main() -> None:
 
     import elastic_ray as er
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=2 if SMOKE else 4, include_dashboard=False, log_to_driver=False)
     get_or_create_allocator(least_left_first)  # before the first job; it holds for all jobs of the cluster
     folder = tempfile.mkdtemp()
 

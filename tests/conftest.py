@@ -15,12 +15,13 @@ import pytest
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
 SETTLE_S = 5.0
-# A module that names one of these starts processes; the others compute, and run beside them on another core.
-PROCESSES = re.compile(
-    r"local_cluster|ray_(cluster|nodes)|shared_cluster|^\s*import ray\b"
-    r"|subprocess|multiprocessing|free_port|\branks\b|tests\.(loop|tuning)",
-    re.MULTILINE,
-)
+# A module that names one of these starts a cluster or other programs, or else groups of ranks. Under pytest-xdist the
+# tests of each kind run one after the other, beside the other kind's or beside those that only compute.
+GROUPS = {
+    "clusters": r"local_cluster|ray_(cluster|nodes)|shared_cluster|^\s*import ray\b|tests\.tuning"
+    r"|subprocess|multiprocessing|free_port",
+    "ranks": r"\branks\b|tests\.loop",
+}
 
 # A shared machine stalls now and then; pytest's own timeout finds what hangs.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -49,18 +50,19 @@ def ray_cluster(shared_cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 
 @functools.lru_cache
-def starts_processes(module: Path) -> bool:
-    """Whether a test module starts processes, as its text says."""
-    return PROCESSES.search(module.read_text()) is not None
+def group_of(module: Path) -> str | None:
+    """What a test module starts, as its text says; None if nothing."""
+    text = module.read_text()
+    return next((name for name, signs in GROUPS.items() if re.search(signs, text, re.MULTILINE)), None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start processes, which measure and wait, in a group; make most cases of a large matrix slow."""
+    """Put tests that start processes, which measure and wait, in groups; make most cases of a large matrix slow."""
     cases = collections.Counter[str]()
     for item in items:
-        if starts_processes(item.path):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        if (group := group_of(item.path)) is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
         matrix = item.get_closest_marker("matrix")
         if matrix is not None:
             name = item.nodeid.partition("[")[0]

@@ -38,12 +38,13 @@ SMOKE = {
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }
 
+SLOW = {"digits.py", "autoscaling.py"}  # CI runs the first in full, as the main job; the second waits for nodes
+
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "example",
-    # CI runs this one in full, as the main job.
-    [pytest.param(name, marks=pytest.mark.slow) if name == "digits.py" else name for name in sorted(SMOKE)],
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in sorted(SMOKE)],
 )
 def test_a_smoke_run_takes_seconds_and_does_what_the_example_does(example: str) -> None:
     if example == "nni_digits.py" and importlib.util.find_spec("nni") is None:
