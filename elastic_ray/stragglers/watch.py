@@ -18,7 +18,8 @@ REPLACED_BELOW = 0.67
 _LEAST_WEIGHT = 1.0 / 64.0
 _FULL_WEIGHT = 0.9  # and above, for which no unequal shares are worth it
 _WORTH = 1.1  # times a weight must move
-_SHORT_S = 0.01  # shorter steps are taken together, so that looking at them costs no more than half a percent
+# Shorter steps are taken together: no verdict is to rest on what else a core has to do for a moment. Ten make 2.5 s.
+_SHORT_S = 0.25
 _LONGEST_REST = 32 * MIN_STEPS
 
 

@@ -168,7 +168,7 @@ def run(
 ) -> tuple[Choice, list[Strategy]]:
     """Until the end; each strategy's steps take what `real` says, the first after a change `first` times that."""
     choice, used = begin(STRATEGIES[1]), []
-    for _ in range(len(PROBES) + 2 * how.trial_steps * (how.trials + 4) + 1):
+    for _ in range(len(PROBES) + 2 * how.trial_steps * (how.trials + 8) + 1):
         if choice.settled:
             return choice, used
         slow = first if not used or used[-1] != choice.strategy else 1.0

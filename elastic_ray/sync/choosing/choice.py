@@ -20,7 +20,7 @@ DRIFT = 2.0
 _HOPELESS = 1.5  # times the best prediction, or the present strategy's time: not worth steps of training
 # A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
 _TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
-_FINAL = 4  # trials of the present strategy and its best rival in turn
+_FINAL = 6  # trials of the present strategy and its best rival in turn
 
 
 class Phase(str, enum.Enum):
@@ -47,7 +47,7 @@ class ChoiceSettings:
     exact: bool = True
     trials: int = 3
     trial_steps: int = 5
-    gain: float = 0.05
+    gain: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +293,7 @@ def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple
 def _tried(choice: Choice) -> Choice:
     """A trial has ended: go on with the next, or try the best once more against the present one.
 
-    The present one was measured first, and the best is also the luckiest: both twice more, in turn.
+    The present one was measured first, and the best is also the luckiest: both three times more, in turn.
     """
     measured = dataclasses.replace(choice.options[choice.trying], measured_s=_median(choice.times))
     options = (*choice.options[: choice.trying], measured, *choice.options[choice.trying + 1 :])
