@@ -84,6 +84,22 @@ def test_pauses_of_a_few_steps_are_no_stragglers() -> None:
     assert not group.told
 
 
+def test_a_moment_of_short_steps_is_no_straggler_and_five_seconds_of_them_are() -> None:
+    """A core that others take for a second is fifty steps of 12 ms."""
+    group = Group(batch=64, sample_s=0.012 / 16)
+    for _ in range(30):
+        group.step(500)
+        group.slow = {"w1": 2.0}
+        group.step(45)
+        group.slow = {}
+    assert not group.told
+    group.slow, seconds = {"w3": 3.0}, 0.0
+    while not group.told:
+        seconds += group.step()
+        assert seconds < 5.0
+    assert group.told[0]["worker"] == "w3"
+
+
 def test_one_that_is_only_a_little_slower_is_none() -> None:
     group = Group()
     group.slow = {"w2": 1.2}
