@@ -197,7 +197,7 @@ def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: P
         opening = asyncio.create_task(job.open())
 
         def says_so() -> bool:
-            job.tell_storage(time.monotonic())
+            job.tell_others(time.monotonic())
             return "storage hanging://run has not answered for" in job.status().note
 
         await until(says_so)
@@ -224,13 +224,13 @@ def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Pat
             trouble("events")
             for part in range(3):
                 job.events.storage(f"{number}.{part}")
-                job.tell_storage(time.monotonic())
+                job.tell_others(time.monotonic())
                 await asyncio.sleep(0.05)
             job.record.events[-1].to_json()
             hanging.answer()
 
             def written() -> bool:
-                job.tell_storage(time.monotonic())
+                job.tell_others(time.monotonic())
                 return len(storage.read_events()) == len(job.record.events)
 
             await until(written)
@@ -255,7 +255,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
             )
 
         def written() -> bool:
-            first.tell_storage(time.monotonic())
+            first.tell_others(time.monotonic())
             return len(storage.read_events()) == 2 and len(storage.read_reports(4, 1203)) == 1200
 
         await until(written)

@@ -25,6 +25,7 @@ from elastic_ray.state.resume_point import ResumePoint
 logger = logging.getLogger("elastic_ray.job")
 
 _POLL_S = 0.02
+_BOARD_S = 5.0
 _MOST_HELD = 5000
 _BEGUN = "begun"
 _GENERATIONS = 4  # whose members are remembered
@@ -61,6 +62,7 @@ class RunTrackers:
     def __init__(self, spec: JobSpec, run_id: str, tell: Callable[[str], None]) -> None:
         self._spec, self._run_id, self._tell = spec, run_id, tell
         self._threads: list[TrackerThread] = []
+        self._board: TrackerThread | None = None
         self._callbacks: list[CallbackTracker] = []
         self._begun = False
         self._held: list[tuple[Report, float]] | None = []  # until it is known which reports came before them
@@ -76,7 +78,8 @@ class RunTrackers:
         wanted = spec.elastic.tensorboard
         if wanted if wanted is not None else spec.trial is None:
             writer = TensorBoardWriter(storage.filesystem, storage.path, private=storage.private)
-            self._threads.append(TrackerThread("TensorBoard", writer))
+            self._board = TrackerThread("TensorBoard", writer)
+            self._threads.append(self._board)
         run = TrackedRun(job=spec.job, run_id=self._run_id, storage=storage, is_trial=spec.trial is not None)
         callbacks = Callbacks(spec.callbacks, self._run_id)
         for index, name in enumerate(spec.callback_names):
@@ -183,7 +186,10 @@ class RunTrackers:
                 self._tell(f"{problem}. Training goes on without it")
 
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
-        """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``."""
+        """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``.
+
+        TensorBoard's files have a moment alone: they wait for nothing but storage, and that may hang.
+        """
         if not self._begun:
             return  # it has ended before it was known where it begins
         self._release()
@@ -191,8 +197,11 @@ class RunTrackers:
             self._tell_callbacks(lambda tracker: tracker.raised(error))
         for thread in self._threads:
             thread.finish(phase)
-        until_s = time.monotonic() + self._spec.elastic.tracker_timeout_s
-        while not all(thread.done for thread in self._threads) and time.monotonic() < until_s:
+        now_s, patience_s = time.monotonic(), self._spec.elastic.tracker_timeout_s
+        until_s = {
+            each: now_s + (min(_BOARD_S, patience_s) if each is self._board else patience_s) for each in self._threads
+        }
+        while any(not each.done and time.monotonic() < until_s[each] for each in self._threads):
             await asyncio.sleep(_POLL_S)
         for thread in self._threads:
             problems = thread.problems(time.monotonic())
