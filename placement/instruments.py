@@ -7,6 +7,8 @@ import enum
 import hashlib
 import math
 import re
+from collections.abc import Iterable
+from typing import Protocol
 
 from placement.text import printable
 
@@ -83,6 +85,16 @@ class Sample:
     value: float
 
 
+class SampleWriter(Protocol):
+    """Takes samples; it returns at once, and raises nothing."""
+
+    def show(self, gauges: Iterable[Sample]) -> None:
+        """All gauges that there are: those of before that are not among them are withdrawn."""
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """What counters and histograms get."""
+
+
 def gauge(name: str, description: str, *labels: str) -> Instrument:
     """A metric that has a present value."""
     return Instrument(name=name, kind=InstrumentKind.GAUGE, description=description, labels=labels)
@@ -99,11 +111,11 @@ def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: 
 
 
 def label_value(text: str) -> str:
-    """A name as the value of a label: printable, at most 128 characters.
+    """A name as the value of a label: printable ASCII, for Ray takes nothing else, at most 128 characters.
 
     One that has to be changed ends with ``~`` and eight characters of its digest, so that two names stay two.
     """
-    shown = printable(text)
+    shown = printable(text).encode("ascii", "backslashreplace").decode()
     if shown == text and len(text) <= _MOST:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import SPOT, Node, Resources
 from placement.cluster.node_types import NodeType
-from placement.instruments import Sample, counter, gauge, histogram, label_value
+from placement.instruments import Sample, SampleWriter, counter, gauge, histogram, label_value
 
 PERIOD_S = 1.0
 
@@ -146,14 +146,14 @@ class AllocatorMetrics:
         node_types: that the allocator may ask for.
     """
 
-    def __init__(self, write: Callable[[Iterable[Sample]], None] | None, node_types: Sequence[NodeType] = ()) -> None:
+    def __init__(self, write: SampleWriter | None, node_types: Sequence[NodeType] = ()) -> None:
         self._write, self._node_types = write, node_types
         self._written_s = float("-inf")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
         """There was a decision, of so much CPU time [s]."""
         if self._write is not None and trigger is not None:
-            self._write(decision_samples(trigger, cpu_s))
+            self._write.add(decision_samples(trigger, cpu_s))
 
     def tick(
         self,
@@ -165,4 +165,4 @@ class AllocatorMetrics:
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s
-        self._write(cluster_samples(core.snapshot(core.recorded), scaling, self._node_types, core.prices))
+        self._write.show(cluster_samples(core.snapshot(core.recorded), scaling, self._node_types, core.prices))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import ray
 
-from placement.ray_cluster.metric_writer import MetricWriter
+from placement.ray_cluster.metric_writer import MetricWriter, process_writer
 
 logger = logging.getLogger("placement.metrics")
 
@@ -30,7 +30,7 @@ def cluster_writer(on: bool) -> MetricWriter | None:
     if not on:
         return None
     threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
-    return MetricWriter()
+    return process_writer()
 
 
 def place_dashboard() -> None:

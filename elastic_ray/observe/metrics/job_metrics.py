@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import JobEvent, JobStatus
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.metrics.samples import JobLabels, Speed, end_samples, event_samples, gauge_samples
-from placement.instruments import Sample
+from placement.instruments import SampleWriter
 
 PERIOD_S = 1.0
 
@@ -29,7 +29,7 @@ class JobMetrics:
         speed: what is known of it.
         status: tells how it stands; asked once a second.
         events: of it so far; only the new ones are looked at.
-        write: takes samples; it raises nothing.
+        write: takes samples.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class JobMetrics:
         speed: JobSpeed,
         status: Callable[[], JobStatus],
         events: Callable[[], Sequence[JobEvent]],
-        write: Callable[[Iterable[Sample]], None],
+        write: SampleWriter,
     ) -> None:
         self._spec, self._speed, self._status, self._events, self._write = spec, speed, status, events, write
         self._on = spec.elastic.metrics
@@ -61,7 +61,7 @@ class JobMetrics:
         if self._on and not self._ended:
             status = self._status()
             self._look(status)
-            self._write(end_samples(status.phase, self._labels))
+            self._write.add(end_samples(status.phase, self._labels))
         self._ended = True
 
     def _look(self, status: JobStatus) -> None:
@@ -69,7 +69,8 @@ class JobMetrics:
         labels, events = self._labels, self._events()
         steps = self._speed.latest.total_steps if self._speed.latest is not None else 0
         new, self._seen = events[self._seen :], len(events)
-        self._write((*gauge_samples(status, self._speed, labels), *event_samples(new, steps, labels)))
+        self._write.show(gauge_samples(status, self._speed, labels))
+        self._write.add(event_samples(new, steps, labels))
 
     @property
     def _labels(self) -> JobLabels:
