@@ -7,8 +7,8 @@ import enum
 import hashlib
 import math
 import re
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from placement.text import printable
 
@@ -85,14 +85,8 @@ class Sample:
     value: float
 
 
-class SampleWriter(Protocol):
-    """Takes samples; it returns at once, and raises nothing."""
-
-    def show(self, gauges: Iterable[Sample]) -> None:
-        """All gauges that there are: those of before that are not among them are withdrawn."""
-
-    def add(self, samples: Iterable[Sample]) -> None:
-        """What counters and histograms get."""
+WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
+"""Takes samples; it returns at once, and raises nothing. A gauge holds for as long as it is written again."""
 
 
 def gauge(name: str, description: str, *labels: str) -> Instrument:

@@ -40,7 +40,7 @@ from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, Wo
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.actor import HeartbeatReply
 from placement.cluster.jobs import JobView
-from placement.ray_cluster.metric_writer import process_writer
+from placement.ray_cluster.metric_writer import MetricWriter
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -76,7 +76,7 @@ class JobSupervisor:
         self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
         self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)
-        self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, process_writer())
+        self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, MetricWriter())
         self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
         self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures)

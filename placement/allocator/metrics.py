@@ -10,7 +10,7 @@ from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import SPOT, Node, Resources
 from placement.cluster.node_types import NodeType
-from placement.instruments import Sample, SampleWriter, counter, gauge, histogram, label_value
+from placement.instruments import Sample, WriteSamples, counter, gauge, histogram, label_value
 
 PERIOD_S = 1.0
 
@@ -85,7 +85,7 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
     ``starting`` are granted to jobs that do not hold them yet, ``draining`` those that no job has on nodes that go,
     ``other`` what others than elastic jobs hold.
     """
-    held, granted = collections.Counter[str](), collections.Counter[str]()
+    held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     by_id = {node.node_id: node for node in nodes}
     for job in jobs:
         for name in {*job.view.allocation, *job.target}:
@@ -94,7 +94,7 @@ def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sampl
             has, each = job.view.allocation.get(name, 0), _slots_per_worker(job.view.bundle, by_id[name].total)
             held[name] += each * has
             granted[name] += each * max(job.target.get(name, 0) - has, 0)
-    counts = collections.Counter[tuple[str, str]]()
+    counts = collections.defaultdict[tuple[str, str], float](float)
     for node in nodes:
         kind, total, ours = label_value(node.gpu_type or _NO_TYPE), _slots(node.total), _slots_free(node)
         used = min(held[node.node_id], total)
@@ -146,14 +146,14 @@ class AllocatorMetrics:
         node_types: that the allocator may ask for.
     """
 
-    def __init__(self, write: SampleWriter | None, node_types: Sequence[NodeType] = ()) -> None:
+    def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
         self._write, self._node_types = write, node_types
         self._written_s = float("-inf")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
         """There was a decision, of so much CPU time [s]."""
         if self._write is not None and trigger is not None:
-            self._write.add(decision_samples(trigger, cpu_s))
+            self._write(decision_samples(trigger, cpu_s))
 
     def tick(
         self,
@@ -165,4 +165,4 @@ class AllocatorMetrics:
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s
-        self._write.show(cluster_samples(core.snapshot(core.recorded), scaling, self._node_types, core.prices))
+        self._write(cluster_samples(core.snapshot(core.recorded), scaling, self._node_types, core.prices))

@@ -11,10 +11,11 @@ import os
 import threading
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import ray
 
-from placement.ray_cluster.metric_writer import MetricWriter, process_writer
+from placement.ray_cluster.metric_writer import MetricWriter
 
 logger = logging.getLogger("placement.metrics")
 
@@ -30,7 +31,7 @@ def cluster_writer(on: bool) -> MetricWriter | None:
     if not on:
         return None
     threading.Thread(target=place_dashboard, name="place dashboard", daemon=True).start()  # storage may hang
-    return process_writer()
+    return MetricWriter()
 
 
 def place_dashboard() -> None:
@@ -51,5 +52,6 @@ def _folder() -> Path:
     if os.environ.get(_FOLDER):
         return Path(os.environ[_FOLDER])
     root = os.environ.get(_ROOT)
-    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    private: Any = ray._private
+    session = Path(private.worker._global_node.get_session_dir_path())
     return (Path(root) if root else session / "metrics") / "grafana" / "dashboards"

@@ -122,10 +122,7 @@ class Written:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
-    def show(self, gauges: Iterable[Sample]) -> None:
-        self.samples += gauges
-
-    def add(self, samples: Iterable[Sample]) -> None:
+    def __call__(self, samples: Iterable[Sample]) -> None:
         self.samples += samples
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import JobEvent, JobStatus
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.metrics.samples import JobLabels, Speed, end_samples, event_samples, gauge_samples
-from placement.instruments import SampleWriter
+from placement.instruments import WriteSamples
 
 PERIOD_S = 1.0
 
 
-class JobSpeed(Speed):
+class JobSpeed(Speed, Protocol):
     """The same, and what tells the model's name."""
 
     @property
@@ -38,7 +39,7 @@ class JobMetrics:
         speed: JobSpeed,
         status: Callable[[], JobStatus],
         events: Callable[[], Sequence[JobEvent]],
-        write: SampleWriter,
+        write: WriteSamples,
     ) -> None:
         self._spec, self._speed, self._status, self._events, self._write = spec, speed, status, events, write
         self._on = spec.elastic.metrics
@@ -61,7 +62,7 @@ class JobMetrics:
         if self._on and not self._ended:
             status = self._status()
             self._look(status)
-            self._write.add(end_samples(status.phase, self._labels))
+            self._write(end_samples(status.phase, self._labels))
         self._ended = True
 
     def _look(self, status: JobStatus) -> None:
@@ -69,8 +70,8 @@ class JobMetrics:
         labels, events = self._labels, self._events()
         steps = self._speed.latest.total_steps if self._speed.latest is not None else 0
         new, self._seen = events[self._seen :], len(events)
-        self._write.show(gauge_samples(status, self._speed, labels))
-        self._write.add(event_samples(new, steps, labels))
+        self._write(gauge_samples(status, self._speed, labels))
+        self._write(event_samples(new, steps, labels))
 
     @property
     def _labels(self) -> JobLabels:

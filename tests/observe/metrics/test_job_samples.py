@@ -173,10 +173,7 @@ class Written:
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
-    def show(self, gauges: Iterable[Sample]) -> None:
-        self.samples += gauges
-
-    def add(self, samples: Iterable[Sample]) -> None:
+    def __call__(self, samples: Iterable[Sample]) -> None:
         self.samples += samples
 
     def take(self, instrument: Instrument) -> list[float]:

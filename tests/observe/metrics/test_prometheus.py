@@ -14,6 +14,11 @@ import ray
 
 import elastic_ray as er
 from elastic_ray.events import EventKind
+from placement.allocator.actor import get_or_create_allocator
+from placement.allocator.config import AllocatorConfig
+from placement.autoscaling.config import Autoscaling
+from placement.cluster.cluster import MARKET_LABEL, SPOT
+from placement.cluster.node_types import NodeType
 from tests.job.jobs import kinds, start, wait_until
 from tests.observe.metrics.panels import queries, reports_every_second
 from tests.observe.metrics.prometheus import Prometheus, missing, prometheus
@@ -27,7 +32,6 @@ pytestmark = [
     ),
     pytest.mark.timeout(240),
 ]
-PAUSE = "Pause at a change"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +86,8 @@ def grown(folder: Path, name: str, **options: Any) -> er.JobHandle:
 
 def test_no_panel_is_without_data(ray_cluster: Any, tmp_path: Path) -> None:
     since_s = time.time()
+    kind = NodeType(name="four", resources={"CPU": 4.0}, labels={MARKET_LABEL: SPOT}, usd_per_h=1.0, max_nodes=1)
+    get_or_create_allocator(config=AllocatorConfig(autoscaling=Autoscaling(node_types=(kind,), interval_s=0.5)))
     with prometheus(tmp_path, discovery()) as server:
         until(server.ready)
         handle = grown(tmp_path / "one", "one", scheduling=er.SchedulingConfig(tenant="vision"))
@@ -89,6 +95,9 @@ def test_no_panel_is_without_data(ray_cluster: Any, tmp_path: Path) -> None:
         wait_until(lambda: not empty(server, since_s), handle)
         present = server.at_once('ray_elastic_job_workers{exported_job="one", tenant="vision"}')
         assert [each["value"][1] for each in present] == ["2"]
+        wanted = 'ray_elastic_nodes_wanted{type="four", market="spot"}'
+        for query in (wanted, 'ray_elastic_job_cost_usd{exported_job="one"}', "ray_elastic_slot_price >= 0"):
+            assert server.at_once(query), query
         os.kill(handle.workers()[1].pid, signal.SIGKILL)
         wait_until(lambda: EventKind.FAILURE in kinds(handle), handle)
         lost = 'ray_elastic_job_failures_total{exported_job="one", cause="workers_lost"}'
