@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from placement.text import printable
+
+logger = logging.getLogger("placement.metrics")
 
 _MOST = 128  # characters of a label's value
 _NAME = re.compile(r"^elastic_[a-z0-9_]+$")
@@ -87,6 +90,27 @@ class Sample:
 
 WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 """Takes samples; it returns at once, and raises nothing. A gauge holds for as long as it is written again."""
+
+
+class Guarded:
+    """Runs what measures, so that nothing that goes wrong there reaches what is measured; the first error is logged.
+
+    Args:
+        what: whose metrics they are, for the log.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._failed = False
+
+    def __call__(self, measure: Callable[[], None]) -> None:
+        """Call it."""
+        try:
+            measure()
+        except Exception as error:
+            if not self._failed:
+                logger.warning("metrics of %s are not complete: %s: %s", self._what, type(error).__name__, error)
+            self._failed = True
 
 
 def gauge(name: str, description: str, *labels: str) -> Instrument:

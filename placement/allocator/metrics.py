@@ -10,7 +10,7 @@ from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import SPOT, Node, Resources
 from placement.cluster.node_types import NodeType
-from placement.instruments import Sample, WriteSamples, counter, gauge, histogram, label_value
+from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
 
 PERIOD_S = 1.0
 
@@ -149,11 +149,13 @@ class AllocatorMetrics:
     def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
         self._write, self._node_types = write, node_types
         self._written_s = float("-inf")
+        self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
         """There was a decision, of so much CPU time [s]."""
         if self._write is not None and trigger is not None:
-            self._write(decision_samples(trigger, cpu_s))
+            write, cause = self._write, trigger
+            self._guarded(lambda: write(decision_samples(cause, cpu_s)))
 
     def tick(
         self,
@@ -165,4 +167,5 @@ class AllocatorMetrics:
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s
-        self._write(cluster_samples(core.snapshot(core.recorded), scaling, self._node_types, core.prices))
+        write, types = self._write, self._node_types
+        self._guarded(lambda: write(cluster_samples(core.snapshot(core.recorded), scaling, types, core.prices)))

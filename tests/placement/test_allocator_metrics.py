@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -149,6 +149,25 @@ def test_without_a_writer_nothing_is_asked() -> None:
     metrics = AllocatorMetrics(None)
     metrics.decided(Trigger.ARRIVAL, 0.1)
     metrics.tick(0.0, None, None)  # type: ignore[arg-type]
+
+
+def test_metrics_that_fail_harm_no_decision(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(samples: Iterable[Sample]) -> None:
+        raise RuntimeError("no room")
+
+    class Core:
+        recorded = 0
+        prices: ClassVar[dict[str, float]] = {}
+
+        def snapshot(self, after: int = 0) -> CoreSnapshot:
+            raise KeyError("gone")
+
+    metrics = AllocatorMetrics(broken)
+    metrics.decided(Trigger.ARRIVAL, 0.1)
+    metrics.tick(0.0, Core(), None)
+    assert [each.message for each in caplog.records] == [
+        "metrics of the allocator are not complete: RuntimeError: no room"
+    ]
 
 
 def test_every_metric_of_the_allocator_has_a_panel() -> None:

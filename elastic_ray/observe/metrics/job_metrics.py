@@ -9,7 +9,7 @@ from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import JobEvent, JobStatus
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.metrics.samples import JobLabels, Speed, end_samples, event_samples, gauge_samples
-from placement.instruments import WriteSamples
+from placement.instruments import Guarded, WriteSamples
 
 PERIOD_S = 1.0
 
@@ -46,6 +46,7 @@ class JobMetrics:
         self._written_s = float("-inf")
         self._seen = 0
         self._ended = False
+        self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
         """A controller before this one has written so many events."""
@@ -55,15 +56,18 @@ class JobMetrics:
         """Some ten times a second while the job lives [s, monotonic]."""
         if self._on and now_s - self._written_s >= PERIOD_S:
             self._written_s = now_s
-            self._look(self._status())
+            self._guarded(lambda: self._look(self._status()))
 
     def end(self) -> None:
         """The job has ended: it has no workers, and nothing is written any more."""
         if self._on and not self._ended:
-            status = self._status()
-            self._look(status)
-            self._write(end_samples(status.phase, self._labels))
+            self._guarded(self._tell_end)
         self._ended = True
+
+    def _tell_end(self) -> None:
+        status = self._status()
+        self._look(status)
+        self._write(end_samples(status.phase, self._labels))
 
     def _look(self, status: JobStatus) -> None:
         """Write what is so now, and what is new."""

@@ -218,6 +218,17 @@ def test_a_job_without_metrics_writes_none_and_asks_nothing() -> None:
     assert written.samples == []
 
 
+def test_metrics_that_fail_harm_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> JobStatus:
+        raise KeyError("gone")
+
+    metrics = JobMetrics(spec(job="bert"), Speed(), broken, list, Written())
+    metrics.tick(0.0)
+    metrics.tick(PERIOD_S)
+    metrics.end()
+    assert [each.message for each in caplog.records] == ["metrics of job bert are not complete: KeyError: 'gone'"]
+
+
 def test_every_metric_of_a_job_has_a_panel() -> None:
     shown = {name for panel in queries().values() for each in panel for name in metrics_of(each)}
     assert {each.name for each in of.INSTRUMENTS} <= shown
