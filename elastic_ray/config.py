@@ -54,6 +54,7 @@ class ElasticConfig:
             but fails.
         tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
             directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
+        metrics: tell Prometheus of the job through Ray's metrics, from the job's controller (docs/metrics.md).
         tracker_timeout_s: time that TensorBoard and the run's callbacks have to end when the job has ended.
         faults: a script of faults to try a set-up out with; None for real work.
     """
@@ -76,6 +77,7 @@ class ElasticConfig:
     private_files: bool = True
     storage_timeout_s: float = 60.0
     tensorboard: bool | None = None
+    metrics: bool = True
     tracker_timeout_s: float = 30.0
     faults: Faults | None = None
 
@@ -104,7 +106,7 @@ class ElasticConfig:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
         elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
-        elif name in ("fixed_batch", "automatic_checkpoints", "private_files", "tensorboard"):
+        elif name in ("fixed_batch", "automatic_checkpoints", "private_files", "tensorboard", "metrics"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):

@@ -159,6 +159,13 @@ class BatchPlanner:
         shape = report.shape
         return float(model.goodput(report.nodes, report.replicas, shape.atomic_bsz, shape.accum_steps))
 
+    def efficiency(self) -> float | None:
+        """Statistical efficiency of the present batch: progress per sample / that at M0; None before a model."""
+        report, model = self.latest, self.model
+        if model is None or report is None or report.batch_size < 1:
+            return None
+        return float(model.efficiency(report.batch_size))
+
     def open(self, loader: LoaderInfo | None) -> None:
         """A worker has told the loader's limits."""
         if self.loader is not None or loader is None:

@@ -21,6 +21,7 @@ _HOMES = {
     "allocator": "overview",
     "top": "overview",
     "dashboard": "observe.dashboard",
+    "metrics": "observe.metrics",
     "simulate": "what_if",
     "doctor": "doctor",
     "completion": "completion",

@@ -9,6 +9,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.reports import ReportIntake
 from elastic_ray.job_spec import JobSpec
+from elastic_ray.observe.metrics.job_metrics import JobMetrics
 from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.record import JobRecord
@@ -30,6 +31,7 @@ class JobContext:
         group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
         trackers: that its user looks at.
+        metrics: that operators look at.
         allocator: hears how the job stands.
     """
 
@@ -42,4 +44,5 @@ class JobContext:
     group: WorkerGroup
     background: Background
     trackers: RunTrackers
+    metrics: JobMetrics
     allocator: AllocatorClient

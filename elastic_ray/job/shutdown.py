@@ -24,7 +24,7 @@ class JobShutdown:
     def __init__(self, parts: JobContext) -> None:
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
         self._group, self._background, self._allocator = parts.group, parts.background, parts.allocator
-        self._trackers = parts.trackers
+        self._trackers, self._metrics = parts.trackers, parts.metrics
         self._error: BaseException | Raised | None = None
         self._written: asyncio.Task[None] | None = None
         self.return_value: Sealed | None = None
@@ -41,6 +41,7 @@ class JobShutdown:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
         else:
             self._record.ending(phase, reason)
+        self._metrics.end()
 
     def record_again(self) -> None:
         """What :meth:`record` has left open is known now."""

@@ -27,6 +27,7 @@ from elastic_ray.membership.instructions import Note
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
+from elastic_ray.observe.metrics.job_metrics import JobMetrics
 from elastic_ray.observe.trackers.run_trackers import RunTrackers
 from elastic_ray.record import views
 from elastic_ray.record.controller_state import ControllerState, from_text, run_of
@@ -39,6 +40,7 @@ from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, Wo
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.actor import HeartbeatReply
 from placement.cluster.jobs import JobView
+from placement.ray_cluster.metric_writer import MetricWriter
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -74,6 +76,7 @@ class JobSupervisor:
         self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)
         self._trackers = RunTrackers(spec, run_of(spec), self.events.warn)
+        self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, MetricWriter())
         self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
         self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures)
@@ -88,6 +91,7 @@ class JobSupervisor:
             group=self.group,
             background=background,
             trackers=self._trackers,
+            metrics=self._metrics,
             allocator=self._allocator,
         )
         self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
@@ -296,6 +300,7 @@ class JobSupervisor:
         self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
         self._trackers.recall(state.trackers, events)
+        self._metrics.recall(len(events))
         self._losses.recall(lost=state.lost, failures=state.failures)
         self.group.history.recall(state)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
@@ -341,6 +346,7 @@ class JobSupervisor:
         """Some ten times a second from the beginning to the end, also before the first tick."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
+        self._metrics.tick(now_s)
 
     def tick(self) -> None:
         """Some ten times a second until it has ended."""

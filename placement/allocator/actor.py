@@ -25,6 +25,7 @@ from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation
+from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
 from placement.autoscaling.autoscaler import ScalingDecision
@@ -35,6 +36,7 @@ from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.dashboard_process import DashboardProcess
+from placement.ray_cluster.grafana import cluster_writer
 from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
@@ -173,6 +175,8 @@ class Allocator:
         self._scaler = ClusterScaler(scaling, packed.open(), config.constraints) if config and scaling else None
         address = ray.get_runtime_context().gcs_address
         self._dashboard = DashboardProcess(address) if config is not None and config.dashboard else None
+        writer = cluster_writer((config or AllocatorConfig()).metrics)
+        self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
         self._started = asyncio.Lock()
@@ -292,7 +296,7 @@ class Allocator:
 
     async def _watch(self) -> None:
         """Look at the nodes twice a second; a round that fails is logged and the next one comes anyway."""
-        await self._start()
+        core = await self._start()
         while True:
             await asyncio.sleep(_POLL_S)
             try:
@@ -300,6 +304,7 @@ class Allocator:
                     self._take_nodes()
                 self._handle(TimePassed())
                 self._scale()
+                self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
                 self._controllers.spawn(self._orphans.look(self._known(), time.time()))
@@ -368,6 +373,7 @@ class Allocator:
         instructions = self._core.handle(event, time.time())
         if self._core.decided_s != before_s:
             self._decision_cpu_s = time.thread_time() - begun_s
+            self._metrics.decided(self._core.decided_for, self._decision_cpu_s)
         self._log_news()
         for instruction in instructions:
             self._controllers.post(instruction)

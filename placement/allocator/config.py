@@ -33,6 +33,8 @@ class AllocatorConfig:
         autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
         dashboard: serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on loopback and
             without actions; the allocator logs its address.
+        metrics: tell Prometheus of the cluster through Ray's metrics, and place the Grafana dashboard where Ray's own
+            Grafana finds it (docs/metrics.md).
     """
 
     min_interval_s: float = 2.0
@@ -49,15 +51,17 @@ class AllocatorConfig:
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
     autoscaling: Autoscaling | None = None
     dashboard: bool = False
+    metrics: bool = True
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in ("tenants", "notices", "autoscaling", "dashboard"):
+            if field.name not in ("tenants", "notices", "autoscaling", "dashboard", "metrics"):
                 check_number(field.name, getattr(self, field.name), least=0)
         check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
-        if not isinstance(self.dashboard, bool):
-            raise TypeError(f"dashboard must be True or False, but got {self.dashboard!r}")
+        for name in ("dashboard", "metrics"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
 
     @property
     def constraints(self) -> Constraints:

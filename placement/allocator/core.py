@@ -61,6 +61,7 @@ class AllocatorCore:
         self._settled_s: float | None = None
         self._event_s: float | None = None
         self._decided_s = float("-inf")
+        self._decided_for: Trigger | None = None
         self._changed_s = float("-inf")
         self._unjudged = False
         self._urgent: Trigger | None = None
@@ -80,6 +81,17 @@ class AllocatorCore:
     def decided_s(self) -> float | None:
         """When the last decision was made [s since the epoch]; None before the first."""
         return self._decided_s if math.isfinite(self._decided_s) else None
+
+    @property
+    def decided_for(self) -> Trigger | None:
+        """What led to the last decision; None before the first."""
+        return self._decided_for
+
+    @property
+    def prices(self) -> Mapping[str, float]:
+        """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
+        prices: Mapping[str, float] = getattr(self._policy, "prices", {})
+        return prices
 
     @property
     def settled(self) -> bool:
@@ -237,7 +249,7 @@ class AllocatorCore:
     def _decide(self, trigger: Trigger, now_s: float) -> list[Allocate]:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
-        self._decided_s = now_s
+        self._decided_s, self._decided_for = now_s, trigger
         views = self.views(now_s)
         for job in self._jobs.values():
             job.decided()

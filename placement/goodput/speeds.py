@@ -33,11 +33,18 @@ class GoodputCache:
         most: rows, and sets of measured points, that it holds.
         rows: goodput by model, limits of the batch and shapes, as bytes.
         ratios: by id of the observations, which are kept so that the id stays their own, and model.
+        prices: dual price of a slot by GPU type, as the last decision found them; for those who look on.
     """
 
     most: int = 20_000
     rows: dict[bytes, Floats] = dataclasses.field(default_factory=dict)
     ratios: dict[object, tuple[object, Ratios]] = dataclasses.field(default_factory=dict)
+    prices: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def note_prices(self, prices: Mapping[str, float]) -> None:
+        """A decision has found these."""
+        self.prices.clear()
+        self.prices.update(prices)
 
     def make_room(self, entries: int) -> None:
         """Forget, where so many more would be too many."""

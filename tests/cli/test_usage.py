@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import shlex
 import subprocess
 import sys
@@ -121,3 +122,12 @@ def test_tables_and_json_hold_no_control_characters(capsys: pytest.CaptureFixtur
     for each in (text, console.file.getvalue()):  # type: ignore[attr-defined]
         assert all(letter.isprintable() or letter == "\n" for letter in each), repr(each)
     assert "\\x1b[31m\\u202e\\x9b" in table and "\\u001b[31m\\u202e\\u009b" in lines
+
+
+def test_the_grafana_dashboard_is_printed_for_either_prometheus() -> None:
+    shown = run("metrics", "dashboard")
+    assert shown.exit_code == 0 and json.loads(shown.output)["title"] == "Elastic jobs"
+    honoured = run("metrics", "dashboard", "--honor-labels")
+    assert (
+        json.loads(honoured.output) and "exported_job" not in honoured.output and 'job=~\\"$job\\"' in honoured.output
+    )

@@ -206,9 +206,13 @@ def _floor_speed(
 
 def _anew(alternatives: _Alternatives) -> list[Ints]:
     """Decide among regular sizes and fill up with any; where there are few jobs, decide among all sizes as well."""
-    options = alternatives.options
+    options, instance = alternatives.options, alternatives.instance
     regular = dataclasses.replace(options, values=np.where(alternatives.regular, options.values, -np.inf))
-    picks = [fill(options, solve(regular).picks)]
+    solution = solve(regular)
+    instance.cache.note_prices(
+        {pool.gpu: float(price) for pool, price in zip(instance.pools, solution.multipliers, strict=True)}
+    )
+    picks = [fill(options, solution.picks)]
     if len(alternatives.jobs) <= _FEW:
         picks.append(solve(options).picks)
     return picks

@@ -89,6 +89,11 @@ class GoodputPolicy:
         """See ``Policy``."""
         return "goodput"
 
+    @property
+    def prices(self) -> Mapping[str, float]:
+        """Dual price of a slot by GPU type in the last decision; empty before the first."""
+        return dict(self._cache.prices)
+
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
         """See ``Policy``."""
         if not any(view.mixed_gpu_types for view in jobs):

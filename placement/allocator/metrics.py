@@ -1,0 +1,171 @@
+"""What the allocator tells Prometheus of itself (pure): the cluster's slots, its jobs, its decisions."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
+from placement.autoscaling.autoscaler import ScalingDecision
+from placement.cluster.cluster import SPOT, Node, Resources
+from placement.cluster.node_types import NodeType
+from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
+
+PERIOD_S = 1.0
+
+SLOTS = gauge(
+    "elastic_slots", "GPUs of the cluster, of nodes without GPUs their CPUs, by what they do.", "state", "gpu_type"
+)
+JOBS = gauge("elastic_jobs", "Jobs that the allocator knows, by phase.", "phase")
+DECISION_SECONDS = histogram(
+    "elastic_decision_seconds",
+    "CPU time of a decision [s].",
+    (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+DECISIONS = counter("elastic_decisions_total", "Decisions, by what led to them.", "trigger")
+NODES_WANTED = gauge("elastic_nodes_wanted", "Nodes that there should be.", "type", "market")
+NODES_MISSING = gauge("elastic_nodes_missing", "Of these, nodes that are not there yet.", "type", "market")
+SLOT_PRICE = gauge(
+    "elastic_slot_price", "Dual price of one slot: what the last decision's value would gain by it.", "gpu_type"
+)
+INSTRUMENTS = (SLOTS, JOBS, DECISION_SECONDS, DECISIONS, NODES_WANTED, NODES_MISSING, SLOT_PRICE)
+
+_SLOT_STATES = ("used", "starting", "idle", "draining", "other")
+_PHASES = ("waiting", "starting", "running")
+_NO_TYPE = "none"
+_NO_PRICES: Mapping[str, float] = {}
+
+
+def cluster_samples(
+    core: CoreSnapshot,
+    scaling: ScalingDecision | None = None,
+    node_types: Sequence[NodeType] = (),
+    prices: Mapping[str, float] = _NO_PRICES,
+) -> tuple[Sample, ...]:
+    """The present values of all gauges.
+
+    Args:
+        core: the allocator.
+        scaling: its last decision about the cluster's size; None where it decides none.
+        node_types: those that this may name.
+        prices: of the policy's solver, by GPU type.
+    """
+    found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]
+    for gpu_type, price in prices.items():
+        found += SLOT_PRICE.sample(price, label_value(gpu_type or _NO_TYPE))
+    if scaling is not None:
+        market = {each.name: SPOT if each.spot else "on-demand" for each in node_types}
+        for name in sorted({*market, *scaling.nodes}):
+            labels = label_value(name), market.get(name, "")
+            found += NODES_WANTED.sample(scaling.nodes.get(name, 0), *labels)
+            found += NODES_MISSING.sample(scaling.add.get(name, 0), *labels)
+    return tuple(found)
+
+
+def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
+    """One decision, of so much CPU time [s]."""
+    return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
+
+
+def _phase_samples(jobs: Iterable[JobState]) -> list[Sample]:
+    """Jobs by phase, each phase also where no job is in it."""
+    phases = collections.Counter(_phase(job) for job in jobs)
+    return [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
+
+
+def _phase(job: JobState) -> str:
+    """A job runs if it holds workers' resources, and starts if it is to."""
+    return "running" if job.view.allocation else "starting" if job.target else "waiting"
+
+
+def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
+    """Slots by GPU type and state; the states of a type sum to all its slots.
+
+    ``starting`` are granted to jobs that do not hold them yet, ``draining`` those that no job has on nodes that go,
+    ``other`` what others than elastic jobs hold.
+    """
+    held, granted = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
+    by_id = {node.node_id: node for node in nodes}
+    for job in jobs:
+        for name in {*job.view.allocation, *job.target}:
+            if name not in by_id:
+                continue
+            has, each = job.view.allocation.get(name, 0), _slots_per_worker(job.view.bundle, by_id[name].total)
+            held[name] += each * has
+            granted[name] += each * max(job.target.get(name, 0) - has, 0)
+    counts = collections.defaultdict[tuple[str, str], float](float)
+    for node in nodes:
+        kind, total, ours = label_value(node.gpu_type or _NO_TYPE), _slots(node.total), _slots_free(node)
+        used = min(held[node.node_id], total)
+        starting = min(granted[node.node_id], total - used)
+        free = max(min(ours, total) - used - starting, 0.0)
+        for state, amount in (
+            ("used", used),
+            ("starting", starting),
+            ("draining" if node.draining else "idle", free),
+            ("other", total - used - starting - free),
+        ):
+            counts[kind, state] += amount
+    kinds = sorted({kind for kind, _ in counts})
+    return [s for kind in kinds for state in _SLOT_STATES for s in SLOTS.sample(counts[kind, state], state, kind)]
+
+
+def _slots(amounts: Resources) -> float:
+    return amounts.get("GPU", 0.0) or amounts.get("CPU", 0.0)
+
+
+def _slots_free(node: Node) -> float:
+    return node.free.get("GPU" if node.total.get("GPU") else "CPU", 0.0)
+
+
+def _slots_per_worker(bundle: Resources, total: Resources) -> float:
+    return bundle.get("GPU" if total.get("GPU") else "CPU", 0.0)
+
+
+class Core(Protocol):
+    """The allocator's core, as far as it is measured."""
+
+    @property
+    def recorded(self) -> int:
+        """Number of the last decision record."""
+
+    @property
+    def prices(self) -> Mapping[str, float]:
+        """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
+
+    def snapshot(self, after: int = 0) -> CoreSnapshot:
+        """What it knows, with decision records after number ``after``."""
+
+
+class AllocatorMetrics:
+    """Says when what is written.
+
+    Args:
+        write: takes samples; None writes nothing.
+        node_types: that the allocator may ask for.
+    """
+
+    def __init__(self, write: WriteSamples | None, node_types: Sequence[NodeType] = ()) -> None:
+        self._write, self._node_types = write, node_types
+        self._written_s = float("-inf")
+        self._guarded = Guarded("the allocator")
+
+    def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
+        """There was a decision, of so much CPU time [s]."""
+        if self._write is not None and trigger is not None:
+            write, cause = self._write, trigger
+            self._guarded(lambda: write(decision_samples(cause, cpu_s)))
+
+    def tick(
+        self,
+        now_s: float,
+        core: Core,
+        scaling: ScalingDecision | None,
+    ) -> None:
+        """Twice a second or so [s, monotonic]; every second the gauges are written."""
+        if self._write is None or now_s - self._written_s < PERIOD_S:
+            return
+        self._written_s = now_s
+        write, types = self._write, self._node_types
+        self._guarded(lambda: write(cluster_samples(core.snapshot(core.recorded), scaling, types, core.prices)))

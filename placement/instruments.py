@@ -1,0 +1,140 @@
+"""What a metric is, and one value of it, as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from placement.text import printable
+
+logger = logging.getLogger("placement.metrics")
+
+_MOST = 128  # characters of a label's value
+_NAME = re.compile(r"^elastic_[a-z0-9_]+$")
+
+
+class InstrumentKind(str, enum.Enum):
+    """What a metric's values mean, as Prometheus has it."""
+
+    GAUGE = "gauge"
+    """The present value."""
+    COUNTER = "counter"
+    """An amount that is added; the name ends with ``_total``."""
+    HISTOGRAM = "histogram"
+    """One observation."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Instrument:
+    """One metric.
+
+    Attributes:
+        name: as Ray is given it: Ray puts ``ray_`` in front.
+        kind: what its values mean.
+        description: one sentence, with the unit.
+        labels: names of its labels.
+        buckets: of a histogram, upper bounds, rising, all above 0.
+    """
+
+    name: str
+    kind: InstrumentKind
+    description: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise ValueError(f"name must be elastic_ and small letters, digits or _, but got {self.name!r}")
+        if (self.kind is InstrumentKind.COUNTER) != self.name.endswith("_total"):
+            raise ValueError(f"name must end with _total if, and only if, it is a counter's, but got {self.name!r}")
+        if (self.kind is InstrumentKind.HISTOGRAM) != bool(self.buckets):
+            raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
+
+    def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
+        """This value of it, or nothing: what is not known, not finite, or no increase of a counter is not written.
+
+        Args:
+            value: in the metric's unit; None for unknown.
+            *labels: values of the labels, in their order.
+
+        Raises:
+            ValueError: there are more or fewer labels than the metric has.
+        """
+        if len(labels) != len(self.labels):
+            raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
+        if value is None or not math.isfinite(value) or (self.kind is InstrumentKind.COUNTER and value <= 0):
+            return ()
+        return (Sample(instrument=self, labels=labels, value=float(value)),)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One value of a metric.
+
+    Attributes:
+        instrument: the metric.
+        labels: values of its labels, in their order.
+        value: finite; of a counter what is added, above 0.
+    """
+
+    instrument: Instrument
+    labels: tuple[str, ...]
+    value: float
+
+
+WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
+"""Takes samples; it returns at once, and raises nothing. A gauge holds for as long as it is written again."""
+
+
+class Guarded:
+    """Runs what measures, so that nothing that goes wrong there reaches what is measured; the first error is logged.
+
+    Args:
+        what: whose metrics they are, for the log.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._failed = False
+
+    def __call__(self, measure: Callable[[], None]) -> None:
+        """Call it."""
+        try:
+            measure()
+        except Exception as error:
+            if not self._failed:
+                logger.warning("metrics of %s are not complete: %s: %s", self._what, type(error).__name__, error)
+            self._failed = True
+
+
+def gauge(name: str, description: str, *labels: str) -> Instrument:
+    """A metric that has a present value."""
+    return Instrument(name=name, kind=InstrumentKind.GAUGE, description=description, labels=labels)
+
+
+def counter(name: str, description: str, *labels: str) -> Instrument:
+    """A metric that only grows."""
+    return Instrument(name=name, kind=InstrumentKind.COUNTER, description=description, labels=labels)
+
+
+def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
+    """A metric of single observations, counted by buckets with these upper bounds."""
+    return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
+
+
+def label_value(text: str) -> str:
+    """A name as the value of a label: printable ASCII, for Ray takes nothing else, at most 128 characters.
+
+    One that has to be changed ends with ``~`` and eight characters of its digest, so that two names stay two.
+    """
+    shown = printable(text).encode("ascii", "backslashreplace").decode()
+    if shown == text and len(text) <= _MOST:
+        return text
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{shown[: _MOST - 9]}~{digest}"
