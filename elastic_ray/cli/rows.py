@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, Pause
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
@@ -115,12 +115,22 @@ class JobRow:
     message: str = ""
     cost_usd: float | None = None
     note: str = ""
+    waits_for: str = ""
+    start_s: float | None = None
     progress: float | None = None
+    samples_left: int | None = None
+    steps_left: int | None = None
     eta_s: float | None = None
+    eta_low_s: float | None = None
+    eta_high_s: float | None = None
     productive_share: float | None = None
     waiting_s: float = 0.0
+    starting_s: float = 0.0
     pausing_s: float = 0.0
+    catching_up_s: float = 0.0
     training_s: float = 0.0
+    last_pause: Pause | None = None
+    learning_rate_factor: float | None = None
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""

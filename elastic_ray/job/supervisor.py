@@ -112,8 +112,9 @@ class JobSupervisor:
 
     def status(self) -> JobStatus:
         """The job now."""
+        machine, started_for_s = self.group.machine, self.group.history.starting_s(time.monotonic())
         return views.job_status(
-            self._spec, self._planner, self.record, self.group.machine, self._submitted_s, time.time()
+            self._spec, self._planner, self.record, machine, self._submitted_s, time.time(), started_for_s
         )
 
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -197,7 +198,10 @@ class JobSupervisor:
         """A group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        self.events.add(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
+        started = history.told_of_start(time.monotonic())
+        facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
+        detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
+        self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)
         if note.kind is EventKind.CANCELLED:
             return
         if note.kind is EventKind.FAILURE:
@@ -297,7 +301,7 @@ class JobSupervisor:
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
         self._trackers.recall(state.trackers, events)
         self._losses.recall(lost=state.lost, failures=state.failures)
-        self.group.history.recall(state)
+        self.group.history.recall(state, now_s)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
         self._starter.recall(state.first_report)
@@ -357,7 +361,7 @@ class JobSupervisor:
         self.journal_state()
 
     def _hear_allocator(self, answer: HeartbeatReply) -> None:
-        self.record.allocator_told(answer.note, answer.cost_usd)
+        self.record.allocator_told(answer.note, answer.cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
 
@@ -381,7 +385,8 @@ class JobSupervisor:
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase)
-        self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
+        detail = self.group.history.told_of_start(time.monotonic())
+        self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self._shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
         self._reports.queue.close()
         self._planner.close()

@@ -27,6 +27,7 @@ from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChang
 from placement.allocator.explaining import Explanation
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
+from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
@@ -141,12 +142,14 @@ class HeartbeatReply:
         knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
         cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
         note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
+        start_s: of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told.
     """
 
     priors: Mapping[str, Prior]
     knows_root: bool
     cost_usd: float | None = None
     note: str = ""
+    start_s: float | None = None
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
@@ -210,6 +213,7 @@ class Allocator:
             knows_root=self._knowledge_sync.knows(view.job),
             cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
             note=self._note(view),
+            start_s=None if view.workers else self._starts.of(view.job, time.time()),
         )
 
     def _note(self, view: JobView) -> str:
@@ -288,6 +292,7 @@ class Allocator:
                 core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
                 core.handle(self._nodes_changed(usable(self._history, ())), time.time())
                 self._core = core
+                self._starts = StartTimes(lambda: core.snapshot(core.recorded))
             return self._core
 
     async def _watch(self) -> None:
