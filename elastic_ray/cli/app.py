@@ -19,7 +19,7 @@ _HOMES = {
     "resize": "jobs",
     "nodes": "overview",
     "allocator": "overview",
-    "top": "overview",
+    "top": "observe.top",
     "dashboard": "observe.dashboard",
     "simulate": "what_if",
     "doctor": "doctor",

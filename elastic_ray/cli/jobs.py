@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elastic_ray.cli.observe.status_lines import outlook_lines
 from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
@@ -71,6 +72,8 @@ def status(job: str, last: int, as_json: bool) -> None:
     else:
         if found.answers.status is not None:
             say(status_line(found.answers.status))
+        for line in outlook_lines(row):
+            say(f"  {line}")
         for worker in members:
             say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
         say(str(why) if why is not None else "the allocator has not heard of it")

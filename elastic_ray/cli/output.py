@@ -17,8 +17,8 @@ from placement.text import printable, printable_json, printable_lines
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PHASES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
-_STYLES = {**_PHASES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
+PHASE_STYLES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
+_STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
 
 
 def say(text: str, *, err: bool = False) -> None:

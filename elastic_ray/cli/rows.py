@@ -19,7 +19,21 @@ if TYPE_CHECKING:
 SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
-JOB_COLUMNS = ("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "LOSS", "AGE", "WHY")
+JOB_COLUMNS = (
+    "JOB",
+    "PHASE",
+    "WORKERS",
+    "OF",
+    "BATCH",
+    "SAMPLES/S",
+    "EPOCH",
+    "STEP",
+    "DONE",
+    "ETA",
+    "LOSS",
+    "AGE",
+    "WHY",
+)
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "JOBS")
 DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
@@ -223,6 +237,8 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields.get("samples/s", ""),
         fields.get("epoch", ""),
         fields.get("step", ""),
+        fields.get("done", ""),
+        fields.get("ETA", ""),
         fields.get("loss", ""),
         "" if row.submitted_s is None else ago(now_s - row.submitted_s),
         " ".join(why.split()),
