@@ -95,7 +95,9 @@ def on_terminal() -> bool:
 
 
 def ago(seconds: float) -> str:
-    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``."""
+    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
+    if not math.isfinite(seconds):
+        return ""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"

@@ -16,8 +16,6 @@ from tests.job.jobs import kinds, start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
 
-OFTEN = {"checkpoint_interval_s": 0.05}
-
 
 def parts_of(status: JobStatus) -> list[float]:
     return [status.waiting_s, status.starting_s, status.pausing_s, status.catching_up_s, status.training_s]
@@ -87,7 +85,7 @@ def test_a_job_waits_for_slots_and_then_catches_up_with_what_a_restart_lost(ray_
         pause_s=0.03,
         bundle={"slot": 1.0},
         max_failures=1,
-        checkpoint=True,
+        elastic={"automatic_checkpoints": False},
     )
     began_s = time.time()
     wait_until(lambda: first.status().eta_s is not None, first)
@@ -102,7 +100,7 @@ def test_a_job_waits_for_slots_and_then_catches_up_with_what_a_restart_lost(ray_
         os.kill(worker.pid, signal.SIGKILL)
     wait_until(lambda: EventKind.CAUGHT_UP in kinds(first), first)
     (restart,) = [event for event in first.events() if event.kind is EventKind.RESTART]
-    assert restart.detail["steps"] < restart.detail["reached_steps"]
+    assert restart.detail["reached_steps"] > restart.detail.get("steps", 0)
     caught_up = check_sums(first, began_s, called_s)
     assert caught_up.catching_up_s > 0 and caught_up.starting_s > 0
     first.result(timeout=120)

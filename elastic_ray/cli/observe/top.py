@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -115,7 +115,7 @@ class _Keys(contextlib.AbstractContextManager["_Keys"]):
     """Hears a ``q`` without the return key, where standard input is a terminal; gives it back as it was."""
 
     def __init__(self) -> None:
-        self._before: list[object] | None = None
+        self._before: list[Any] | None = None
 
     def __enter__(self) -> _Keys:
         try:

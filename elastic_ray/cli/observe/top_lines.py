@@ -69,7 +69,7 @@ def top_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
     if row.waits_for:
         start = f", about {ago(row.start_s)}" if row.start_s is not None and math.isfinite(row.start_s) else ""
         why = f"waits for {row.waits_for}{start}; {why}".rstrip("; ")
-    age = ago(now_s - row.submitted_s) if row.submitted_s is not None and math.isfinite(row.submitted_s) else ""
+    age = ago(now_s - row.submitted_s) if row.submitted_s is not None else ""
     texts |= {"DONE": percent(row.progress), "ETA": until_end(row), "TRAINS": percent(row.productive_share)}
     texts |= {"AGE": age, "WHY": why}
     return tuple(texts[name] for name in TOP_COLUMNS)
