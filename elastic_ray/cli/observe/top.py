@@ -41,7 +41,7 @@ def top(interval: float, once: bool, looks: int | None, by: str) -> None:
     piped = not sys.stdout.isatty()
     last = 1 if once or (piped and looks is None) else looks
     screen = _Pipe() if piped else _Screen() if on_terminal() else _Scroll()
-    with contextlib.suppress(KeyboardInterrupt), _Keys() as keys, screen:
+    with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
         for look in itertools.count(1):
             seen = cluster.snapshot()
             rows, nodes = job_rows(cluster.known_jobs(), seen), node_rows(cluster.ray_nodes(), seen)
@@ -112,20 +112,27 @@ def _size() -> tuple[int, int]:
 
 
 class _Keys(contextlib.AbstractContextManager["_Keys"]):
-    """Hears a ``q`` without the return key, where standard input is a terminal; gives it back as it was."""
+    """Hears a ``q`` without the return key, where standard input is a terminal; gives it back as it was.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: whether to; the terminal may be another program's, which reads what is printed here.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
         self._before: list[Any] | None = None
 
     def __enter__(self) -> _Keys:
+        if not self._wanted or sys.stdin.closed or not sys.stdin.isatty():
+            return self
         try:
             import termios
             import tty
-
+        except ImportError:  # another system's terminals
+            return self
+        with contextlib.suppress(termios.error):  # a terminal that is gone
             self._before = termios.tcgetattr(sys.stdin.fileno())
             tty.setcbreak(sys.stdin.fileno())
-        except (ImportError, OSError, ValueError):  # termios.error is an OSError where there is no terminal
-            self._before = None
         return self
 
     def __exit__(self, *error: object) -> None:
