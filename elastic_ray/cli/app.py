@@ -13,7 +13,7 @@ from placement.text import printable
 _HOMES = {
     "submit": "submit",
     "jobs": "jobs",
-    "status": "jobs",
+    "status": "observe.status",
     "logs": "jobs",
     "stop": "jobs",
     "resize": "jobs",

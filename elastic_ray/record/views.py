@@ -199,6 +199,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
+    """What the job waits for; empty where it simply runs."""
     return waits_for(
         spec,
         record.phase,
