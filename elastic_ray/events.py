@@ -31,9 +31,38 @@ class EventKind(str, enum.Enum):
     RECOVERED = "recovered"
     STORAGE = "storage"
     NOT_FINITE = "not_finite"
+    CAUGHT_UP = "caught_up"
     POLICY = "policy"
     WARNING = "warning"
     FINISHED = "finished"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """For how long a change of its group kept a rank from training, by what it was waiting for [s, >= 0].
+
+    Attributes:
+        vote_s: from the last committed step until the ranks had agreed on the change, or its failure was noticed; the
+            step that failed is part of it.
+        group_s: until the new group stood.
+        state_s: until all of its ranks were identical, and ready for the first step.
+        first_step_s: of the first step after that, which is no part of the pause; None while it is not known.
+    """
+
+    vote_s: float = 0.0
+    group_s: float = 0.0
+    state_s: float = 0.0
+    first_step_s: float | None = None
+
+    @property
+    def pause_s(self) -> float:
+        """The whole of it [s]."""
+        return self.vote_s + self.group_s + self.state_s
+
+    @property
+    def detail(self) -> dict[str, float]:
+        """Its parts, as an event's ``detail`` has them."""
+        return {"vote_s": self.vote_s, "group_s": self.group_s, "state_s": self.state_s}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +78,9 @@ class JobEvent:
         pause_s: seconds between the last step of the old generation and the readiness for the first of the
             new one; the longest over the ranks that stayed. 0 where nothing paused.
         generation: the generation that the event led to.
-        detail: further numbers of the event (batch sizes, node, rank...), JSON-serialisable.
+        detail: further numbers of the event (batch sizes, node, rank...), JSON-serialisable. Of a change of size and of
+            a failure ``vote_s``, ``group_s`` and ``state_s``, which sum to ``pause_s``; of a start ``start_s``, the
+            time since its processes were started; of a restart ``steps``, where it starts, and ``reached_steps``.
     """
 
     kind: EventKind
@@ -122,12 +153,25 @@ class JobStatus:
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
             that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
             worker warns of; workers that are slow.
-        progress: 0 to 1; None without a declared length, as for a trial.
+        waits_for: what it cannot go on without: slots (of which type), a placement group, a node of the autoscaler, the
+            start of processes, storage; empty when it simply runs.
+        start_s: of a job that waits for slots, when jobs that run now will have left enough of them, by their ETAs and
+            if none comes in between [s from now]; None where that cannot be told.
+        progress: 0 to 1; None without a declared length (epochs; of a trial also the most that its sweep gives one).
+        samples_left: samples until its end; None where the length, or how many samples it takes, is unknown.
+        steps_left: the same in steps of the present batch.
         eta_s: time to its end at the present goodput [s]; None where that, or the length, is unknown.
+        eta_low_s: the least that it is likely to be, at most ``eta_s`` [s] (``elastic_ray.record.outlook.eta_range``).
+        eta_high_s: the most that it is likely to be, at least ``eta_s`` [s].
         productive_share: training time / time since submission (ETTR), 0 to 1; None before any time has passed.
-        waiting_s: of that time, what passed without a group that trains [s].
-        pausing_s: what changes of size paused it for [s].
-        training_s: the rest [s].
+        waiting_s: of that time, what passed while it waited for resources [s].
+        starting_s: from the start of its processes until a group trained [s].
+        pausing_s: what changes of its group, failures among them, paused it for [s].
+        catching_up_s: after a restart, training until it was as far as before [s].
+        training_s: the rest [s]; the five sum to the time since submission.
+        last_pause: the last pause by what it was waiting for; None before the first.
+        learning_rate_factor: what the first model's learning rates are multiplied by, for its batch and by policies;
+            None before the first step.
     """
 
     job: str
@@ -145,12 +189,22 @@ class JobStatus:
     message: str = ""
     cost_usd: float | None = None
     note: str = ""
+    waits_for: str = ""
+    start_s: float | None = None
     progress: float | None = None
+    samples_left: int | None = None
+    steps_left: int | None = None
     eta_s: float | None = None
+    eta_low_s: float | None = None
+    eta_high_s: float | None = None
     productive_share: float | None = None
     waiting_s: float = 0.0
+    starting_s: float = 0.0
     pausing_s: float = 0.0
+    catching_up_s: float = 0.0
     training_s: float = 0.0
+    last_pause: Pause | None = None
+    learning_rate_factor: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

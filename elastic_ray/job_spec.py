@@ -24,6 +24,7 @@ class TrialSpec:
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
         checkpoint_ref: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage
             only.
+        most_reports: the trial is over with this report, if it is not cut before; None where that is not known.
         sweep: actor that has what trials share, worker processes above all; None shares nothing.
     """
 
@@ -34,6 +35,7 @@ class TrialSpec:
     keep_s: float = 0.0
     checkpoint_ref: Any = None
     sweep: Any = None
+    most_reports: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:

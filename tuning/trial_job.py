@@ -288,6 +288,7 @@ class TrialJob:
                 reports_ahead=template.reports_ahead,
                 knowledge_path=self._knowledge_path,
                 keep_s=template.keep_s,
+                most_reports=template.promise.max_t if template.promise is not None else None,
             ),
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from placement.knowledge.knowledge import Prior
 # A fit costs about 20 ms of the controller's thread.
 FIT_EVERY_S = 2.0
 _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still be on their way
+_RATES = 64
 _TELL = 0.1  # relative change of a step time that is told
 
 
@@ -53,6 +55,7 @@ class BatchPlanner:
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
         latest: the latest report.
+        rates: last measured throughputs of as many workers with the same batch [samples/s].
         equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 
     Args:
@@ -85,6 +88,7 @@ class BatchPlanner:
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
+        self.rates = collections.deque[float](maxlen=_RATES)
         self.equal_shares = False
 
     @property
@@ -159,9 +163,10 @@ class BatchPlanner:
         shape = report.shape
         return float(model.goodput(report.nodes, report.replicas, shape.atomic_bsz, shape.accum_steps))
 
+    @property
     def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch: progress per sample / that at M0; None before a model."""
-        report, model = self.latest, self.model
+        """Statistical efficiency of the present batch, 0 to 1; None before there is a model."""
+        model, report = self.model, self.latest
         if model is None or report is None or report.batch_size < 1:
             return None
         return float(model.efficiency(report.batch_size))
@@ -226,6 +231,9 @@ class BatchPlanner:
             return None
         before, self._measured = self._measured, report
         self._learn(report)
+        if before is None or (before.replicas, before.shape) != (report.replicas, report.shape):
+            self.rates.clear()
+        self.rates.append(self.throughput)
         same = before is not None and before.replicas == report.replicas and before.shape != report.shape
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
 

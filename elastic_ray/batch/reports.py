@@ -97,7 +97,8 @@ class StepReport:
     ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
     asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
-    rates are multiplied by, for its batch and by policies; the mean over its parameter groups.
+    rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
+    time of the first step after the last change of group; None before that was committed, and before any change.
     """
 
     generation: int
@@ -120,3 +121,4 @@ class StepReport:
     stragglers: tuple[SlowWorker, ...] = ()
     learning_rate_factor: float | None = None
     parts: tuple[MeasuredPart, ...] = ()
+    first_step_s: float | None = None

@@ -1,17 +1,17 @@
-"""``elastic-ray jobs``, ``status``, ``logs``, ``stop``, ``resize``."""
+"""``elastic-ray jobs``, ``logs``, ``stop``, ``resize``."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import count, say, show_json, show_table
-from elastic_ray.cli.rows import JOB_COLUMNS, SHORT_ID, JobRow, Submission, job_cells, job_rows
+from elastic_ray.cli.rows import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent
 
@@ -45,61 +45,8 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
     return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts)
 
 
-@click.command(short_help="Show one job.")
-@job_argument
-@click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
-@json_option
-def status(job: str, last: int, as_json: bool) -> None:
-    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed."""
-    from elastic_ray.cli import cluster
-    from elastic_ray.cli import submission as ray_jobs
-
-    cluster.connect()
-    if not cluster.find_jobs(job):
-        script = ray_jobs.find(job)
-        if script is None:
-            raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
-        _show_script(script, as_json)
-        return
-    found = cluster.find_job(job)
-    name = found.answers.job
-    (row,) = job_rows([found.answers], _only(cluster.snapshot(), name))
-    members, events, why = found.workers(), found.events(), cluster.explain(name)
-    if as_json:
-        latest = events[len(events) - min(last, len(events)) :]
-        show_json({"job": row, "workers": members, "events": latest, "explanation": why})
-    else:
-        if found.answers.status is not None:
-            say(status_line(found.answers.status))
-        for worker in members:
-            say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
-        say(str(why) if why is not None else "the allocator has not heard of it")
-        say(f"results: {row.storage_path}")
-        _show_events(name, events[len(events) - min(last, len(events)) :])
-    if row.failed:
-        raise click.exceptions.Exit(1)
-
-
-def _only(snapshot: Any, job: str) -> Any:
-    """A snapshot with one job, or none."""
-    import dataclasses
-
-    if snapshot is None:
-        return None
-    return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})
-
-
-def _show_script(script: Submission, as_json: bool) -> None:
-    if as_json:
-        show_json({"submission": script})
-    else:
-        say(f"submission {script.submission}: {script.phase}, no job of it runs. {script.message}".rstrip())
-        say(f"command: {script.entrypoint}")
-    if script.status == "FAILED":
-        raise click.exceptions.Exit(1)
-
-
-def _show_events(job: str, events: Sequence[JobEvent]) -> None:
+def show_events(job: str, events: Sequence[JobEvent]) -> None:
+    """Print events, each with its time of day."""
     for event in events:
         when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
         say(f"{when} {event_line(job, event)}")
@@ -166,7 +113,7 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
         while True:
             status = found.status()
             events = found.events(shown)
-            _show_events(name, events)
+            show_events(name, events)
             shown += len(events)
             if status.phase.ended or not follow:
                 break

@@ -17,8 +17,8 @@ from placement.text import printable, printable_json, printable_lines
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PHASES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
-_STYLES = {**_PHASES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
+PHASE_STYLES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
+_STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -95,7 +95,9 @@ def on_terminal() -> bool:
 
 
 def ago(seconds: float) -> str:
-    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``."""
+    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
+    if not math.isfinite(seconds):
+        return ""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole}s"

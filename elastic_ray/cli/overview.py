@@ -1,38 +1,28 @@
-"""``elastic-ray nodes``, ``allocator``, ``top``."""
+"""``elastic-ray nodes``, ``allocator``."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import count, on_terminal, plain_table, rich_table, say, show_json, show_table
+from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
-    JOB_COLUMNS,
     NODE_COLUMNS,
-    JobRow,
-    NodeRow,
     decision_cells,
     decisions,
-    job_cells,
-    job_rows,
     node_cells,
     node_rows,
 )
-from placement.text import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from placement.allocator.snapshot import CoreSnapshot
     from placement.autoscaling.autoscaler import ScalingDecision
 
-_NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
+NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elastic job"
 
 
 @click.command(short_help="List the nodes.")
@@ -85,7 +75,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
     cluster.connect()
     seen = cluster.snapshot()
     if seen is None:
-        raise click.ClickException(_NO_ALLOCATOR)
+        raise click.ClickException(NO_ALLOCATOR)
     log = decisions(seen, job, last)
     if job is not None and job not in seen.jobs and not log:
         raise cluster.not_found(job, list(seen.jobs))
@@ -132,72 +122,3 @@ def headline(seen: CoreSnapshot) -> str:
     if not seen.settled:
         parts.append("has just started, and still listens to jobs")
     return "; ".join(parts)
-
-
-@click.command(short_help="Watch jobs and nodes.")
-@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
-@click.option("--count", "looks", type=click.IntRange(min=1), help="End after so many looks; else with Ctrl-C.")
-def top(interval: float, looks: int | None) -> None:
-    """Watch jobs, nodes and the last decision; into a pipe, one table after the other."""
-    from elastic_ray.cli import cluster
-
-    cluster.connect()
-    screen = _Screen() if on_terminal() else _Scroll()
-    with contextlib.suppress(KeyboardInterrupt), screen:
-        for look in itertools.count(1):
-            seen = cluster.snapshot()
-            rows = job_rows(cluster.known_jobs(), seen)
-            screen.show(seen, rows, node_rows(cluster.ray_nodes(), seen))
-            if look == looks:
-                break
-            time.sleep(interval)
-
-
-def _heading(seen: CoreSnapshot | None) -> str:
-    return time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else _NO_ALLOCATOR)
-
-
-class _Scroll(contextlib.AbstractContextManager["_Scroll"]):
-    """Plain text, one look after the other."""
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def show(self, seen: CoreSnapshot | None, jobs: tuple[JobRow, ...], nodes: tuple[NodeRow, ...]) -> None:
-        """One look."""
-        now_s = time.time()
-        say(_heading(seen))
-        say(plain_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]))
-        say(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
-
-
-class _Screen(_Scroll):
-    """The whole terminal, until Ctrl-C."""
-
-    def __init__(self) -> None:
-        from rich.live import Live
-
-        self._live = Live(screen=True, auto_refresh=False)
-
-    def __enter__(self) -> _Screen:
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._live.stop()
-
-    def show(self, seen: CoreSnapshot | None, jobs: tuple[JobRow, ...], nodes: tuple[NodeRow, ...]) -> None:
-        """One look."""
-        from rich.console import Group
-        from rich.text import Text
-
-        now_s = time.time()
-        parts: list[Text | Table] = [
-            Text(printable(_heading(seen)), style="bold"),
-            rich_table(JOB_COLUMNS, [job_cells(row, now_s) for row in jobs]),
-            Text(),
-            rich_table(NODE_COLUMNS, [node_cells(row) for row in nodes]),
-        ]
-        last = decisions(seen, None, 1) if seen is not None else ()
-        parts += [Text(f"\n{record}", style="dim") for record in last]
-        self._live.update(Group(*parts), refresh=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, Pause
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 
 if TYPE_CHECKING:
@@ -19,7 +19,21 @@ if TYPE_CHECKING:
 SHORT_ID = 8
 """Characters of a node's id that are shown."""
 
-JOB_COLUMNS = ("JOB", "PHASE", "WORKERS", "OF", "BATCH", "SAMPLES/S", "EPOCH", "STEP", "LOSS", "AGE", "WHY")
+JOB_COLUMNS = (
+    "JOB",
+    "PHASE",
+    "WORKERS",
+    "OF",
+    "BATCH",
+    "SAMPLES/S",
+    "EPOCH",
+    "STEP",
+    "DONE",
+    "ETA",
+    "LOSS",
+    "AGE",
+    "WHY",
+)
 NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "JOBS")
 DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
@@ -115,12 +129,22 @@ class JobRow:
     message: str = ""
     cost_usd: float | None = None
     note: str = ""
+    waits_for: str = ""
+    start_s: float | None = None
     progress: float | None = None
+    samples_left: int | None = None
+    steps_left: int | None = None
     eta_s: float | None = None
+    eta_low_s: float | None = None
+    eta_high_s: float | None = None
     productive_share: float | None = None
     waiting_s: float = 0.0
+    starting_s: float = 0.0
     pausing_s: float = 0.0
+    catching_up_s: float = 0.0
     training_s: float = 0.0
+    last_pause: Pause | None = None
+    learning_rate_factor: float | None = None
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""
@@ -213,6 +237,8 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields.get("samples/s", ""),
         fields.get("epoch", ""),
         fields.get("step", ""),
+        fields.get("done", ""),
+        fields.get("ETA", ""),
         fields.get("loss", ""),
         "" if row.submitted_s is None else ago(now_s - row.submitted_s),
         " ".join(why.split()),

@@ -14,7 +14,8 @@ from ray.exceptions import RayError
 
 from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
-from placement.allocator.actor import HeartbeatReply, find_allocator
+from placement.allocator.actor import find_allocator
+from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import JobView
 from placement.knowledge.store import StorageRoot
 

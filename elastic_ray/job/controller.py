@@ -246,7 +246,7 @@ class JobController:
         if job.group.machine.current is not None or job.record.phase.ended:
             return
         if not final and await asyncio.to_thread(may_autoscale):
-            job.record.waits_for_resources(f"{reason}; waiting, for an autoscaler may bring it")
+            job.record.waits_for_resources(f"{reason}; waiting, for an autoscaler may bring it", needs_node=True)
             return
         from elastic_ray.errors import ImpossibleResourcesError  # imports ray.train
 

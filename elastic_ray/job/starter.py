@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -46,6 +47,7 @@ class JobStarter:
     def __init__(self, job: StartingJob, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
+        self._planner = parts.planner
         self._background, self._trackers = parts.background, parts.trackers
         self.looking = False
         self._opened = False
@@ -118,7 +120,12 @@ class JobStarter:
             return
         point = self._record.resume_point
         start = f"from step {point.steps}" if point is not None else "anew"
-        detail = {"steps": point.steps, "reports": point.reports} if point is not None else {}
+        detail: dict[str, float] = {"steps": point.steps, "reports": point.reports} if point is not None else {}
+        latest, history = self._planner.latest, self._group.history
+        if latest is not None:
+            detail["reached_steps"] = latest.total_steps
+        detail |= history.told_of_start(time.monotonic())
+        history.start_ended()
         before = self._group.machine.world_size
         self._events.add(EventKind.RESTART, before, 0, f"{reason}; it starts {start}", detail=detail)
         self._job.begin_again()

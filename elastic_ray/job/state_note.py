@@ -50,6 +50,7 @@ def controller_state(
         resizes=history.resizes,
         resize_cost_s=history.resize_cost_s,
         start_s=history.start_s,
+        launched_at_s=history.launched_at_s,
         saved=saved,
         stopping=stopping,
         preempted=preemption.reason if preemption.active else None,

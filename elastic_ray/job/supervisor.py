@@ -38,7 +38,7 @@ from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
-from placement.allocator.actor import HeartbeatReply
+from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import JobView
 from placement.ray_cluster.metric_writer import MetricWriter
 
@@ -101,8 +101,7 @@ class JobSupervisor:
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
-        self._revivals: tuple[float, ...] = ()
-        self._claimed: set[int] = set()
+        self._revivals, self._claimed = tuple[float, ...](), set[int]()
 
     @property
     def vacated(self) -> asyncio.Task[None] | None:
@@ -116,9 +115,8 @@ class JobSupervisor:
 
     def status(self) -> JobStatus:
         """The job now."""
-        return views.job_status(
-            self._spec, self._planner, self.record, self.group.machine, self._submitted_s, time.time()
-        )
+        known, started_for_s = (self._spec, self._planner, self.record), self.group.history.starting_s(time.monotonic())
+        return views.job_status(*known, self.group.machine, self._submitted_s, time.time(), started_for_s)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
@@ -201,7 +199,10 @@ class JobSupervisor:
         """A group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        self.events.add(note.kind, before, after, note.reason, pause_s=note.pause_s, generation=note.generation)
+        started = history.told_of_start(time.monotonic())
+        facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
+        detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
+        self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)
         if note.kind is EventKind.CANCELLED:
             return
         if note.kind is EventKind.FAILURE:
@@ -302,7 +303,7 @@ class JobSupervisor:
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
         self._losses.recall(lost=state.lost, failures=state.failures)
-        self.group.history.recall(state)
+        self.group.history.recall(state, now_s)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
         self._starter.recall(state.first_report)
@@ -363,7 +364,7 @@ class JobSupervisor:
         self.journal_state()
 
     def _hear_allocator(self, answer: HeartbeatReply) -> None:
-        self.record.allocator_told(answer.note, answer.cost_usd)
+        self.record.allocator_told(answer.note, answer.cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
 
@@ -387,7 +388,8 @@ class JobSupervisor:
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase)
-        self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason)
+        detail = self.group.history.told_of_start(time.monotonic())
+        self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self._shutdown.record(phase, error, reason, complete=self._starter.knows_reports)
         self._reports.queue.close()
         self._planner.close()

@@ -13,6 +13,7 @@ from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
 from elastic_ray.job.straggler_replacement import StragglerReplacement
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
+from elastic_ray.record.outlook import steps_to_reach
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import (
     GroupLost,
@@ -114,7 +115,15 @@ class WorkerMessages:
             replicas = report.replicas
             held = f"batch {report.held_batch}: set by a policy" if report.held_batch is not None else ""
             self._events.add(EventKind.BATCH, replicas, replicas, held or self._record.batch_reason, detail=detail)
+        self._look_whether_caught_up(report)
         self.stragglers.hear(report, time.monotonic())
+
+    def _look_whether_caught_up(self, report: StepReport) -> None:
+        """Whether a job that has lost steps is as far as before now."""
+        goal = steps_to_reach(self._record.events)
+        current = self._group.machine.current
+        if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:
+            self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
 
     def _ready(self, message: WorkerReady) -> None:
         """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""

@@ -259,7 +259,7 @@ class GenerationChanges(Roster):
         if record is not None:
             if record.phase is WorkerPhase.READY:
                 record.join(now_s)
-            flight.entered(told.worker, told.pause_s)
+            flight.entered(told.worker, told.pause)
         if self._hope is not None:
             self._force(self._hope.cause, now_s)
         elif not self.silent(flight) and not flight.failed & self.workers.keys():
@@ -290,7 +290,7 @@ class GenerationChanges(Roster):
                 from_workers=flight.from_workers,
                 to_workers=flight.spec.world_size,
                 reason=flight.spec.reason,
-                pause_s=0.0 if started else max(flight.pauses.values(), default=0.0),
+                pause=flight.pause,
                 generation=flight.spec.generation,
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.messages import GenerationSpec
 
 
@@ -57,7 +57,7 @@ class Note:
     from_workers: int
     to_workers: int
     reason: str
-    pause_s: float = 0.0
+    pause: Pause = dataclasses.field(default_factory=Pause)
     generation: int = 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import InFlight, WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.signals import Signal, StepFailed, Switched
@@ -29,7 +30,7 @@ class SurvivingWorker:
         loaded: steps of the automatic checkpoint that it has loaded, before its first generation; 0 without one.
         failed: generation whose collective failed on it, where it waits for the one after that; -1 elsewhere.
         cause: why that failed.
-        pause_s: pause of its last change [s].
+        pause: that of its last change.
         starts_over: it ran out of memory, and builds its model anew.
     """
 
@@ -42,7 +43,7 @@ class SurvivingWorker:
     loaded: int = 0
     failed: int = -1
     cause: str = ""
-    pause_s: float = 0.0
+    pause: Pause = dataclasses.field(default_factory=Pause)
     starts_over: bool = False
 
     @property
@@ -106,7 +107,7 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
     since: list[Signal] = []
     if flight is not None:
         told = newest.generation
-        since += [Switched(worker=w.worker, generation=told, pause_s=w.pause_s) for w in through]
+        since += [Switched(worker=w.worker, generation=told, pause=w.pause) for w in through]
     since += [StepFailed(worker=w.worker, generation=w.failed, cause=w.cause) for w in survivors if w.failed >= 0]
     return Recovered(
         workers=records,

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections import Counter
 
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 
 
@@ -114,7 +115,7 @@ class InFlight:
         from_workers: workers of the generation before.
         from_state: whether some member was known to hold a trained state; without one, training begins.
         loaded: steps of the furthest automatic checkpoint that a member has loaded; training goes on from there.
-        pauses: pause [s] of each worker that has entered.
+        pauses: pause of each worker that has entered.
         failed: workers that could not form its group.
         effective_s: when the first worker was known to have entered.
     """
@@ -125,7 +126,7 @@ class InFlight:
     from_workers: int
     from_state: bool
     loaded: int = 0
-    pauses: dict[str, float] = dataclasses.field(default_factory=dict)
+    pauses: dict[str, Pause] = dataclasses.field(default_factory=dict)
     failed: set[str] = dataclasses.field(default_factory=set)
     effective_s: float | None = None
 
@@ -138,9 +139,15 @@ class InFlight:
         """The first worker has entered it."""
         self.effective_s = now_s
 
-    def entered(self, worker: str, pause_s: float) -> None:
-        """A worker has entered it, after this pause [s]."""
-        self.pauses[worker] = pause_s
+    @property
+    def pause(self) -> Pause:
+        """The longest over its workers; nothing of a first generation, before which nothing was trained."""
+        longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
+        return longest if self.from_workers else Pause()
+
+    def entered(self, worker: str, pause: Pause) -> None:
+        """A worker has entered it, after this pause."""
+        self.pauses[worker] = pause
 
     def could_not_form(self, worker: str) -> None:
         """A worker could not form its group."""

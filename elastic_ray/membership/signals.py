@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from elastic_ray.events import Pause
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
@@ -70,10 +72,10 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """It trains in ``generation`` now, ``pause_s`` seconds after its last committed step."""
+    """It trains in ``generation`` now; ``pause`` is the time since its last committed step."""
 
     generation: int
-    pause_s: float
+    pause: Pause
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class ControllerState:
         resizes: how often it has changed size.
         resize_cost_s: pause of a change [s].
         start_s: time from a start of processes to the group that they form [s].
+        launched_at_s: when the processes began that start now [s since the epoch]; None where none start.
         saved: whether it has saved itself.
         stopping: whether it was told to stop.
         preempted: why it is being preempted; None where it is not.
@@ -85,6 +86,7 @@ class ControllerState:
     first_report: int = 0
     return_value: str | None = None
     trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    launched_at_s: float | None = None
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:

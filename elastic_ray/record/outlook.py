@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
-from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.events import EventKind, JobEvent, Pause
 from placement.cluster.progress import Progress
 from placement.goodput.remaining import remaining
 
 _WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.FINISHED)
+_FEW_RATES = 3
+_SPREAD_OF_FEW = 0.5
+_MOST_SPREAD = 0.75
+_LEAST_EFFICIENCY = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSpent:
-    """Where the time since a job's submission went; the parts sum to the whole.
+    """Where the time since a job's submission went; the parts sum to the whole [s, each >= 0].
 
     Attributes:
-        waiting_s: without a group that trains: waiting for resources, and workers that start [s, >= 0].
-        pausing_s: of groups that trained, the pauses of their changes of size [s, >= 0].
-        training_s: the rest [s, >= 0].
+        waiting_s: for resources, without processes.
+        starting_s: from the start of its processes until a group trained.
+        pausing_s: of groups that trained, the pauses of their changes.
+        catching_up_s: training after a restart, until the job was as far as before it.
+        training_s: the rest.
     """
 
-    waiting_s: float
-    pausing_s: float
-    training_s: float
+    waiting_s: float = 0.0
+    starting_s: float = 0.0
+    pausing_s: float = 0.0
+    catching_up_s: float = 0.0
+    training_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Time since submission, for an ended job until its end [s]."""
-        return self.waiting_s + self.pausing_s + self.training_s
+        return self.waiting_s + self.starting_s + self.pausing_s + self.catching_up_s + self.training_s
 
     @property
     def productive_share(self) -> float | None:
@@ -38,37 +47,102 @@ class TimeSpent:
         # A ratio of floats that sum to the whole may exceed 1 by a rounding.
         return min(1.0, self.training_s / self.total_s) if self.total_s > 0 else None
 
+    def without_group(self, lasted_s: float, started_for_s: float) -> TimeSpent:
+        """With a span in which no group trained, and processes started during its last ``started_for_s``."""
+        starting_s = min(max(0.0, started_for_s), lasted_s)
+        waiting_s = self.waiting_s + (lasted_s - starting_s)
+        return dataclasses.replace(self, waiting_s=waiting_s, starting_s=self.starting_s + starting_s)
 
-def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float) -> TimeSpent:
+    def with_group(self, lasted_s: float, paused_s: float, *, catching_up: bool) -> TimeSpent:
+        """With a span in which a group trained, but for its pauses."""
+        pause_s = min(max(0.0, paused_s), lasted_s)
+        name = "catching_up_s" if catching_up else "training_s"
+        trained_s = getattr(self, name) + (lasted_s - pause_s)
+        return dataclasses.replace(self, pausing_s=self.pausing_s + pause_s, **{name: trained_s})
+
+
+def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, started_for_s: float = 0.0) -> TimeSpent:
     """Divide the time since submission by what a job's events tell.
 
     Args:
         events: of the job, in their order; one whose clock went back counts as of the same time as the one before.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch]; without meaning after the event of the job's end.
+        started_for_s: where no group trains now, for how long its processes have been starting [s].
     """
-    waiting = pausing = training = 0.0
-    since, trains, paused, ended = submitted_s, False, 0.0, False
+    spent, since, paused, goal = TimeSpent(), submitted_s, 0.0, 0
+    trains = ended = False
     for event in events:
         if trains and event.kind is not EventKind.STARTED:
             paused += max(0.0, event.pause_s)
-        begins = event.kind is EventKind.STARTED and not trains
-        stops = event.kind in _WITHOUT_WORKERS
-        if not (begins or stops):
-            continue
-        until = max(since, event.time_s)
-        if trains:
-            pause = min(paused, until - since)
-            pausing, training = pausing + pause, training + (until - since - pause)
-        else:
-            waiting += until - since
-        since, trains, paused = until, begins, 0.0
-        ended = event.kind is EventKind.FINISHED
+        begins, stops = event.kind is EventKind.STARTED and not trains, event.kind in _WITHOUT_WORKERS
+        if begins or stops or (event.kind is EventKind.CAUGHT_UP and trains):
+            until = max(since, event.time_s)
+            if trains:
+                spent = spent.with_group(until - since, paused, catching_up=goal > 0)
+            else:
+                spent = spent.without_group(until - since, _number(event, "start_s"))
+            since, paused = until, 0.0
+            trains = begins or (trains and not stops)
+            ended = event.kind is EventKind.FINISHED
+        goal = _goal(goal, event)
     lasting = 0.0 if ended else max(0.0, now_s - since)
-    pause = min(paused, lasting) if trains else 0.0
     if trains:
-        return TimeSpent(waiting_s=waiting, pausing_s=pausing + pause, training_s=training + (lasting - pause))
-    return TimeSpent(waiting_s=waiting + lasting, pausing_s=pausing, training_s=training)
+        return spent.with_group(lasting, paused, catching_up=goal > 0)
+    return spent.without_group(lasting, started_for_s)
+
+
+def steps_to_reach(events: Iterable[JobEvent]) -> int:
+    """Steps at which a job is as far as it was before it lost some; 0 where it has lost none since it was."""
+    goal = 0
+    for event in events:
+        goal = _goal(goal, event)
+    return goal
+
+
+def _goal(before: int, event: JobEvent) -> int:
+    """``steps_to_reach`` after an event."""
+    if event.kind is EventKind.CAUGHT_UP:
+        return 0
+    if event.kind is EventKind.RESTART and (reached := int(_number(event, "reached_steps"))) > _number(event, "steps"):
+        return max(before, reached)
+    return before
+
+
+def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
+    """The last pause that a job's events tell of; None before the first.
+
+    Args:
+        events: in their order.
+        generation: that of the latest steps.
+        first_step_s: what its first step took [s].
+    """
+    for event in reversed(events):
+        if event.kind in (EventKind.RESIZE, EventKind.FAILURE) and event.pause_s > 0:
+            vote_s, group_s, state_s = (_number(event, name) for name in ("vote_s", "group_s", "state_s"))
+            first_s = first_step_s if generation == event.generation else None
+            return Pause(vote_s=vote_s, group_s=group_s, state_s=state_s, first_step_s=first_s)
+    return None
+
+
+def _number(event: JobEvent, name: str) -> float:
+    """A number of an event's detail; 0 where it has none, or one that is not finite."""
+    value = event.detail.get(name)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return 0.0
+
+
+def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
+    """Progress in whose first epoch a pass over the dataset counts as its length: dataset / M0 iterations.
+
+    That is what one takes at M0. At a larger batch fewer are counted; the first epoch that has ended tells how many.
+    """
+    if progress is None or progress.epoch_ends or progress.usual_epoch is not None:
+        return progress
+    if not dataset_size or not init_batch_size:
+        return progress
+    return dataclasses.replace(progress, usual_epoch=dataset_size / init_batch_size)
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
@@ -80,6 +154,30 @@ def progress_ratio(progress: Progress | None) -> float | None:
     return progress.done / whole if whole > 0 else 0.0
 
 
+def samples_to_end(
+    progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
+) -> int | None:
+    """Samples until the end (>= 0); None where the length, or how many samples an iteration takes, is unknown.
+
+    Epochs left x dataset; without a dataset of known size iterations left x M0 / efficiency.
+
+    Args:
+        progress: of the job, in iterations at M0.
+        dataset_size: samples of an epoch, of one pass over the training loader.
+        init_batch_size: M0 [samples].
+        efficiency: statistical, of the present batch, above 0; None where it is unknown.
+    """
+    left = remaining(progress)
+    if progress is None or left is None:
+        return None
+    per_epoch = progress.epoch_ends[-1] / len(progress.epoch_ends) if progress.epoch_ends else progress.usual_epoch
+    if dataset_size and per_epoch:
+        return round(left / per_epoch * dataset_size * progress.stride)
+    if init_batch_size and efficiency is not None and math.isfinite(efficiency) and efficiency > 0:
+        return round(left * init_batch_size / efficiency)
+    return None
+
+
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
     """Iterations left x M0 / goodput [s, >= 0]; None where one of them is unknown.
 
@@ -89,6 +187,50 @@ def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodp
         goodput: of the present configuration [samples/s].
     """
     left = remaining(progress)
-    if left is None or not init_batch_size or not goodput or not math.isfinite(goodput):
+    if left is None or not init_batch_size or not goodput or not math.isfinite(goodput) or goodput < 0:
         return None
     return left * init_batch_size / goodput
+
+
+def eta_range(
+    eta_s: float | None, rates: Iterable[float], efficiency: float | None
+) -> tuple[float, float] | tuple[None, None]:
+    """The least and the most that a time to the end is likely to be, low <= eta <= high [s]; None where it is unknown.
+
+    With v the coefficient of variation of recent speeds (standard deviation / mean) and c = min(2 v, 0.75), c = 0.5
+    while there are fewer than three of them::
+
+        low  = E eta / (1 + c)
+        high = eta / (1 - c)
+
+    E is the statistical efficiency of the present batch, at least 0.1: the noise scale tends to grow as training
+    proceeds, and the most that can come of it is that each sample counts in full (McCandlish et al. 2018). What the
+    allocator may do to the job's size is not part of it.
+
+    Args:
+        eta_s: time to the end at the present goodput [s].
+        rates: measured throughputs of the present workers and batch [samples/s]; those that are no positive number do
+            not count.
+        efficiency: E, 0 to 1; None where it is unknown, and counts as 1.
+    """
+    if eta_s is None or not math.isfinite(eta_s) or eta_s < 0:
+        return None, None
+    seen = [rate for rate in rates if math.isfinite(rate) and rate > 0]
+    spread = _SPREAD_OF_FEW
+    if len(seen) >= _FEW_RATES:
+        largest = max(seen)  # their squares could overflow
+        scaled = [rate / largest for rate in seen]
+        spread = min(2.0 * statistics.pstdev(scaled) / statistics.fmean(scaled), _MOST_SPREAD)
+    known = efficiency is not None and math.isfinite(efficiency)
+    gain = min(max(efficiency, _LEAST_EFFICIENCY), 1.0) if known and efficiency is not None else 1.0
+    return gain * eta_s / (1.0 + spread), eta_s / (1.0 - spread)
+
+
+def reports_to_end(reports: int, most: int | None) -> float | None:
+    """How far a run is that ends with its ``most``-th report, 0 to 1; None where there is no such bound."""
+    return min(1.0, max(0, reports) / most) if most else None
+
+
+def seconds_of_reports(trained_s: float, made: int, left: int) -> float | None:
+    """Time that so many more reports take if each takes as long as those made here did [s]; None before the first."""
+    return trained_s / made * max(0, left) if made > 0 else None

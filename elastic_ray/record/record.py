@@ -25,6 +25,8 @@ class JobRecord:
         note: what the allocator has to tell the job's user.
         told: what its workers had to, last.
         cost_usd: what the allocator reckons that the job has cost so far [USD]; None without prices.
+        start_s: when it reckons that the job has workers [s from then]; None where that cannot be told.
+        needs_node: whether no node that there is could ever hold one of its workers.
         unwritten_events: lines of ``events.jsonl``.
         unwritten_reports: lines of ``reports.jsonl``.
         looked: whether it is known what storage has.
@@ -44,6 +46,8 @@ class JobRecord:
         self.note = ""
         self.told = ""
         self.cost_usd: float | None = None
+        self.start_s: float | None = None
+        self.needs_node = False
         self.events: list[JobEvent] = []
         self.unwritten_events = Backlog()
         self.unwritten_reports = Backlog()
@@ -136,17 +140,17 @@ class JobRecord:
         """The job has ended; its outcome follows with :meth:`end`."""
         self.phase, self.message = phase, message
 
-    def waits_for_resources(self, why: str) -> None:
-        """Why the job has no workers yet, as a sentence."""
-        self.message = why
+    def waits_for_resources(self, why: str, *, needs_node: bool = False) -> None:
+        """Why the job has no workers yet, as a sentence, and whether no node that there is could hold one."""
+        self.message, self.needs_node = why, needs_node
 
     def user_told(self, text: str) -> None:
         """What a worker had to tell the job's user."""
         self.told = text
 
-    def allocator_told(self, note: str, cost_usd: float | None) -> None:
-        """What the allocator tells the job's user, and what the job has cost [USD]."""
-        self.note, self.cost_usd = note, cost_usd
+    def allocator_told(self, note: str, cost_usd: float | None, start_s: float | None) -> None:
+        """What the allocator tells the job's user, what the job has cost [USD], when it would start [s from now]."""
+        self.note, self.cost_usd, self.start_s = note, cost_usd, start_s
 
     def batch_chosen(self, reason: str) -> None:
         """Why the batch that is chosen now is another one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from elastic_ray.batch.planner import BatchPlanner
@@ -12,8 +13,19 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.fingerprint import fingerprint
 from elastic_ray.record.history import SizeHistory
-from elastic_ray.record.outlook import progress_ratio, seconds_to_end, time_spent
+from elastic_ray.record.outlook import (
+    eta_range,
+    last_pause,
+    progress_ratio,
+    reports_to_end,
+    samples_to_end,
+    seconds_of_reports,
+    seconds_to_end,
+    time_spent,
+    with_length,
+)
 from elastic_ray.record.record import JobRecord
+from elastic_ray.record.waits import waits_for
 from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
@@ -124,13 +136,17 @@ def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
 
 
 def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    if planner.latest is not None:
-        progress = planner.latest.progress
-    else:
-        progress = RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
+    progress = _run_progress(planner, resume_point)
     if spec.trial is not None and progress is not None:
         return dataclasses.replace(progress, epochs=None)  # a trial that is cut short has no length
     return progress
+
+
+def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
+    """How far the run is; before its first report, where it begins."""
+    if planner.latest is not None:
+        return planner.latest.progress
+    return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
 
 
 def job_status(
@@ -140,13 +156,23 @@ def job_status(
     machine: JobMembership,
     submitted_s: float,
     now_s: float,
+    started_for_s: float,
 ) -> JobStatus:
-    """The job as its driver sees it; it was submitted at ``submitted_s`` [s since the epoch], and now is ``now_s``."""
-    report, ended = planner.latest, record.phase.ended
-    progress, spent = _progress(spec, planner, record.resume_point), time_spent(record.events, submitted_s, now_s)
-    goodput = planner.goodput()
-    init_batch_size = planner.loader.limits.init_batch_size if planner.loader is not None else None
-    return JobStatus(
+    """The job as its driver sees it.
+
+    Args:
+        spec: the job.
+        planner: its speed and its batch.
+        record: its history.
+        machine: its workers.
+        submitted_s: when it was submitted [s since the epoch].
+        now_s: the present [s since the epoch].
+        started_for_s: for how long its processes have been starting, where no group trains [s].
+    """
+    report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
+    spent = time_spent(record.events, submitted_s, now_s, started_for_s)
+    first_step_s = report.first_step_s if report is not None else None
+    status = JobStatus(
         job=spec.job,
         phase=record.phase,
         workers=0 if ended else machine.world_size,
@@ -157,17 +183,65 @@ def job_status(
         step=report.total_steps if report else 0,
         batch_size=report.batch_size if report else 0,
         throughput=planner.throughput,
-        goodput=goodput,
+        goodput=planner.goodput(),
         metrics=record.metrics,
         message=record.message,
         cost_usd=record.cost_usd,
         note="" if ended else _note(record, planner, report),
-        progress=1.0 if record.phase is JobPhase.FINISHED else progress_ratio(progress),
-        eta_s=None if record.phase is not JobPhase.RUNNING else seconds_to_end(progress, init_batch_size, goodput),
+        waits_for=_waits_for(spec, record, machine),
+        start_s=record.start_s if waiting and not machine.target_workers else None,
         productive_share=spent.productive_share,
-        waiting_s=spent.waiting_s,
-        pausing_s=spent.pausing_s,
-        training_s=spent.training_s,
+        last_pause=last_pause(record.events, report.generation if report is not None else 0, first_step_s),
+        learning_rate_factor=report.learning_rate_factor if report is not None else None,
+        **dataclasses.asdict(spent),
+    )
+    return _with_outlook(status, spec, planner, record)
+
+
+def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
+    """What the job waits for; empty where it simply runs."""
+    return waits_for(
+        spec,
+        record.phase,
+        workers=[each.phase for each in machine.workers.values()],
+        target_workers=machine.target_workers,
+        storage=record.waiting,
+        needs_node=record.needs_node,
+    )
+
+
+def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
+    """The same with how far the job is, and what is left.
+
+    A trial ends with its last epoch or with the most reports that its sweep gives one, whichever comes first.
+    """
+    size = planner.loader.dataset_size if planner.loader is not None else None
+    first = planner.loader.limits.init_batch_size if planner.loader is not None else None
+    progress = with_length(_run_progress(planner, record.resume_point), size, first)
+    most = spec.trial.most_reports if spec.trial is not None else None
+    ratios = [progress_ratio(progress), reports_to_end(record.last_report, most)]
+    ratio = max((each for each in ratios if each is not None), default=None)
+    if record.phase is JobPhase.FINISHED:
+        return dataclasses.replace(status, progress=1.0)
+    if record.phase is not JobPhase.RUNNING:
+        return dataclasses.replace(status, progress=ratio)
+    made = record.last_report - record.first_report + 1 if record.first_report else 0
+    ends = [
+        seconds_to_end(progress, first, status.goodput),
+        seconds_of_reports(status.training_s, made, most - record.last_report) if most else None,
+    ]
+    eta_s = min((each for each in ends if each is not None), default=None)
+    low_s, high_s = eta_range(eta_s, planner.rates, planner.efficiency)
+    samples = samples_to_end(progress, size, first, planner.efficiency)
+    steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
+    return dataclasses.replace(
+        status,
+        progress=ratio,
+        samples_left=samples,
+        steps_left=steps,
+        eta_s=eta_s,
+        eta_low_s=low_s,
+        eta_high_s=high_s,
     )
 
 

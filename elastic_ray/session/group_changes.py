@@ -8,6 +8,7 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
 from elastic_ray.session.registry import HookPoint
@@ -113,8 +114,14 @@ class ChangeConsensus(EntryConsensus, Protocol):
 class PauseClock(Protocol):
     """Times the pauses between groups."""
 
-    def resume(self) -> float:
-        """A new generation begins: returns the time since the last committed step [s]."""
+    def change_begins(self) -> None:
+        """The ranks have agreed on another group, or the present one has failed."""
+
+    def group_stands(self) -> None:
+        """Another group has been formed."""
+
+    def resume(self) -> Pause:
+        """A new generation begins: returns the time since the last committed step."""
 
 
 class ChangedRun(Protocol):
@@ -167,8 +174,8 @@ class ChangingMembership(GroupMembership, Protocol):
 class ChangeReports(FailureReports, Protocol):
     """The controller, as far as it hears of changes."""
 
-    def switched(self, generation: int, pause_s: float) -> None:
-        """This worker trains in ``generation`` now."""
+    def switched(self, generation: int, pause: Pause) -> None:
+        """This worker trains in ``generation`` now, after this pause."""
 
 
 class GroupChanges:
@@ -260,6 +267,7 @@ class GroupChanges:
                 self.regroup(str(error))
                 return
             if not waits:
+                self._parts.clock.change_begins()
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self.set_shape(batch)
@@ -299,9 +307,11 @@ class GroupChanges:
         """
         if not self._elastic:
             raise CommunicationFailedError(self._explain(cause))
+        self._parts.clock.change_begins()
         return self._transitions.regroup(cause, self._membership.generation)
 
     def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
+        self._parts.clock.group_stands()
         try:
             return self._entry(spec, communicator)
         except CommunicationFailedError as error:
@@ -309,12 +319,12 @@ class GroupChanges:
                 self._membership.give_up(self._explain(str(error)))
             raise
 
-    def _begin_group(self) -> float:
-        """All ranks of a new group are identical; returns the time since the last committed step [s]."""
+    def _begin_group(self) -> Pause:
+        """All ranks of a new group are identical; returns the time since the last committed step."""
         self._steps_waited = 0
-        pause_s = self._parts.clock.resume()
+        pause = self._parts.clock.resume()
         self._parts.ledger.clear_failure()
-        return pause_s
+        return pause
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Take another batch shape from the next step on, None for the loader's own; that of a policy goes first."""

@@ -8,6 +8,7 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.state.shared_state import DriftingReplicas, Exchanged
 
@@ -54,9 +55,9 @@ class GroupEntry:
         state: what is exchanged.
         parts: what depends on the group.
         consensus: announces what the ranks do.
-        begin: called once the ranks are identical; returns how long no step was committed [s].
+        begin: called once the ranks are identical; returns for how long no step was committed.
         set_shape: takes the batch shape that the group begins with.
-        switched: takes the generation, and that time.
+        switched: takes the generation, and that pause.
         moment: a named moment of the run, for scripted faults.
     """
 
@@ -66,9 +67,9 @@ class GroupEntry:
         parts: GroupParts,
         consensus: EntryConsensus,
         *,
-        begin: Callable[[], float],
+        begin: Callable[[], Pause],
         set_shape: Callable[[BatchChoice | None], None],
-        switched: Callable[[int, float], None],
+        switched: Callable[[int, Pause], None],
         moment: Callable[[str], None],
     ) -> None:
         self._state = state
@@ -92,7 +93,7 @@ class GroupEntry:
         if communicator.world_size > 1:
             self._consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.buffer_layout))
         self._parts.sync_buffers(communicator)
-        pause_s = self._begin()
+        pause = self._begin()
         self._set_shape(spec.batch or self._state.shape)
-        self._switched(spec.generation, pause_s)
+        self._switched(spec.generation, pause)
         return exchanged.passes

@@ -34,4 +34,5 @@ def step_report(run: RunState) -> StepReport | None:
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,
         learning_rate_factor=run.registry.models.rate_factor,
+        first_step_s=run.clock.first_step_s,
     )

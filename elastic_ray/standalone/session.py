@@ -20,6 +20,7 @@ from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.session.optimizer_watch import watch_optimizers
@@ -75,7 +76,7 @@ class StandaloneController:
     def failed(self, generation: int, cause: str) -> None:
         """A fixed group cannot recover; the session raises."""
 
-    def switched(self, generation: int, pause_s: float) -> None:
+    def switched(self, generation: int, pause: Pause) -> None:
         """Nothing to tell anybody."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.events import Pause
 
 _KEPT = 64
 # The first steps after a change pay for caches, allocations and data workers.
@@ -14,10 +15,18 @@ _WARM_UP = 2
 
 
 class StepClock:
-    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change."""
+    """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change.
+
+    Attributes:
+        first_step_s: of the first step after the last change of group; None before it was committed.
+    """
 
     def __init__(self) -> None:
         self._last_edge_s: float | None = None
+        self._change_s: float | None = None
+        self._stands_s: float | None = None
+        self._resumed_s: float | None = None
+        self.first_step_s: float | None = None
         self._last_micro_s: float | None = None
         self._shape: BatchChoice | None = None
         self.strategy = ""
@@ -46,6 +55,9 @@ class StepClock:
             uneven: its ranks had unequal shares; such times are not mixed with others.
         """
         now_s = time.monotonic()
+        self._change_s = self._stands_s = None  # a change that was put off
+        if self._resumed_s is not None:
+            self.first_step_s, self._resumed_s = now_s - self._resumed_s, None
         if strategy is None:
             shape = None
         elif shape is not None and strategy != self.strategy:
@@ -69,12 +81,30 @@ class StepClock:
             self._micros.append(now_s - self._last_micro_s)
         self._last_micro_s = now_s
 
-    def resume(self) -> float:
-        """A new generation begins: returns the time since the last committed step [s], 0 where there is none."""
-        pause_s = time.monotonic() - self._last_edge_s if self._last_edge_s is not None else 0.0
+    def change_begins(self) -> None:
+        """The ranks have agreed on another group, or the present one has failed."""
+        self._change_s = time.monotonic() if self._change_s is None else self._change_s
+
+    def group_stands(self) -> None:
+        """Another group has been formed; one that breaks before its ranks are identical is followed by another."""
+        self._stands_s = time.monotonic()
+
+    def resume(self) -> Pause:
+        """A new generation begins: returns the time since the last committed step by its parts, 0 where there is none.
+
+        The parts are differences of one clock's readings, so that they sum to the whole.
+        """
+        now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)
-        self._last_edge_s = time.monotonic() if self._last_edge_s is not None else None
-        return pause_s
+        self.first_step_s = self._resumed_s = None
+        pause = Pause()
+        if last_s is not None:
+            stands_s = self._stands_s if self._stands_s is not None else now_s
+            change_s = self._change_s if self._change_s is not None else stands_s
+            pause = Pause(vote_s=change_s - last_s, group_s=stands_s - change_s, state_s=now_s - stands_s)
+            self._last_edge_s = self._resumed_s = now_s
+        self._change_s = self._stands_s = None
+        return pause
 
     def take(self) -> tuple[BatchChoice | None, int, float, float]:
         """Shape, number of steps, and median step and micro-step time since the last call."""

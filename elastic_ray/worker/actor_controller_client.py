@@ -18,7 +18,7 @@ from elastic_ray.checkpoints.object_store import put_checkpoint
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.tracker_files import TrackerFiles
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
@@ -97,7 +97,7 @@ class ActorControllerClient:
         self.last_ready: WorkerReady | None = None
         self.last_failed: StepFailed | None = None
         self.last_switched = 0
-        self.pause_s = 0.0
+        self.pause = Pause()
         self.starts_over = False
 
     def start_from(self, resumed: str) -> None:
@@ -197,9 +197,9 @@ class ActorControllerClient:
         self.last_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
         self.push(self.last_failed)
 
-    def switched(self, generation: int, pause_s: float) -> None:
-        self.last_failed, self.last_switched, self.pause_s, self.starts_over = None, generation, pause_s, False
-        self.push(Switched(worker=self._worker, generation=generation, pause_s=pause_s))
+    def switched(self, generation: int, pause: Pause) -> None:
+        self.last_failed, self.last_switched, self.pause, self.starts_over = None, generation, pause, False
+        self.push(Switched(worker=self._worker, generation=generation, pause=pause))
 
     def could_not_form(self, generation: int, cause: str) -> None:
         """The group of a generation that was announced could not be formed."""

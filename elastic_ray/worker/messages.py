@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.automatic import StateFile
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
@@ -133,7 +133,7 @@ class WorkerReregistration:
         process_info: of its process.
         spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
-        pause_s: pause of its last change [s].
+        pause: that of its last change.
         ready: what it told when it had built its model; None before.
         failed: its failed collective, where it waits for the generation after that; else None.
         starts_over: it ran out of memory, and builds its model anew with the state that it keeps.
@@ -149,7 +149,7 @@ class WorkerReregistration:
     process_info: ProcessInfo
     spec: GenerationSpec | None = None
     switched: int = 0
-    pause_s: float = 0.0
+    pause: Pause = dataclasses.field(default_factory=Pause)
     ready: WorkerReady | None = None
     failed: StepFailed | None = None
     starts_over: bool = False

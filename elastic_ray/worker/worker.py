@@ -152,7 +152,7 @@ class Worker:
             process_info=process_info,
             spec=membership.current if membership is not None else None,
             switched=link.last_switched,
-            pause_s=link.pause_s,
+            pause=link.pause,
             ready=link.last_ready,
             failed=link.last_failed,
             starts_over=link.starts_over,

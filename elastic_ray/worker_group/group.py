@@ -302,7 +302,7 @@ class WorkerGroup:
         self._record.starting()
         forming = self.machine.current is None
         if forming:
-            self.history.launched(time.monotonic())
+            self.history.launched(time.monotonic(), time.time())
         self._detector.forget(launch.worker)
         path, point = self._record.restart_point
         trial = self._spec.trial
@@ -341,6 +341,6 @@ def _survivor(told: WorkerReregistration) -> SurvivingWorker:
         loaded=ready.loaded if ready is not None else 0,
         failed=failed.generation if failed is not None else -1,
         cause=failed.cause if failed is not None else "",
-        pause_s=told.pause_s,
+        pause=told.pause,
         starts_over=told.starts_over,
     )

@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
@@ -25,13 +25,15 @@ from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation
+from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
+from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from placement.knowledge.knowledge import Knowledge, Prior
+from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from placement.ray_cluster.cluster_scaler import ClusterScaler
@@ -134,23 +136,6 @@ class AllocatorSettings:
     running: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatReply:
-    """The answer to a heartbeat.
-
-    Attributes:
-        priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
-        knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
-        cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
-        note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
-    """
-
-    priors: Mapping[str, Prior]
-    knows_root: bool
-    cost_usd: float | None = None
-    note: str = ""
-
-
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
     """Whether they say the same; an objective of a user's own need not be comparable, and comes as a copy."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
@@ -214,6 +199,7 @@ class Allocator:
             knows_root=self._knowledge_sync.knows(view.job),
             cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
             note=self._note(view),
+            start_s=None if view.workers else self._starts.of(view.job, time.time()),
         )
 
     def _note(self, view: JobView) -> str:
@@ -292,6 +278,7 @@ class Allocator:
                 core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
                 core.handle(self._nodes_changed(usable(self._history, ())), time.time())
                 self._core = core
+                self._starts = StartTimes(lambda: core.snapshot(core.recorded))
             return self._core
 
     async def _watch(self) -> None:

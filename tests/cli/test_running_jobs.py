@@ -67,7 +67,11 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert "no job 'other'" in run(ray_cluster, "allocator", "other", code=1).stderr
     assert "cannot rule this cluster now" in run(ray_cluster, "allocator", "set", "fifo", code=1).stderr
     assert "policy goodput shares" in run(ray_cluster, "allocator", "set", "goodput").stdout
-    seen = run(ray_cluster, "top", "--count", "1").stdout
+    assert "since its submission: " in status and "left: " in status
+    row = told["job"]
+    parts = [row[f"{name}_s"] for name in ("waiting", "starting", "pausing", "catching_up", "training")]
+    assert min(parts) >= 0 and 0 < sum(parts) < 600 and 0 <= row["progress"] < 1
+    seen = run(ray_cluster, "top").stdout  # once, into a pipe
     assert "policy goodput" in seen and "seen" in seen and "NODE" in seen
     assert "0 -> " in run(ray_cluster, "logs", "seen").stdout
     then = run(ray_cluster, "simulate", "--live", "--nodes", "cpu:1x1").stdout

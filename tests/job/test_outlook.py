@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.events import EventKind, JobEvent
-from elastic_ray.record.outlook import TimeSpent, progress_ratio, seconds_to_end, time_spent
+from elastic_ray.events import EventKind, JobEvent, Pause
+from elastic_ray.record.outlook import (
+    TimeSpent,
+    eta_range,
+    last_pause,
+    progress_ratio,
+    reports_to_end,
+    samples_to_end,
+    seconds_of_reports,
+    seconds_to_end,
+    steps_to_reach,
+    time_spent,
+    with_length,
+)
 from placement.cluster.progress import Progress
 
 TIMES = st.floats(0, 1e6)
+NUMBERS = ("start_s", "steps", "reached_steps")
 
 
-def event(kind: EventKind, time_s: float, pause_s: float = 0.0) -> JobEvent:
-    return JobEvent(kind=kind, time_s=time_s, from_workers=1, to_workers=1, reason="", pause_s=pause_s)
+ANY = st.floats()
 
 
-@given(st.lists(st.builds(event, st.sampled_from(EventKind), TIMES, TIMES), max_size=12), TIMES, TIMES)
+def event(kind: EventKind, time_s: float, pause_s: float = 0.0, **detail: Any) -> JobEvent:
+    facts = {"from_workers": 1, "to_workers": 1, "reason": "", "pause_s": pause_s, "detail": detail}
+    return JobEvent(kind=kind, time_s=time_s, **facts)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> JobEvent:
+    kind = draw(st.sampled_from(EventKind))
+    return event(kind, draw(TIMES), draw(ANY), **draw(st.dictionaries(st.sampled_from(NUMBERS), ANY | st.none())))
+
+
+@given(st.lists(histories(), max_size=12), TIMES, TIMES)
 def test_the_parts_sum_to_the_whole(events: list[JobEvent], submitted_s: float, lasted_s: float) -> None:
     events = [each for each in events if each.kind is not EventKind.FINISHED]
     now_s = max([submitted_s, *(each.time_s for each in events)]) + lasted_s
     spent = time_spent(events, submitted_s, now_s)
-    assert min(spent.waiting_s, spent.pausing_s, spent.training_s) >= 0
+    assert min(dataclasses.astuple(spent)) >= 0
     assert spent.total_s == pytest.approx(now_s - submitted_s)
     assert spent.productive_share is None or 0 <= spent.productive_share <= 1
 
@@ -36,6 +63,54 @@ def test_a_job_that_pauses_restarts_and_ends() -> None:
         event(EventKind.FINISHED, 45),
     ]
     assert time_spent(events, 0, 1000) == TimeSpent(waiting_s=15, pausing_s=2, training_s=28)
+
+
+def test_a_restart_is_caught_up_with_once_the_job_is_as_far_as_before() -> None:
+    events = [
+        event(EventKind.STARTED, 10, start_s=4),
+        event(EventKind.RESTART, 30, steps=100, reached_steps=140),
+        event(EventKind.STARTED, 35, start_s=3),
+        event(EventKind.RESIZE, 40, pause_s=1),
+        event(EventKind.RESTART, 45, steps=100, reached_steps=120),  # before it was as far as before the first
+        event(EventKind.STARTED, 50, start_s=1),
+    ]
+    assert steps_to_reach(events) == 140
+    before = TimeSpent(waiting_s=12, starting_s=8, pausing_s=1, catching_up_s=19, training_s=20)
+    assert time_spent(events, 0, 60) == before
+    caught_up = event(EventKind.CAUGHT_UP, 55)
+    assert steps_to_reach([*events, caught_up]) == 0
+    after = dataclasses.replace(before, catching_up_s=14, training_s=25)
+    assert time_spent([*events, caught_up], 0, 60) == after
+
+
+def test_a_restart_that_loses_nothing_has_nothing_to_catch_up_with() -> None:
+    events = [
+        event(EventKind.STARTED, 10),
+        event(EventKind.RESTART, 20, steps=140, reached_steps=139),  # the last report was older than the state
+        event(EventKind.STARTED, 30),
+    ]
+    assert steps_to_reach(events) == 0
+    assert time_spent(events, 0, 40) == TimeSpent(waiting_s=20, training_s=20)
+
+
+def test_processes_that_start_now_are_told_apart_from_waiting() -> None:
+    assert time_spent([], 0, 10, 4.0) == TimeSpent(waiting_s=6, starting_s=4)
+    assert time_spent([], 0, 10, 99.0) == TimeSpent(starting_s=10)
+    assert time_spent([event(EventKind.FINISHED, 8, start_s=3)], 0, 10) == TimeSpent(waiting_s=5, starting_s=3)
+
+
+def test_a_clock_that_goes_back_takes_no_time() -> None:
+    events = [event(EventKind.STARTED, 10), event(EventKind.PREEMPTED, 5), event(EventKind.STARTED, 12)]
+    assert time_spent(events, 0, 3) == TimeSpent(waiting_s=12)
+
+
+def test_the_last_pause_is_that_of_a_change_and_knows_its_first_step() -> None:
+    parts = {"vote_s": 0.25, "group_s": 0.5, "state_s": 0.25}
+    resize = dataclasses.replace(event(EventKind.RESIZE, 10, 1.0, **parts), generation=3)
+    events = [resize, event(EventKind.CHECKPOINT, 11)]
+    assert last_pause([], 3, 0.1) is None
+    assert last_pause(events, 3, 0.1) == Pause(**parts, first_step_s=0.1)
+    assert last_pause(events, 2, 0.1) == Pause(**parts), "that step was of another group"
 
 
 def test_progress_and_what_is_left() -> None:
@@ -55,3 +130,48 @@ def test_progress_and_what_is_left() -> None:
 )
 def test_the_end_is_unknown(progress: Progress | None, batch: int | None, goodput: float | None) -> None:
     assert seconds_to_end(progress, batch, goodput) is None
+
+
+@given(st.floats(0, 1e9), st.lists(st.floats(), max_size=8), st.none() | st.floats())
+def test_the_end_lies_between_its_bounds(eta_s: float, rates: list[float], efficiency: float | None) -> None:
+    low_s, high_s = eta_range(eta_s, rates, efficiency)
+    assert low_s is not None and high_s is not None
+    assert 0 <= low_s <= eta_s <= high_s <= 4 * eta_s * (1 + 1e-9)
+
+
+@given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(0.01, 0.2))
+def test_the_bounds_widen_with_the_scatter(eta_s: float, rate: float, scatter: float) -> None:
+    steady, scattered = [rate] * 6, [rate * (1 + scatter), rate * (1 - scatter)] * 3
+    assert eta_range(eta_s, steady, 1.0) == (pytest.approx(eta_s), pytest.approx(eta_s))
+    low_s, high_s = eta_range(eta_s, scattered, 1.0)
+    assert (low_s, high_s) == (pytest.approx(eta_s / (1 + 2 * scatter)), pytest.approx(eta_s / (1 - 2 * scatter)))
+    assert eta_range(eta_s, steady, 0.5)[0] == pytest.approx(0.5 * eta_s), "a noise scale that grows"
+
+
+@pytest.mark.parametrize("eta_s", [None, math.nan, math.inf, -1.0])
+def test_an_end_that_is_unknown_has_no_bounds(eta_s: float | None) -> None:
+    assert eta_range(eta_s, [1.0], 1.0) == (None, None)
+
+
+def test_a_first_epoch_is_as_long_as_the_dataset() -> None:
+    begun = Progress(done=5, epochs=4)
+    known = with_length(begun, dataset_size=640, init_batch_size=64)
+    assert progress_ratio(known) == 5 / 40 and progress_ratio(begun) == 1 / 4
+    assert with_length(None, 640, 64) is None and with_length(begun, None, 64) == begun
+    later = Progress(done=25, epoch_ends=(20,), epochs=4)
+    assert with_length(later, 640, 64) == later, "measured"
+
+
+def test_samples_to_the_end_are_epochs_of_the_dataset() -> None:
+    half = Progress(done=30, epoch_ends=(10, 20), epochs=4)
+    assert samples_to_end(half, 640, 64, None) == 640
+    assert samples_to_end(half, None, 64, 0.5) == 10 * 64 / 0.5
+    assert samples_to_end(dataclasses.replace(half, stride=2), 640, 64, None) == 2 * 640
+    for efficiency in (None, 0.0, math.nan):
+        assert samples_to_end(half, None, 64, efficiency) is None
+    assert samples_to_end(None, 640, 64, 1.0) is None and samples_to_end(Progress(done=1), 640, 64, 1.0) is None
+
+
+def test_a_trial_ends_with_its_last_report() -> None:
+    assert reports_to_end(25, 100) == 0.25 and reports_to_end(200, 100) == 1.0 and reports_to_end(5, None) is None
+    assert seconds_of_reports(50.0, made=25, left=75) == 150.0 and seconds_of_reports(0.0, made=0, left=9) is None

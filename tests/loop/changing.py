@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.communication.communicator import Communicator
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.session.current import set_session
@@ -78,7 +79,7 @@ class _Link:
 
     def failed(self, generation: int, cause: str) -> None: ...
 
-    def switched(self, generation: int, pause_s: float) -> None: ...
+    def switched(self, generation: int, pause: Pause) -> None: ...
 
     def report_soon(self) -> None: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.changes import MembershipConfig
 from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Reserve
 from elastic_ray.membership.machine import JobMembership
@@ -123,7 +123,7 @@ class Driver:
 
     def switched(self, generation: int, *workers: str, pause_s: float = 0.1) -> list[Instruction]:
         """They train in that generation."""
-        told = [Switched(worker=w, generation=generation, pause_s=pause_s) for w in workers]
+        told = [Switched(worker=w, generation=generation, pause=Pause(state_s=pause_s)) for w in workers]
         return [i for stimulus in told for i in self.tell(stimulus)]
 
     def left(self, worker: str) -> list[Instruction]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elastic_ray.data.sharding import can_switch
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.signals import (
@@ -93,7 +94,7 @@ class SimWorker:
             loaded=self.state.ticks if self.loaded else 0,
             failed=self.generation if self.doing == "regrouping" else -1,
             cause="told late",
-            pause_s=0.1,
+            pause=Pause(state_s=0.1),
             starts_over=self.starts_over,
         )
 
@@ -220,7 +221,7 @@ class SimWorker:
             if self._job.groups.receive(spec, self):
                 self.complete, self.loaded, self.lineage, self.starts_over = True, False, spec.generation, False
                 self.switched = spec.generation
-                self._job.send(Switched(worker=self.name, generation=spec.generation, pause_s=0.1))
+                self._job.send(Switched(worker=self.name, generation=spec.generation, pause=Pause(state_s=0.1)))
                 self._step()
             else:
                 self._job.after(0.5, lambda: self.fail("its source is gone", token))

@@ -28,7 +28,7 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
     assert driver.machine.world_size == 4  # in effect as soon as one is there: all ranks agreed
     driver.switched(2, "w2", "w3", pause_s=0.1)
     (note,) = only(Note, driver.switched(2, "w4", pause_s=0.0))
-    assert (note.kind, note.from_workers, note.to_workers, note.pause_s) == (EventKind.RESIZE, 2, 4, 0.2)
+    assert (note.kind, note.from_workers, note.to_workers, note.pause.pause_s) == (EventKind.RESIZE, 2, 4, 0.2)
 
 
 def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_they_have_left() -> None:

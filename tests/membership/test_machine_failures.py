@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.instructions import AllLost, Announce, Note, Release, Reserve, Withdraw
 from elastic_ray.membership.signals import (
     PrepareFailed,
@@ -29,7 +29,7 @@ def test_survivors_go_on_at_once_when_a_member_dies_in_a_step() -> None:
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
     driver.switched(2, "w2")
     (note,) = only(Note, driver.switched(2, "w3", pause_s=0.7))
-    assert (note.kind, note.from_workers, note.to_workers, note.pause_s) == (EventKind.FAILURE, 3, 2, 0.7)
+    assert (note.kind, note.from_workers, note.to_workers, note.pause.pause_s) == (EventKind.FAILURE, 3, 2, 0.7)
 
 
 def test_a_failed_step_waits_a_moment_for_the_news_of_who_died() -> None:
@@ -91,7 +91,7 @@ def test_a_hung_member_is_lost_like_a_dead_one() -> None:
     out = driver.lost("w2", "it has been silent for 2.1 s")
     assert members_of(plan_in(out)) == ["w1"]
     driver.switched(2, "w1")
-    assert not driver.tell(Switched(worker="w2", generation=1, pause_s=0.0))  # it wakes up
+    assert not driver.tell(Switched(worker="w2", generation=1, pause=Pause(state_s=0.0)))  # it wakes up
     assert not driver.tell(StepFailed(worker="w2", generation=2, cause="called off"))
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
 
@@ -176,7 +176,7 @@ def test_a_joiner_that_holds_the_last_state_saves_the_job(evidence: str) -> None
     assert [w.to for w in only(Withdraw, out)] == [(joiner,)]  # so that it speaks up
     speaks: Stimulus = StepFailed(worker=joiner, generation=2, cause="called off")
     if evidence == "switched":
-        speaks = Switched(worker=joiner, generation=2, pause_s=0.0)
+        speaks = Switched(worker=joiner, generation=2, pause=Pause(state_s=0.0))
     spec = plan_in(driver.tell(speaks, after_s=CONFIG.notice_s / 2))
     assert (members_of(spec), spec.void_below) == ([joiner], 3)
     assert kinds(driver.switched(3, joiner)) == [EventKind.FAILURE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic_ray.events import Pause
 from elastic_ray.membership.signals import (
     Left,
     Lost,
@@ -30,7 +31,7 @@ def test_messages_of_workers_that_are_gone_or_unknown_mean_nothing() -> None:
             Lost(worker=worker, cause="again"),
             StepFailed(worker=worker, generation=2, cause="late"),
             PrepareFailed(worker=worker, generation=2, cause="late"),
-            Switched(worker=worker, generation=1, pause_s=9.0),
+            Switched(worker=worker, generation=1, pause=Pause(state_s=9.0)),
         ]
     assert not [i for stimulus in strangers for i in driver.tell(stimulus)]
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
@@ -70,7 +71,7 @@ def test_switched_to_an_older_generation_after_a_newer_one_changes_nothing() -> 
     driver.lost("w1")
     driver.lost("w2")
     driver.switched(3, "w3")
-    assert not driver.tell(Switched(worker="w3", generation=2, pause_s=1.0))
+    assert not driver.tell(Switched(worker="w3", generation=2, pause=Pause(state_s=1.0)))
     assert driver.names == ["w3"]
 
 

@@ -22,7 +22,7 @@ def test_the_first_start_asks_for_resources_launches_and_begins() -> None:
     assert driver.machine.world_size == 0
     assert not kinds(driver.switched(1, "w2"))
     (note,) = only(Note, driver.switched(1, "w1"))
-    assert note == Note(kind=EventKind.STARTED, from_workers=0, to_workers=2, reason="test", pause_s=0.0, generation=1)
+    assert note == Note(kind=EventKind.STARTED, from_workers=0, to_workers=2, reason="test", generation=1)
     assert driver.machine.world_size == driver.machine.target_workers == 2
     assert driver.machine.in_flight is None
 

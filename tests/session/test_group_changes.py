@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.registry import HookPoint
@@ -90,8 +91,12 @@ class Steps:
     def clear_failure(self) -> None:
         self.cleared = True
 
-    def resume(self) -> float:
-        return 1.5
+    def change_begins(self) -> None: ...
+
+    def group_stands(self) -> None: ...
+
+    def resume(self) -> Pause:
+        return Pause(vote_s=0.5, group_s=0.75, state_s=0.25)
 
     def enter_group(self) -> None: ...
 
@@ -156,8 +161,8 @@ class Controller:
     def failed(self, number: int, cause: str) -> None:
         self.failures.append((number, cause))
 
-    def switched(self, number: int, pause_s: float) -> None:
-        self.switches.append((number, pause_s))
+    def switched(self, number: int, pause: Pause) -> None:
+        self.switches.append((number, pause.pause_s))
 
 
 class Held:

@@ -13,6 +13,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.session.group import Group
@@ -158,9 +159,9 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
         parts,
         parts,
         parts,
-        begin=lambda: 1.5,
+        begin=lambda: Pause(state_s=1.5),
         set_shape=lambda shape: parts.done.append(shape),
-        switched=lambda generation, pause_s: parts.done.append((generation, pause_s)),
+        switched=lambda generation, pause: parts.done.append((generation, pause.pause_s)),
         moment=lambda name: None,
     )
     assert entry(SPEC, peers) == 3  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ class Speed(Protocol):
     def noise_scale(self) -> float | None:
         """[samples]; None while it is not known."""
 
+    @property
     def efficiency(self) -> float | None:
         """Statistical efficiency of the present batch; None before there is a model."""
 
@@ -88,7 +89,7 @@ def _speed_samples(status: JobStatus, speed: Speed, report: StepReport, whose: t
         *of.GLOBAL_BATCH.sample(report.batch_size or None, *whose),
         *of.SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
         *of.GOODPUT.sample(status.goodput, *whose),
-        *of.EFFICIENCY.sample(speed.efficiency(), *whose),
+        *of.EFFICIENCY.sample(speed.efficiency, *whose),
         *of.NOISE_SCALE.sample(speed.noise_scale, *whose),
         *of.LEARNING_RATE_FACTOR.sample(report.learning_rate_factor, *whose),
         *of.ETA.sample(status.eta_s, *whose),

@@ -38,7 +38,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         explanation="" if answer.explanation is None else str(answer.explanation),
         noise_scale=noise_scale(memory.state),
         series=memory.series,
-        pauses=pauses(events),
+        pauses=pauses(events, memory.status.last_pause if memory.status is not None else None),
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
         workers=tuple((w.rank, w.node, w.pid, w.generation, slow.get(w.node)) for w in answer.workers),
         events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, short_ids(e.reason)) for e in events),

@@ -6,9 +6,10 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ray.events import EventKind, JobEvent, JobStatus
-from elastic_ray.observe.page.rows import loss_of, told
+from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause
+from elastic_ray.observe.page.rows import loss_of
 from elastic_ray.observe.page.source import JobFacts, JobLook
+from elastic_ray.record.outlook import time_spent
 from placement.allocator.snapshot import JobState
 
 MOST_EVENTS, MOST_POINTS = 300, 600
@@ -16,8 +17,9 @@ MOST_EVENTS, MOST_POINTS = 300, 600
 Point = tuple["float | None", ...]
 """(time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss)."""
 
+_ROUNDING_S = 1e-6
 _LEAST_PART = 1e-9  # of the variance: a smaller gradient cannot be told from none
-_PARTS = ("vote_s", "group_s", "state_s", "first_step_s")
+_PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
@@ -67,7 +69,7 @@ class JobMemory:
 
     def _add(self, status: JobStatus, now_s: float) -> None:
         """One more point of the series."""
-        factor = told(status, "lr_factor")
+        factor = status.learning_rate_factor
         noise = noise_scale(self.state)
         rate = status.throughput or None
         values = (now_s, self._samples, status.batch_size or None, rate, status.workers, noise, factor, loss_of(status))
@@ -102,8 +104,13 @@ def noise_scale(state: JobState | None) -> float | None:
     return model.init_batch_size * max(model.noise.var, 0.0) / model.noise.sqr
 
 
-def pauses(events: Iterable[JobEvent]) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
-    """(time, kind, seconds, seconds by part) of every pause; what no part accounts for is ``other``."""
+def pauses(
+    events: Iterable[JobEvent], last: Pause | None = None
+) -> tuple[tuple[float, str, float, dict[str, float]], ...]:
+    """(time, kind, seconds, seconds by part) of every pause; what no part accounts for is ``other``.
+
+    The first step after the last one, as ``JobStatus.last_pause`` tells it, is a part beyond the pause's seconds.
+    """
     found = []
     for event in events:
         if event.pause_s <= 0:
@@ -111,7 +118,11 @@ def pauses(events: Iterable[JobEvent]) -> tuple[tuple[float, str, float, dict[st
         parts = {name.removesuffix("_s").replace("_", " "): _number(event.detail.get(name)) for name in _PARTS}
         parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
         rest = event.pause_s - sum(parts.values())
-        found.append((event.time_s, event.kind.value, event.pause_s, {**parts, "other": max(rest, 0.0)}))
+        if rest > _ROUNDING_S:
+            parts["other"] = rest
+        found.append((event.time_s, event.kind.value, event.pause_s, parts))
+    if found and last is not None and last.first_step_s is not None:
+        found[-1][3]["first step"] = last.first_step_s
     return tuple(found)
 
 
@@ -122,19 +133,12 @@ def _number(value: Any) -> float:
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Seconds from the submission until now by what they went to: waiting, pausing, the rest of training.
-
-    What the controller tells of it (``time_shares``) counts more.
-    """
-    own = told(status, "time_shares")
-    if own:
-        return {str(name): float(seconds) for name, seconds in own.items()}
-    whole, waiting, pausing, since_s, workers = max(until_s - submitted_s, 0.0), 0.0, 0.0, submitted_s, 0
-    for event in sorted(events, key=lambda event: event.time_s):
-        if not workers:
-            waiting += max(event.time_s - since_s, 0.0)
-        pausing += event.pause_s
-        since_s, workers = event.time_s, event.to_workers
-    if not workers:
-        waiting += max(until_s - since_s, 0.0)
-    return {"training": max(whole - waiting - pausing, 0.0), "waiting": waiting, "pausing": pausing}
+    """Seconds from the submission until now by what they went to: as the controller tells, else by the events."""
+    spent = time_spent(events, submitted_s, until_s) if status is None else status
+    return {
+        "training": spent.training_s,
+        "catching up": spent.catching_up_s,
+        "pausing": spent.pausing_s,
+        "starting": spent.starting_s,
+        "waiting": spent.waiting_s,
+    }

@@ -35,6 +35,7 @@ class Speed:
     loader: LoaderInfo | None = None
     effect: float | None = None
 
+    @property
     def efficiency(self) -> float | None:
         return self.effect
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Pause
 from elastic_ray.observe.page.changes import tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
@@ -216,8 +216,13 @@ def test_time_goes_to_waiting_pausing_and_training() -> None:
         event(EventKind.PREEMPTED, 30.0, 3, 0),
         event(EventKind.STARTED, 50.0, 0, 2),
     )
-    assert shares_of_time(told, None, 0.0, 100.0) == {"training": 69.0, "waiting": 30.0, "pausing": 1.0}
+    shares = {"training": 69.0, "catching up": 0.0, "pausing": 1.0, "starting": 0.0, "waiting": 30.0}
+    assert shares_of_time(told, None, 0.0, 100.0) == shares
+    own = dataclasses.replace(answer("a", 1).status, training_s=5.0, waiting_s=2.0)
+    assert shares_of_time(told, own, 0.0, 100.0) == dict.fromkeys(shares, 0.0) | {"training": 5.0, "waiting": 2.0}
     assert pauses(told) == ((20.0, "resize", 1.0, {"vote": 0.25, "group": 0.5, "other": 0.25}),)
+    (last,) = pauses(told, Pause(vote_s=0.25, group_s=0.5, first_step_s=0.125))
+    assert last[2] == 1.0 and last[3]["first step"] == 0.125
 
 
 def test_what_if_takes_registered_policies_only() -> None:

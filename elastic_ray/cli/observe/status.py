@@ -1,0 +1,69 @@
+"""``elastic-ray status``: one job."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from elastic_ray.cli.jobs import show_events
+from elastic_ray.cli.observe.status_lines import outlook_lines
+from elastic_ray.cli.options import job_argument, json_option
+from elastic_ray.cli.output import say, show_json
+from elastic_ray.cli.rows import SHORT_ID, Submission, job_rows
+from elastic_ray.driver.display import status_line
+
+
+@click.command(short_help="Show one job.")
+@job_argument
+@click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
+@json_option
+def status(job: str, last: int, as_json: bool) -> None:
+    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed."""
+    from elastic_ray.cli import cluster
+    from elastic_ray.cli import submission as ray_jobs
+
+    cluster.connect()
+    if not cluster.find_jobs(job):
+        script = ray_jobs.find(job)
+        if script is None:
+            raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
+        _show_script(script, as_json)
+        return
+    found = cluster.find_job(job)
+    name = found.answers.job
+    (row,) = job_rows([found.answers], _only(cluster.snapshot(), name))
+    members, events, why = found.workers(), found.events(), cluster.explain(name)
+    if as_json:
+        latest = events[len(events) - min(last, len(events)) :]
+        show_json({"job": row, "workers": members, "events": latest, "explanation": why})
+    else:
+        if found.answers.status is not None:
+            say(status_line(found.answers.status))
+        for line in outlook_lines(row):
+            say(f"  {line}")
+        for worker in members:
+            say(f"  rank {worker.rank}: process {worker.pid} on node {worker.node[:SHORT_ID]}")
+        say(str(why) if why is not None else "the allocator has not heard of it")
+        say(f"results: {row.storage_path}")
+        show_events(name, events[len(events) - min(last, len(events)) :])
+    if row.failed:
+        raise click.exceptions.Exit(1)
+
+
+def _only(snapshot: Any, job: str) -> Any:
+    """A snapshot with one job, or none."""
+    if snapshot is None:
+        return None
+    return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})
+
+
+def _show_script(script: Submission, as_json: bool) -> None:
+    if as_json:
+        show_json({"submission": script})
+    else:
+        say(f"submission {script.submission}: {script.phase}, no job of it runs. {script.message}".rstrip())
+        say(f"command: {script.entrypoint}")
+    if script.status == "FAILED":
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,73 @@
+"""How far a job is, where its time went and what it waits for, as lines of text (pure)."""
+
+from __future__ import annotations
+
+import math
+
+from elastic_ray.cli.output import ago
+from elastic_ray.cli.rows import JobRow
+
+_PARTS = (
+    ("training", "training_s"),
+    ("catching up", "catching_up_s"),
+    ("pausing", "pausing_s"),
+    ("starting", "starting_s"),
+    ("waiting", "waiting_s"),
+)
+
+
+def outlook_lines(row: JobRow) -> tuple[str, ...]:
+    """What a status adds to a job's first line; nothing of what is unknown."""
+    lines = (_waits(row), _left(row), _time(row), _pause(row))
+    return tuple(line for line in lines if line)
+
+
+def _waits(row: JobRow) -> str:
+    """``waits for 2 slots (GPU 1) on T4; about 3m05s until they are there``."""
+    if not row.waits_for:
+        return ""
+    known = row.start_s is not None and math.isfinite(row.start_s)
+    return f"waits for {row.waits_for}" + (f"; about {ago(row.start_s or 0.0)} until they are there" if known else "")
+
+
+def _left(row: JobRow) -> str:
+    """``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
+    left = [until_end(row)] if until_end(row) else []
+    left += [f"{row.samples_left} samples"] if row.samples_left is not None else []
+    left += [f"{row.steps_left} steps"] if row.steps_left is not None else []
+    done = f"{percent(row.progress)} done" if percent(row.progress) else ""
+    return "; ".join(part for part in (done, "left: " + ", ".join(left) if left else "") if part)
+
+
+def until_end(row: JobRow) -> str:
+    """``3m05s (2m10s to 4m00s)``; empty where the end is unknown."""
+    if row.eta_s is None or not math.isfinite(row.eta_s):
+        return ""
+    low_s, high_s = row.eta_low_s, row.eta_high_s
+    known = low_s is not None and high_s is not None and math.isfinite(low_s) and math.isfinite(high_s)
+    return ago(row.eta_s) + (f" ({ago(low_s or 0.0)} to {ago(high_s or 0.0)})" if known else "")
+
+
+def percent(share: float | None) -> str:
+    """``42%``; empty where it is unknown or no number."""
+    return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
+
+
+def _time(row: JobRow) -> str:
+    """``10m00s since its submission: training 80%, starting 5%, waiting 15%``."""
+    parts = [(name, getattr(row, field)) for name, field in _PARTS]
+    whole_s = sum(seconds for _, seconds in parts)
+    if not (whole_s > 0 and math.isfinite(whole_s)):
+        return ""
+    shares = (f"{name} {seconds / whole_s:.0%}" for name, seconds in parts if seconds > 0)
+    return f"{ago(whole_s)} since its submission: " + ", ".join(shares)
+
+
+def _pause(row: JobRow) -> str:
+    """``last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s``."""
+    pause = row.last_pause
+    if pause is None:
+        return ""
+    first = f"; first step after it {pause.first_step_s:.2f} s" if pause.first_step_s is not None else ""
+    parts = f"vote {pause.vote_s:.2f}, group {pause.group_s:.2f}, state {pause.state_s:.2f}"
+    return f"last pause {pause.pause_s:.2f} s: {parts}{first}"

@@ -1,0 +1,154 @@
+"""``elastic-ray top``: jobs and nodes, again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, TopLine, sorted_rows, top_cells, top_lines
+from elastic_ray.cli.output import PHASE_STYLES, on_terminal, plain_table, say
+from elastic_ray.cli.overview import NO_ALLOCATOR, headline
+from elastic_ray.cli.rows import NODE_COLUMNS, JobRow, NodeRow, job_rows, node_cells, node_rows
+
+if TYPE_CHECKING:
+    from placement.allocator.snapshot import CoreSnapshot
+
+
+@click.command(short_help="Watch jobs and nodes.")
+@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.2), help="Seconds.")
+@click.option("--once", is_flag=True, help="One look, then end; so it is in a pipe.")
+@click.option("--count", "looks", type=click.IntRange(min=1), help="End after so many looks; else with q or Ctrl-C.")
+@click.option(
+    "--sort", "by", default="phase", show_default=True, type=click.Choice(list(SORTS)), help="Which jobs first."
+)
+def top(interval: float, once: bool, looks: int | None, by: str) -> None:
+    """Watch jobs and nodes: as many jobs as the terminal has lines, until q or Ctrl-C.
+
+    Once, and in full, in a pipe. TRAINS is the part of the time since its submission in which a job trained.
+    """
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    piped = not sys.stdout.isatty()
+    last = 1 if once or (piped and looks is None) else looks
+    screen = _Pipe() if piped else _Screen() if on_terminal() else _Scroll()
+    with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
+        for look in itertools.count(1):
+            seen = cluster.snapshot()
+            rows, nodes = job_rows(cluster.known_jobs(), seen), node_rows(cluster.ray_nodes(), seen)
+            screen.show(_heading(seen), rows, nodes, by)
+            if look == last or keys.ended_within(interval):
+                break
+
+
+def _heading(seen: CoreSnapshot | None) -> str:
+    return time.strftime("%H:%M:%S ") + (headline(seen) if seen is not None else NO_ALLOCATOR)
+
+
+class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
+    """Plain text without limits, one look after the other."""
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+        """One look."""
+        now_s = time.time()
+        say(heading)
+        say(plain_table(TOP_COLUMNS, [top_cells(row, now_s) for row in sorted_rows(jobs, by)]))
+        say(plain_table(NODE_COLUMNS, [node_cells(row) for row in nodes]) + "\n")
+
+
+class _Scroll(_Pipe):
+    """Plain text that fits the terminal, one look below the other."""
+
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+        """One look."""
+        lines = top_lines(heading, jobs, nodes, size=_size(), by=by, now_s=time.time())
+        say("\n".join(line.text for line in lines) + "\n")
+
+
+class _Screen(_Pipe):
+    """The whole terminal, until its end."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(screen=True, auto_refresh=False)
+
+    def __enter__(self) -> _Screen:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
+        """One look."""
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = top_lines(heading, jobs, nodes, size=_size(), by=by, now_s=time.time())
+        texts = [Text(line.text, style=_style(line), no_wrap=True, overflow="crop") for line in lines]
+        self._live.update(Group(*texts), refresh=True)
+
+
+def _style(line: TopLine) -> str:
+    return "bold" if line.style == "heading" else PHASE_STYLES.get(line.style, "")
+
+
+def _size() -> tuple[int, int]:
+    size = shutil.get_terminal_size()
+    return size.columns, size.lines
+
+
+class _Keys(contextlib.AbstractContextManager["_Keys"]):
+    """Hears a ``q`` without the return key, where standard input is a terminal; gives it back as it was.
+
+    Args:
+        wanted: whether to; the terminal may be another program's, which reads what is printed here.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> _Keys:
+        if not self._wanted or sys.stdin.closed or not sys.stdin.isatty():
+            return self
+        try:
+            import termios
+            import tty
+        except ImportError:  # another system's terminals
+            return self
+        with contextlib.suppress(termios.error):  # a terminal that is gone
+            self._before = termios.tcgetattr(sys.stdin.fileno())
+            tty.setcbreak(sys.stdin.fileno())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            import termios
+
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, self._before)
+
+    def ended_within(self, seconds: float) -> bool:
+        """Wait so long; whether ``q`` was pressed, or the terminal is gone."""
+        if self._before is None:
+            time.sleep(seconds)
+            return False
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([sys.stdin.fileno()], [], [], left_s)
+            if ready and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+                return True
+        return False

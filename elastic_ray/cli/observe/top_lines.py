@@ -1,0 +1,137 @@
+"""One look of ``top`` as lines that fit a terminal (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from elastic_ray.cli.observe.status_lines import percent, until_end
+from elastic_ray.cli.output import ago
+from elastic_ray.cli.rows import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells
+from placement.text import printable
+
+TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "TRAINS", "AGE", "WHY")
+_FROM_JOBS = {"JOB": 0, "PHASE": 1, "WORKERS": 2, "BATCH": 4, "SAMPLES/S": 5}
+_MOST_FIRST = 24  # columns of a name
+_LEAST_LAST = 8  # columns of the last cell, which is cut to the room there is
+_GAP = 2
+_ORDER = ("running", "starting", "waiting", "silent", "submitted", "script", "failed", "stopped", "finished")
+_NODES_FROM = 12  # lines of a terminal that has room for nodes
+
+_Key = Callable[[JobRow], tuple[float | str, ...]]
+_FAR = math.inf
+
+SORTS: dict[str, _Key] = {
+    "phase": lambda row: (_phase(row), -row.workers),
+    "workers": lambda row: (-row.workers,),
+    "done": lambda row: (-_known(row.progress, -1.0),),
+    "eta": lambda row: (_known(row.eta_s, _FAR),),
+    "age": lambda row: (_known(row.submitted_s, _FAR),),
+    "name": lambda row: (),
+}
+"""What jobs may be sorted by; their names come last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TopLine:
+    """One line.
+
+    Attributes:
+        text: printable, no wider than the terminal.
+        style: a job's phase, "heading", or empty.
+    """
+
+    text: str
+    style: str = ""
+
+
+def _phase(row: JobRow) -> int:
+    return _ORDER.index(row.phase) if row.phase in _ORDER else len(_ORDER)
+
+
+def _known(value: float | None, otherwise: float) -> float:
+    return value if value is not None and math.isfinite(value) else otherwise
+
+
+def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
+    """Rows in the order of one of ``SORTS``."""
+    return sorted(rows, key=lambda row: (*SORTS[by](row), row.job))
+
+
+def top_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
+    """One line under ``TOP_COLUMNS``."""
+    cells = job_cells(row, now_s)
+    texts = {name: cells[number] for name, number in _FROM_JOBS.items()}
+    why = cells[-1]
+    if row.waits_for:
+        start = f", about {ago(row.start_s)}" if row.start_s is not None and math.isfinite(row.start_s) else ""
+        why = f"waits for {row.waits_for}{start}; {why}".rstrip("; ")
+    age = ago(now_s - row.submitted_s) if row.submitted_s is not None else ""
+    texts |= {"DONE": percent(row.progress), "ETA": until_end(row), "TRAINS": percent(row.productive_share)}
+    texts |= {"AGE": age, "WHY": why}
+    return tuple(texts[name] for name in TOP_COLUMNS)
+
+
+def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The header and each row, none wider than ``width`` columns: the first cells as far as they fit.
+
+    The first cell is cut where the room is small, the last one always; those between are shown whole or not at all.
+    """
+    lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
+    widths = [max(cell_len(line[i]) for line in lines) for i in range(len(columns))]
+    shown = [min(widths[0], _MOST_FIRST, max(1, width - (_GAP + _LEAST_LAST)) if width < 3 * _MOST_FIRST else width)]
+    for each in widths[1:-1]:
+        if sum(shown) + _GAP * len(shown) + each > width:
+            break
+        shown.append(each)
+    rest = width - sum(shown) - _GAP * len(shown)
+    complete = len(shown) == len(columns) - 1 and rest >= _LEAST_LAST
+    if complete:
+        shown.append(min(widths[-1], rest))
+    return [
+        (" " * _GAP).join(set_cell_size(cell, size) for cell, size in zip(line, shown, strict=False)).rstrip()
+        for line in lines
+    ]
+
+
+def top_lines(
+    heading: str,
+    jobs: Sequence[JobRow],
+    nodes: Sequence[NodeRow],
+    *,
+    size: tuple[int, int],
+    by: str = "phase",
+    now_s: float = 0.0,
+) -> list[TopLine]:
+    """One look: a heading, the first jobs in their order, and nodes where there is room for them.
+
+    Args:
+        heading: the cluster on one line.
+        jobs: in any order.
+        nodes: likewise shown as far as there is room.
+        size: columns and lines of the terminal.
+        by: one of ``SORTS``.
+        now_s: present time [s since the epoch].
+    """
+    width, height = max(1, size[0]), max(1, size[1])
+    below = min(len(nodes) + 2, height // 3) if height >= _NODES_FROM and nodes else 0
+    room = height - 2 - below  # the heading, and the columns' names
+    rows = sorted_rows(jobs, by)
+    shown = rows if len(rows) <= room else rows[: max(0, room - 1)]
+    first, *others = table_lines(TOP_COLUMNS, [top_cells(row, now_s) for row in shown], width)
+    lines = [TopLine(text=_cut(printable(heading), width), style="heading"), TopLine(text=first, style="heading")]
+    lines += [TopLine(text=text, style=row.phase) for text, row in zip(others, shown, strict=True)]
+    if len(shown) < len(rows):
+        lines.append(TopLine(text=_cut(f"and {len(rows) - len(shown)} more", width)))
+    if below:
+        cells = [node_cells(node) for node in nodes[: below - 2]]
+        first, *others = table_lines(NODE_COLUMNS, cells, width)
+        lines += [TopLine(text=""), TopLine(text=first, style="heading"), *(TopLine(text=text) for text in others)]
+    return lines[:height]
+
+
+def _cut(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, width).rstrip()

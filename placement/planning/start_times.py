@@ -1,0 +1,70 @@
+"""When jobs that wait would start: jobs that run end one after the other, and leave their slots (pure)."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+
+from placement.cluster.cluster import Cluster
+from placement.cluster.free_resources import FreeResources
+from placement.cluster.jobs import JobView, WorkerKind, goodputs, worker_kind
+from placement.goodput.remaining import remaining
+
+
+def start_times(
+    waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
+) -> dict[str, float]:
+    """Seconds from now until each waiting job's smallest size fits; jobs of which that cannot be told are left out.
+
+    It is rough: every running job keeps the size and the goodput that it has now until its end; a job without a
+    declared length or a fitted model never ends; no node comes or goes, no job arrives, and what has started does not
+    end. Those that wait are served by priority, then in the order of their arrival; of jobs of one kind of worker each
+    waits for those before it.
+
+    Args:
+        waiting: jobs without workers.
+        running: the others, with their workers by node id.
+        cluster: the nodes, with what elastic jobs may use of them altogether.
+    """
+    room = FreeResources(cluster)
+    for view, target in running:
+        _give(room, view, target, 1)
+    queues: dict[WorkerKind, collections.deque[JobView]] = {}
+    for view in sorted(waiting, key=lambda view: (-view.priority, view.arrival)):
+        queues.setdefault(worker_kind(view), collections.deque()).append(view)
+    ends = sorted((_seconds_left(view, target), number) for number, (view, target) in enumerate(running))
+    starts = dict.fromkeys(_start(room, queues), 0.0)
+    for end_s, number in ends:
+        if end_s == math.inf or not any(queues.values()):
+            break
+        view, target = running[number]
+        _give(room, view, target, -1)
+        starts |= dict.fromkeys(_start(room, queues), end_s)
+    return starts
+
+
+def _start(room: FreeResources, queues: Mapping[WorkerKind, collections.deque[JobView]]) -> list[str]:
+    """Start what fits, the first of each kind as long as it does; returns their names."""
+    started = []
+    for queue in queues.values():
+        while queue and room.add(queue[0], queue[0].held_at or queue[0].min_workers):
+            started.append(queue.popleft().job)
+    return started
+
+
+def _give(room: FreeResources, view: JobView, target: Mapping[str, int], sign: int) -> None:
+    """Take a job's workers from the room; a sign of -1 gives them back. Nodes that are gone do not count."""
+    for node, workers in target.items():
+        index = room.index(node)
+        if index is not None:
+            room.take(view, index, sign * workers)
+
+
+def _seconds_left(view: JobView, target: Mapping[str, int]) -> float:
+    """Time to a running job's end at its present size [s]; infinite where that is unknown."""
+    left = remaining(view.progress)
+    values = goodputs(view, list(target.values()))
+    if left is None or not view.init_batch_size or not values.size or not values[-1] > 0:
+        return math.inf
+    return float(left * view.init_batch_size / values[-1])

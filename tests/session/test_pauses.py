@@ -1,0 +1,68 @@
+"""A rank's pause between two groups, by what it was waiting for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.events import Pause
+from elastic_ray.steps.clock import StepClock
+
+SHAPE = BatchChoice(atomic_bsz=8)
+WAIT_S = 0.02
+
+
+def step(clock: StepClock) -> None:
+    clock.edge(SHAPE, 1, 8, "")
+
+
+def test_a_change_is_vote_group_and_state_and_the_first_step_comes_after_it() -> None:
+    clock = StepClock()
+    step(clock)
+    begun_s = time.monotonic()
+    for moment in (clock.change_begins, clock.group_stands):
+        time.sleep(WAIT_S)
+        moment()
+    time.sleep(WAIT_S)
+    pause = clock.resume()
+    assert min(pause.vote_s, pause.group_s, pause.state_s) >= WAIT_S
+    assert sum(pause.detail.values()) == pause.pause_s == pytest.approx(time.monotonic() - begun_s, abs=WAIT_S)
+    assert clock.first_step_s is None
+    time.sleep(WAIT_S)
+    step(clock)
+    first_s = clock.first_step_s
+    assert first_s is not None and first_s >= WAIT_S
+    step(clock)
+    assert clock.first_step_s == first_s, "the second step is not the first"
+
+
+def test_a_group_that_breaks_before_it_trains_is_part_of_the_wait_for_the_next() -> None:
+    clock = StepClock()
+    step(clock)
+    clock.change_begins()
+    clock.group_stands()
+    time.sleep(WAIT_S)
+    clock.change_begins()  # the failure of that group
+    clock.group_stands()
+    pause = clock.resume()
+    assert pause.group_s >= WAIT_S > pause.state_s
+
+
+def test_a_change_that_was_put_off_is_forgotten_with_the_next_step() -> None:
+    clock = StepClock()
+    step(clock)
+    clock.change_begins()
+    step(clock)
+    time.sleep(WAIT_S)
+    clock.change_begins()
+    assert clock.resume().vote_s >= WAIT_S
+
+
+def test_a_joiner_has_no_pause() -> None:
+    clock = StepClock()
+    clock.group_stands()
+    assert clock.resume() == Pause()
+    step(clock)
+    assert clock.first_step_s is None
