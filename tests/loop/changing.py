@@ -147,8 +147,9 @@ class _Job:
         membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: None)
         session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
         self._sessions[worker] = session
-        self._threads[worker] = threading.Thread(target=self._work, args=(worker, session), daemon=True)
-        self._threads[worker].start()
+        thread = threading.Thread(target=self._work, args=(worker, session), daemon=True)
+        thread.start()
+        self._threads[worker] = thread  # :meth:`run` joins those that are there
         assert self._ready[worker].wait(_WAIT_S), self._errors
 
     def _work(self, worker: int, session: Session) -> None:
