@@ -14,10 +14,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.membership.messages import Cancel, ControllerMessage, GenerationSpec, SetBatch, Stop
 
 logger = logging.getLogger(__name__)
+
+_DROP_S = 1.0  # a group that is still being dropped when the process exits is none of its business
 
 
 class CommunicatorFactory(Protocol):
@@ -219,3 +222,4 @@ class WorkerMembership:
             self.communicator, self._prepared = None, None
         if self._forming is not None:
             self._forming.join(timeout=1.0)
+        self._retired.drop_healthy(_DROP_S)

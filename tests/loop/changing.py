@@ -157,6 +157,7 @@ class _Job:
         try:
             self.outcome.results[worker] = self._train()
             session.finish()
+            session.membership.close(broken=False)
         except WorkerDismissed:
             session.membership.close(broken=False)
         except _Killed:

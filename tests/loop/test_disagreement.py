@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.communication import communicator as communicators
+from elastic_ray.communication import kept_groups
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus import announcer
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement
@@ -333,9 +333,9 @@ def late(pause_s: float) -> tuple[float, int]:
     begin_s = time.monotonic()
     session.finish()
     took_s = time.monotonic() - begin_s
-    group = session.group.communicator
+    gloo = session.group.communicator._gloo
     session.membership.close(broken=False)  # as a worker does; the group must outlive it
-    return took_s, int(any(gloo is group._gloo and not work.is_completed() for work, gloo in communicators._KEPT))
+    return took_s, int(any(group is gloo and not work.is_completed() for work, group in kept_groups._KEPT))
 
 
 def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:

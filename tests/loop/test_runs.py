@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -182,3 +184,44 @@ def test_an_iterator_ends_with_its_epoch() -> None:
     next(epochs)
     with pytest.raises(RuntimeError, match=r"call iter\(loader\) again in each epoch"):
         next(batches)
+
+
+class Kept(nn.Module):
+    """A table with few touched rows, and a layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids))  # type: ignore[no-any-return]
+
+
+def run_and_forget(strategy: str | None) -> Any:
+    """A short run of which nothing is kept."""
+    model = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, **({} if strategy is None else {"strategy": strategy}))
+    loader = er.AdaptiveDataLoader(numbers(24), batch_size=6)
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            wrapped(x.long()).square().mean().backward()
+            optimizer.step()
+    return weakref.ref(model), weakref.ref(wrapped)
+
+
+@pytest.mark.parametrize("strategy", [None, "parallax"])
+def test_a_run_that_is_over_leaves_no_model_behind(ranks: Ranks, strategy: str | None) -> None:
+    assert ranks.run(models_left, strategy) == []
+
+
+def models_left(strategy: str | None) -> list[str]:
+    """What of a run is there after the next has begun."""
+    left = run_and_forget(strategy)
+    er.AdaptiveDataParallel(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    list(er.AdaptiveDataLoader(numbers(6), batch_size=6))
+    set_session(None)
+    gc.collect()
+    return [type(each()).__name__ for each in left if each() is not None]

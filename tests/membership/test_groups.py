@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
 import socket
 import threading
 import time
@@ -17,7 +18,8 @@ import torch
 from elastic_ray.authentication import new_secret, sign, verify
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall, BootstrapRefusedError, call_mac
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, RetiredCommunicators
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
 from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
@@ -139,16 +141,54 @@ def test_a_group_with_an_operation_that_no_rank_waits_for_can_be_let_go_of_at_on
     retired = RetiredCommunicators()
     begin_s = time.monotonic()
     retired.retire(mine)
-    del mine
-    gc.collect()
-    assert time.monotonic() - begin_s < 2.0 and len(retired) == 0
-    assert not work.is_completed()
-    del theirs  # which ends the operation
-    gc.collect()
+    retired.drop_healthy(10.0)
+    assert time.monotonic() - begin_s < 2.0 and not work.is_completed()
+    theirs.close()  # which ends the operation
     deadline = time.monotonic() + 10.0
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert work.is_completed()
+
+
+def threads() -> int:
+    """Of this process, gloo's own among them."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_group_out_of_use_takes_its_threads_with_it_and_nobody_waits_for_that() -> None:
+    retired, before = RetiredCommunicators(), threads()
+    for generation in (1, 2, 3):
+        with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(3) as pool:
+            groups = list(pool.map(lambda rank: member(controller, rank, 3, generation=generation), range(3)))  # noqa: B023
+        assert threads() > before + 6
+        gc.disable()
+        try:
+            for group in groups:
+                retired.retire(group)
+            retired.drop_healthy(10.0)
+        finally:
+            gc.enable()
+        with pytest.raises(CommunicationFailedError, match="called off"):
+            groups[0].all_reduce(torch.ones(3))
+    until_s = time.monotonic() + 10.0
+    while threads() > before + 1:
+        assert time.monotonic() < until_s, threads()
+        time.sleep(0.01)
+
+
+def test_a_broken_group_is_kept_until_its_last_operation_has_timed_out() -> None:
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        mine, theirs = pool.map(lambda rank: member(controller, rank, 2, timeout_s=1.0), range(2))
+    retired = RetiredCommunicators()
+    mine.mark_broken()
+    retired.retire(mine)
+    retired.drop_healthy(10.0)
+    assert mine._gloo is not None
+    until_s = time.monotonic() + 30.0
+    while mine._gloo is not None:
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    theirs.close()
 
 
 def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:

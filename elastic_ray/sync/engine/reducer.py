@@ -8,7 +8,6 @@ that was given up can never write into ``.grad``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+from elastic_ray.sync.weak_hooks import weak_hook
 
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -104,7 +104,7 @@ class GradientReducer:
         self._hooks = [
             hook
             for bucket in self._buckets
-            for hook in hooks_on_gradients(bucket.params, functools.partial(self._on_gradient, bucket))
+            for hook in hooks_on_gradients(bucket.params, weak_hook(self._on_gradient, bucket.index))
         ]
         self.enter_group()
 
@@ -147,7 +147,7 @@ class GradientReducer:
         self._carried.taken()
         self._reduction.asked()
 
-    def _on_gradient(self, bucket: GradientBucket, param: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, param: torch.Tensor) -> None:
         """A parameter's gradient is there; reduce what is full."""
         if self._carried.watched is param:
             self._carried.look(param)
@@ -157,8 +157,8 @@ class GradientReducer:
                 return
             self._begin()
         pending = self._pending
-        pending[bucket.index] -= 1
-        if not pending[bucket.index] and self._reduces:
+        pending[index] -= 1
+        if not pending[index] and self._reduces:
             self._launch_ready()
 
     def _begin(self) -> None:

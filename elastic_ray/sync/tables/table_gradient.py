@@ -15,6 +15,7 @@ import torch
 
 from elastic_ray.sync.tables.sparse_backward import SparseBackward
 from elastic_ray.sync.tables.touched_rows import TouchedRows, rows_of_dense, rows_of_sparse
+from elastic_ray.sync.weak_hooks import weak_hook
 
 # After a look at a whole gradient that was in vain, so many steps at most go by without another.
 _LONGEST_PAUSE = 64
@@ -55,7 +56,7 @@ class TableGradient:
         self.param.requires_grad_(True)  # torch takes no hook for one that is frozen for the moment
         self._handles = [
             self.param.register_hook(self._before),  # type: ignore[no-untyped-call]
-            self.param.register_post_accumulate_grad_hook(self._after),  # type: ignore[no-untyped-call]
+            self.param.register_post_accumulate_grad_hook(weak_hook(self._after)),  # type: ignore[no-untyped-call]
         ]
         self.param.requires_grad_(trained)
         self._layers = [SparseBackward(layer, self.param) for layer in layers]
