@@ -172,6 +172,7 @@ class JobStatus:
         last_pause: the last pause by what it was waiting for; None before the first.
         learning_rate_factor: what the first model's learning rates are multiplied by, for its batch and by policies;
             None before the first step.
+        reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
     """
 
     job: str
@@ -205,6 +206,7 @@ class JobStatus:
     training_s: float = 0.0
     last_pause: Pause | None = None
     learning_rate_factor: float | None = None
+    reports: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,13 +269,20 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """One member of the present generation."""
+    """One member of the present generation.
+
+    Attributes:
+        silence_s: time since it was last heard of [s]; None before it has been.
+        slowness: its time for equal work over the group's median; None before enough steps were measured.
+    """
 
     rank: int
     node: str
     pid: int
     generation: int
     worker: str
+    silence_s: float | None = None
+    slowness: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

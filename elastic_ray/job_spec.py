@@ -25,6 +25,7 @@ class TrialSpec:
         checkpoint_ref: ``start_from`` in the cluster's memory, while the trial that reported it lives; None for storage
             only.
         most_reports: the trial is over with this report, if it is not cut before; None where that is not known.
+        rungs: reports after which its sweep may cut it, ascending; empty where that is not known.
         sweep: actor that has what trials share, worker processes above all; None shares nothing.
     """
 
@@ -36,6 +37,7 @@ class TrialSpec:
     checkpoint_ref: Any = None
     sweep: Any = None
     most_reports: int | None = None
+    rungs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:

@@ -289,6 +289,7 @@ class TrialJob:
                 knowledge_path=self._knowledge_path,
                 keep_s=template.keep_s,
                 most_reports=template.promise.max_t if template.promise is not None else None,
+                rungs=template.promise.rungs if template.promise is not None else (),
             ),
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)

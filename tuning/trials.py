@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from placement.checks import check_number
 
 _MOST = 4.0
+_MOST_RUNGS = 32  # that are shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,20 @@ class Promise:
         """Reports without the metric after which it counts as never reported: those up to the second rung."""
         return self.next_rung(self.grace_period)
 
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Reports after which a trial may be cut, ascending, and ``max_t``; of very many the first."""
+        found = [self.grace_period]
+        while found[-1] < self.max_t and len(found) < _MOST_RUNGS:
+            found.append(self.next_rung(found[-1]))
+        return tuple(sorted({*found, self.max_t}))
+
     def next_rung(self, reports: int) -> int:
         """The first rung after so many reports; ``max_t`` where there is none before it."""
-        rung = float(self.grace_period)
+        if reports >= self.max_t:
+            return self.max_t
+        passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
+        rung = self.grace_period * self.reduction_factor ** max(math.floor(passed) - 1, 0)
         while rung <= reports:
             rung *= self.reduction_factor
         return min(self.max_t, math.ceil(rung))

@@ -94,6 +94,7 @@ class StepReport:
     ``progress`` is that of the whole run, whatever groups and processes it had. ``strategy`` tells ways of
     synchronising gradients apart; while one is being chosen no steps are reported. ``uneven`` steps were shared
     out unequally, so that their times say nothing of equal shares; ``stragglers`` are those of the present group.
+    ``ratios`` are its ranks' times for equal work over the median; empty before enough steps were measured.
     ``held_batch`` is the global batch that a policy of the user has set, ``wish`` the fewest and most workers that it
     asks for; None without. ``parts`` is what each GPU type took of the steps of a group on several; empty where the
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
@@ -119,6 +120,7 @@ class StepReport:
     wish: tuple[int | None, int | None] | None = None
     uneven: bool = False
     stragglers: tuple[SlowWorker, ...] = ()
+    ratios: tuple[float, ...] = ()
     learning_rate_factor: float | None = None
     parts: tuple[MeasuredPart, ...] = ()
     first_step_s: float | None = None

@@ -84,6 +84,13 @@ def joined_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def ray_dashboard() -> str:
+    """Address of Ray's own dashboard, as seen from its head node; empty where it is not served."""
+    private: Any = ray._private
+    url = private.worker.get_dashboard_url()
+    return f"http://{url.rpartition('://')[2]}" if url else ""
+
+
 def _probe(address: str) -> None:
     """Whether anybody listens there: Ray itself would try for a minute."""
     place = split(address.rpartition("://")[2].partition("/")[0])

@@ -20,12 +20,16 @@ class StragglerReplacement:
     The allocator hears of a slow node and may move its workers elsewhere. Where it does not, a worker is replaced by
     another one on the same node, once: what is slow there may be its process or its GPU.
 
+    Attributes:
+        ratios: by worker, its time for equal work over the group's median, as rank 0 said last.
+
     Args:
         parts: of the job.
     """
 
     def __init__(self, parts: JobContext) -> None:
         self._group = parts.group
+        self.ratios: Mapping[str, float] = {}
         self._since_s: dict[str, float] = {}  # by worker: when its replacement was asked for
         self._wanted: dict[str, SlowWorker] = {}
         self._tried: dict[str, float] = {}  # by node: when a worker on it was replaced
@@ -43,6 +47,7 @@ class StragglerReplacement:
         current = self._group.machine.current
         if current is None or report.generation != current.generation:
             return
+        self.ratios = {member.worker: ratio for member, ratio in zip(current.members, report.ratios, strict=False)}
         self._note_replaced(current, now_s)
         self._wanted = {each.worker: each for each in report.stragglers if each.replace}
         self._since_s = {worker: self._since_s.get(worker, now_s) for worker in self._wanted}

@@ -120,7 +120,8 @@ class JobSupervisor:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        return views.members(self.group.machine, self.record, self.group.process_infos)
+        seen = self.group.process_infos, self.group.silence_s, self._messages.stragglers.ratios
+        return views.members(self.group.machine, self.record, *seen)
 
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.

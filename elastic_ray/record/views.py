@@ -193,6 +193,7 @@ def job_status(
         productive_share=spent.productive_share,
         last_pause=last_pause(record.events, report.generation if report is not None else 0, first_step_s),
         learning_rate_factor=report.learning_rate_factor if report is not None else None,
+        reports=record.last_report,
         **dataclasses.asdict(spent),
     )
     return _with_outlook(status, spec, planner, record)
@@ -266,8 +267,22 @@ def wish_note(planner: BatchPlanner) -> str:
             return f"its policy asks for {least} to {most} workers"
 
 
-def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, ProcessInfo]) -> tuple[WorkerInfo, ...]:
-    """Members of the present generation by rank, as far as their processes are known."""
+def members(
+    machine: JobMembership,
+    record: JobRecord,
+    processes: Mapping[str, ProcessInfo],
+    silence_s: Mapping[str, float],
+    ratios: Mapping[str, float],
+) -> tuple[WorkerInfo, ...]:
+    """Members of the present generation by rank, as far as their processes are known.
+
+    Args:
+        machine: the group.
+        record: of the job.
+        processes: by worker.
+        silence_s: by worker, for how long it has been silent [s].
+        ratios: by worker, its time for equal work over the group's median.
+    """
     spec = machine.current
     if spec is None or record.phase.ended:
         return ()
@@ -278,6 +293,8 @@ def members(machine: JobMembership, record: JobRecord, processes: Mapping[str, P
             pid=processes[member.worker].pid,
             generation=spec.generation,
             worker=member.worker,
+            silence_s=silence_s.get(member.worker),
+            slowness=ratios.get(member.worker),
         )
         for rank, member in enumerate(spec.members)
         if member.worker in processes

@@ -30,6 +30,7 @@ def step_report(run: RunState) -> StepReport | None:
         strategy=run.clock.strategy,
         uneven=run.clock.uneven,
         stragglers=(*run.stragglers.slow, *run.stragglers.senders),
+        ratios=run.stragglers.ratios,
         parts=run.gpu_types.take() if not run.stragglers.uneven else (),
         held_batch=run.adaptation.held_batch,
         wish=run.adaptation.wish,

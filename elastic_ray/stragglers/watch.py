@@ -93,6 +93,14 @@ class StragglerWatch:
         return tuple(weights.get(member.worker, 1.0) for member in self._members())
 
     @property
+    def ratios(self) -> tuple[float, ...]:
+        """By rank, time for equal work over the group's median; empty before enough steps were measured."""
+        return tuple(map(self._ratio, range(len(self._workers)))) if self._trace.ready else ()
+
+    def _ratio(self, rank: int) -> float:
+        return self._trace.ratio(rank, self._healthy)
+
+    @property
     def uneven(self) -> bool:
         """Whether ranks have unequal shares, so that times of steps say nothing of equal ones."""
         return self.weights is not None

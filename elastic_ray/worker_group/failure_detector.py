@@ -53,6 +53,11 @@ class FailureDetector:
         self._questioned.update(found)
         return found
 
+    def silence_s(self, worker: str) -> float | None:
+        """For how long it has been silent [s]; None if it has not been heard of."""
+        heard_s = self._heard_s.get(worker)
+        return None if heard_s is None else self._clock_s - heard_s
+
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
         """Members that have been silent for longer than the timeout, and for how long [s]."""
         if self._looked_s is not None:

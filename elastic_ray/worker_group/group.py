@@ -130,6 +130,12 @@ class WorkerGroup:
         """What is known of the workers' processes."""
         return self._actors.process_infos
 
+    @property
+    def silence_s(self) -> Mapping[str, float]:
+        """By member of the group, for how long it has been silent [s]."""
+        silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
+        return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
+
     def processes(self) -> dict[str, str]:
         """Names of the workers' processes, by worker; empty of those that a sweep lends."""
         return self._actors.processes()

@@ -103,6 +103,14 @@ def test_a_promise_says_what_is_better() -> None:
         Promise(metric="loss")  # type: ignore[call-arg]
 
 
+def test_all_rungs_end_with_the_most_reports_and_are_never_too_many() -> None:
+    assert PROMISE.rungs == (1, 3, 9, 27)
+    assert Promise(metric="a", mode="max", max_t=1).rungs == (1,)
+    assert Promise(metric="a", mode="max", max_t=10, grace_period=2, reduction_factor=3).rungs == (2, 6, 10)
+    many = Promise(metric="a", mode="max", max_t=10**9, reduction_factor=1 + 1e-9).rungs
+    assert len(many) <= 33 and many[-1] == 10**9
+
+
 @pytest.mark.parametrize("reports", range(30))
 def test_rungs_are_those_of_successive_halving(reports: int) -> None:
     assert PROMISE.next_rung(reports) == next((r for r in (1, 3, 9, 27) if r > reports), 27)

@@ -93,7 +93,9 @@ class PageJob:
         deadline_s, budget_usd: what its user has asked for.
         nodes: workers that it is to have by node id.
         why: reason of its size, what it waits for, or why it has ended.
+        reports: that its train function has made.
         sweep: of a trial, the sweep; else empty.
+        rungs: of a trial, reports after which its sweep may cut it, ascending; empty where that is not known.
         colour: ``#rrggbb``, the same wherever the job is drawn.
     """
 
@@ -126,7 +128,9 @@ class PageJob:
     why: str = ""
     note: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    reports: int = 0
     sweep: str = ""
+    rungs: tuple[int, ...] = ()
     storage: str = ""
     colour: str = "#808080"
 
@@ -254,7 +258,8 @@ class JobDetail:
         series: (time, samples, batch, samples/s, workers, noise scale, learning-rate factor, loss), oldest first.
         pauses: (time, kind, seconds, {part: seconds}), oldest first.
         shares: seconds since its submission by what they went to.
-        workers: (rank, node, process, generation, slowness of its node or None).
+        workers: (rank, node, process, generation, seconds since it was heard of, time for equal work over the
+            group's median, address of its node's logs); None where unknown.
         events: (time, kind, from, to, reason), oldest first.
         logs: where its results are.
     """

@@ -82,6 +82,8 @@ def job_row(
         why=_why(status, state),
         note=short_ids(status.note) if status is not None else "",
         nodes=dict(state.target) if state is not None and ended_s is None else {},
+        reports=status.reports if status is not None else 0,
+        rungs=facts.rungs if facts is not None else (),
         sweep=facts.sweep if facts is not None else "",
         storage=facts.storage if facts is not None else "",
         colour=colour,

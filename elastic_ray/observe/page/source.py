@@ -20,12 +20,14 @@ class JobFacts:
     Attributes:
         sweep: of a trial, its sweep; else empty.
         storage: its run directory.
+        rungs: of a trial, reports after which its sweep may cut it.
     """
 
     min_workers: int
     max_workers: int
     sweep: str = ""
     storage: str = ""
+    rungs: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +84,12 @@ class JobAnswer:
 
     Attributes:
         explanation: the allocator's; None where it does not know the job.
+        ray_dashboard: its address, which has what workers print; empty without.
     """
 
     workers: tuple[WorkerInfo, ...] = ()
     explanation: Explanation | None = None
+    ray_dashboard: str = ""
 
 
 class ActionRefusedError(Exception):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -60,6 +61,8 @@ def page_of(jobs: int, bars: int = 0, **more: Any) -> PageSnapshot:
             progress=n / max(jobs, 1),
             submitted_s=0.0,
             sweep="sweep" if 0 < n < 5 else "",
+            rungs=(1, 4, 16) if 0 < n < 5 else (),
+            reports=(0, 2, 5, 0, 16)[n] if n < 5 else 0,
             colour=colour(n),
         )
         for n in range(jobs)
@@ -97,7 +100,10 @@ def detail(job: str) -> JobDetail:
         series=tuple((float(t), 64.0 * t, 64, 100.0, 2, 50.0, 1.4, 1.0 / (t + 1)) for t in range(50)),
         pauses=((5.0, "resize", 0.4, {"vote": 0.1, "group": 0.2, "other": 0.1}),),
         shares={"training": 90.0, "waiting": 10.0},
-        workers=((0, "n0", 4242, 1, None), (1, HOSTILE, 4243, 1, 1.6)),
+        workers=(
+            (0, "n0", 4242, 1, 0.4, None, None),
+            (1, HOSTILE, 4243, 1, 12.0, 1.6, "http://127.0.0.1:8265/#/logs/?nodeId=" + quote(HOSTILE)),
+        ),
         events=((5.0, "resize", 1, 2, HOSTILE),),
         logs=HOSTILE,
     )
@@ -133,9 +139,15 @@ def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: An
             *("Pauses", "Where its time went"),
         ]
         text = page.locator("#detail").inner_text()
-        assert "+60 samples/s" in text and "1.6 x as long" in text and "4242" in text and "resize: 0.4 s" in text
+        assert "+60 samples/s" in text and "4242" in text and "resize: 0.4 s" in text
+        slow = page.locator("#detail tr", has_text="4243")
+        assert slow.locator(".warn").all_inner_texts() == ["12 s ago", "1.6 x"]
+        link = slow.locator("a")
+        assert link.get_attribute("href").startswith("http://127.0.0.1:8265/#/logs/?nodeId=%3Cscript")
         assert page.locator("[data-chart='Goodput over workers'] circle").count() == 3  # two measured, one present
         assert page.locator("[data-sweep=sweep] svg rect").count() > 0
+        rungs = page.locator("[data-sweep=sweep] [data-rung]").all_inner_texts()
+        assert rungs == ["rung 4: 1 trial, 0 over", "rung 1: 1 trial, 0 over"]
 
 
 def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> None:

@@ -55,8 +55,9 @@ function row(here, there) {
 
 const WIDTH = 900;
 const HIGH = 18;
+const MOST_TRIALS = 100;
 
-// A line for each trial along its steps or epochs, as wide as its workers; the numbers beneath are rungs of the sweep's epochs.
+// A line for each trial over time, as wide as its workers; those that have come to the same rung stand together.
 export function drawSweeps(store) {
   const sweeps = new Map();
   for (const job of store.tables.jobs.values()) {
@@ -69,28 +70,53 @@ export function drawSweeps(store) {
 }
 
 function sweep(store, name, trials) {
-  const epochs = Math.max(1, ...trials.map((t) => t.epoch + 1));
   const byJob = new Map(trials.map((t) => [t.job, []]));
   for (const each of store.tables.bars.values()) byJob.get(each[2])?.push(each);
-  const most = Math.max(1, ...trials.map((t) => Math.max(t.workers, t.target)), ...[...byJob.values()].flat().map((b) => b[5]));
-  const shown = [...trials].sort((a, b) => b.epoch - a.epoch || (a.loss ?? Infinity) - (b.loss ?? Infinity)).slice(0, 100);
-  const now = store.now_s;
   const times = [...byJob.values()].flat();
+  const most = Math.max(1, ...trials.map((t) => Math.max(t.workers, t.target)), ...times.map((b) => b[5]));
+  const shown = [...trials].sort((a, b) => passed(b) - passed(a) || b.reports - a.reports || (a.loss ?? Infinity) - (b.loss ?? Infinity)).slice(0, MOST_TRIALS);
+  const now = store.now_s;
   const first = Math.min(now, ...times.map((b) => b[3]));
   const last = Math.max(first + 1, ...times.map((b) => b[4] ?? now));
-  const x = (time) => 230 + ((time - first) / (last - first)) * (WIDTH - 330);
-  const lines = shown.flatMap((trial, i) => trialLine(trial, byJob.get(trial.job), i * HIGH + HIGH / 2, { x, now, most, epochs }));
+  const x = (time) => 230 + ((time - first) / (last - first)) * (WIDTH - 370);
+  const lines = [];
+  let y = 0;
+  let rung = null;
+  for (const trial of shown) {
+    if (trial.rungs.length && passed(trial) !== rung) {
+      rung = passed(trial);
+      lines.push(...rungLine(rung, trials, y + HIGH / 2));
+      y += HIGH;
+    }
+    lines.push(...trialLine(trial, byJob.get(trial.job), y + HIGH / 2, { x, now, most }));
+    y += HIGH;
+  }
   const running = trials.filter((t) => t.ended_s === null).length;
+  const left = trials.length - shown.length;
   return h("div", { class: "chart", "data-sweep": name }, h("h3", {}, `${name}: ${plural(trials.length, "trial")}, ${running} running; the width of a line is its workers`),
-    h("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${WIDTH} ${shown.length * HIGH + 8}`, role: "img", "aria-label": `Trials of ${name} over time`, style: { minWidth: "640px" } }, lines)));
+    h("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${WIDTH} ${y + 8}`, role: "img", "aria-label": `Trials of ${name} over time`, style: { minWidth: "640px" } }, lines)),
+    left ? h("p", { class: "soft" }, `and ${plural(left, "more trial")} that have come less far`) : null);
+}
+
+// The last rung that a trial has come to; 0 before the first.
+function passed(trial) {
+  return trial.rungs.filter((rung) => rung <= trial.reports).at(-1) ?? 0;
+}
+
+function rungLine(rung, trials, y) {
+  const here = trials.filter((t) => passed(t) === rung);
+  const over = here.filter((t) => t.ended_s !== null).length;
+  const text = `${rung ? `rung ${rung}` : "before the first rung"}: ${plural(here.length, "trial")}, ${over} over`;
+  return [svg("line", { x1: 0, x2: WIDTH, y1: y + 7, y2: y + 7, class: "grid" }), svg("text", { x: 4, y: y + 4, class: "soft", "data-rung": String(rung) }, text)];
 }
 
 function trialLine(trial, bars, y, { x, now, most }) {
   const short = trial.job.length > 34 ? `…${trial.job.slice(-33)}` : trial.job;
+  const far = trial.rungs.length ? `${trial.reports} of ${trial.rungs.at(-1)} reports` : `epoch ${trial.epoch}`;
   const loss = trial.loss === null ? "" : `, loss ${number(trial.loss)}`;
   // One trial may have workers on several nodes at a time: their lines lie beneath each other.
   const parts = bars.map((bar) => svg("rect", { x: x(bar[3]), y: y - (bar[5] / most) * (HIGH / 2 - 1), width: Math.max(x(bar[4] ?? now) - x(bar[3]), 1),
     height: (bar[5] / most) * (HIGH - 2), fill: trial.colour }, svg("title", {}, `${trial.job}: ${plural(bar[5], "slot")}`)));
   return [svg("text", { x: 4, y: y + 4 }, short), ...parts,
-    svg("text", { x: WIDTH - 94, y: y + 4 }, `epoch ${trial.epoch}${loss}`)];
+    svg("text", { x: WIDTH - 134, y: y + 4 }, `${far}${loss}`)];
 }

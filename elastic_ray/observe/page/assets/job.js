@@ -4,6 +4,8 @@ import { $, clock, h, number, percent, span, table } from "./dom.js";
 import { chart, splitBars } from "./charts.js";
 
 const AGAIN_MS = 2000;
+const QUIET_S = 3;
+const SLOW = 1.2;
 const [TIME, SAMPLES, BATCH, RATE, WORKERS, NOISE, FACTOR, LOSS] = [0, 1, 2, 3, 4, 5, 6, 7];
 
 export class JobView {
@@ -111,9 +113,10 @@ export class JobView {
   workers(detail) {
     if (!detail.workers.length) return null;
     const nodes = this.store.tables.nodes;
-    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "Process", "Generation", "Steps against the usual"],
-      detail.workers.map(([rank, node, pid, generation, slow]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8), nodes.get(node)?.type ?? "",
-        String(pid), String(generation), slow === null ? "1" : h("span", { class: "warn" }, `${number(slow)} x as long`)])));
+    return h("div", {}, h("h3", {}, "Workers"), table(["Rank", "Node", "GPU", "Process", "Generation", "Heard of", "Step time / median", "Logs"],
+      detail.workers.map(([rank, node, pid, generation, silent, slow, logs]) => [String(rank), nodes.get(node)?.label ?? node.slice(0, 8),
+        nodes.get(node)?.type ?? "", String(pid), String(generation), silent === null ? "–" : warned(silent > QUIET_S, `${number(silent)} s ago`),
+        slow === null ? "–" : warned(slow > SLOW, `${number(slow)} x`), logs === null ? "" : h("a", { href: logs, target: "_blank", rel: "noreferrer" }, "its node's")])));
   }
 
   events(detail) {
@@ -143,6 +146,10 @@ export class JobView {
     document.activeElement?.blur();
     if (job === this.job) this.load();
   }
+}
+
+function warned(doubtful, text) {
+  return doubtful ? h("span", { class: "warn" }, text) : text;
 }
 
 // Training time over all time, where the job does not tell it itself.

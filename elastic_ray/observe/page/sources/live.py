@@ -45,9 +45,11 @@ class LiveCluster:
         name: its address, for people.
         actions: whether jobs may be changed from the page.
         period_s: time between two looks [s].
+        ray_dashboard: address of Ray's own dashboard, which has what workers print; empty without one.
     """
 
-    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5) -> None:
+    def __init__(self, name: str, *, actions: bool, period_s: float = 0.5, ray_dashboard: str = "") -> None:
+        self._ray_dashboard = ray_dashboard
         self._page = ClusterPage(name, actions=actions)
         self._period_s = period_s
         self._controllers: dict[str, Any] = {}  # by the actor's name
@@ -160,7 +162,7 @@ class LiveCluster:
         controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
         why = _get(allocator.explain.remote(job)) if allocator is not None and controller is not None else None
-        answer = JobAnswer(workers=tuple(workers or ()), explanation=why)
+        answer = JobAnswer(workers=tuple(workers or ()), explanation=why, ray_dashboard=self._ray_dashboard)
         if controller is not None:
             self._answers[job] = time.monotonic(), answer
         return answer
@@ -220,6 +222,7 @@ def _facts(spec: JobSpec) -> JobFacts:
         max_workers=spec.max_workers,
         sweep=sweep or (posixpath.basename(posixpath.dirname(spec.storage_path)) if spec.trial is not None else ""),
         storage=spec.storage_path,
+        rungs=spec.trial.rungs if spec.trial is not None else (),
     )
 
 
