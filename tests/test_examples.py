@@ -38,7 +38,8 @@ SMOKE = {
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }
 
-SLOW = {"digits.py", "autoscaling.py"}  # CI runs the first in full, as the main job; the second waits for nodes
+# CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
+SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}
 
 
 @pytest.mark.timeout(300)

@@ -41,6 +41,7 @@ class RetiredCommunicators:
             self._news.wait_for(lambda: all(each.broken or each.voided for _, each in self._retired), timeout_s)
 
     def _drop(self) -> None:
+        """Drop one after the other when its time has come, until there is none left."""
         while True:
             with self._news:
                 if not self._retired:

@@ -71,6 +71,7 @@ def sizes(handle: er.JobHandle) -> list[int]:
     return [event.to_workers for event in handle.events() if event.kind is EventKind.RESIZE]
 
 
+@pytest.mark.slow
 def test_a_job_gets_the_sizes_that_it_asks_for_while_it_trains(ray_cluster: Any, tmp_path: Path) -> None:
     """Its policy is given both to the trainer and in the loop, and wishes do not wait for the next regular report."""
     again = Sizes(3, 1, 2)

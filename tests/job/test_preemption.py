@@ -32,6 +32,7 @@ def check_steps_once(folder: Path) -> None:
     traced.account(folder)
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     (tmp_path / "short").mkdir()

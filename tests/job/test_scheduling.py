@@ -19,6 +19,7 @@ def nodes(handle: er.JobHandle) -> list[str]:
     return sorted(worker.node for worker in handle.workers())
 
 
+@pytest.mark.slow
 def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_cluster: Any, tmp_path: Path) -> None:
     """The GPUs are logical ones: the workers train on the CPU."""
     ray_cluster.add_node(num_cpus=4, num_gpus=2, labels={"zone": "c"})

@@ -71,6 +71,7 @@ def check_epochs(folder: Path) -> dict[tuple[int, int], int]:
     return sizes
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_told_of_and_takes_fewer_samples(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, stragglers="share")
     worker = slow_down(handle, tmp_path, rank=1)

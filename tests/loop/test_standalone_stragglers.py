@@ -17,7 +17,8 @@ import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from tests.loop.ranks import Ranks
 
-SAMPLES, BATCH, SLOW, SAMPLE_S = 240, 24, 1, 0.001
+SAMPLES, BATCH, SLOW, SAMPLE_S = 240, 24, 1, 0.002
+EPOCHS = 14  # steps of 50 ms, of which those of a quarter of a second are looked at together
 
 Seen = tuple[list[int], list[list[int]], list[str]]
 
@@ -51,7 +52,7 @@ def loop(response: str | None, epochs: int, worker_rank: int) -> Seen:
 
 
 def trained(response: str | None) -> Seen:
-    return loop(response, 8, int(os.environ["RANK"]))
+    return loop(response, EPOCHS, int(os.environ["RANK"]))
 
 
 def measures(response: str | None) -> bool:
@@ -61,7 +62,7 @@ def measures(response: str | None) -> bool:
 
 def test_shares_follow_a_slow_rank_and_rank_0_logs_it(ranks: Ranks) -> None:
     results: list[Seen] = ranks.run(trained, "share", world=3)
-    for epoch in range(8):
+    for epoch in range(EPOCHS):
         assert sorted(index for _, drawn, _ in results for index in drawn[epoch]) == list(range(SAMPLES))
     at_end = [sizes[-20:] for sizes, _, _ in results]
     assert {sizes[0] for sizes, _, _ in results} == {BATCH // 3}
@@ -90,9 +91,9 @@ def test_responses_that_a_run_without_a_trainer_cannot_give_are_refused_by_name(
 
 SCRIPT = """
 import logging, os
-from tests.loop.test_standalone_stragglers import loop
+from tests.loop.test_standalone_stragglers import EPOCHS, loop
 logging.basicConfig()
-sizes, _, logged = loop("share", 8, int(os.environ["RANK"]))
+sizes, _, logged = loop("share", EPOCHS, int(os.environ["RANK"]))
 print("DONE", os.environ["RANK"], max(sizes[-20:]), min(sizes[-20:]), len([e for e in logged if "worker 1" in e]))
 """
 

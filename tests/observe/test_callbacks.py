@@ -43,6 +43,7 @@ def check_once(heard: list[int], all_reports: range) -> None:
     assert heard[:at] + [number for number in heard[at:] if number not in repeated] == list(all_reports)
 
 
+@pytest.mark.slow
 def test_callbacks_hear_of_each_report_once_whatever_is_lost(ray_cluster: Any, tmp_path: Path) -> None:
     told, logged = tmp_path / "told", tmp_path / "logged"
     handle = start(tmp_path, [Listener(told), Logger(logged)], epochs=80)

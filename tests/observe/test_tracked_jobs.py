@@ -69,6 +69,7 @@ def test_a_job_with_a_lost_rank_0_and_a_lost_controller_is_one_run(ray_cluster: 
     assert failure.reason in marks["elastic/failure"][0][1]
 
 
+@pytest.mark.slow
 def test_what_a_restart_repeats_replaces_what_was_there(ray_cluster: Any, tmp_path: Path) -> None:
     """The only worker dies; the reports since the last checkpoint, at step 12, are made once more."""
     elastic = {"automatic_checkpoints": False}

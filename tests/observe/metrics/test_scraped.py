@@ -69,6 +69,7 @@ def numbers(job: str, number: float, tenant: str = "") -> tuple[Sample, ...]:
     return tuple(each for metric in (SHOWN, ADDED, SEEN) for each in metric.sample(number, job, tenant))
 
 
+@pytest.mark.slow
 def test_a_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_path: Path) -> None:
     scheduling = er.SchedulingConfig(tenant='team "\\' + "x" * 1000)
     handle = start(tmp_path, workers=(1, 2), epochs=2000, name="metered", scheduling=scheduling)

@@ -146,7 +146,7 @@ def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: An
         assert link.get_attribute("href").startswith("http://127.0.0.1:8265/#/logs/?nodeId=%3Cscript")
         assert page.locator("[data-chart='Goodput over workers'] circle").count() == 3  # two measured, one present
         assert page.locator("[data-sweep=sweep] svg rect").count() > 0
-        rungs = page.locator("[data-sweep=sweep] [data-rung]").all_inner_texts()
+        rungs = page.locator("[data-sweep=sweep] [data-rung]").all_text_contents()
         assert rungs == ["rung 4: 1 trial, 0 over", "rung 1: 1 trial, 0 over"]
 
 

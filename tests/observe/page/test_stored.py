@@ -45,7 +45,7 @@ def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) 
     assert [use[1] for use in seen.use] == [4, 6, 0] and seen.source.kind == "files"
     detail = page.detail("one")
     assert detail is not None and [point[7] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
-    assert detail.shares["training"] == pytest.approx(199.7) and to_json(tables(seen))
+    assert detail.shares["training"] == pytest.approx(199.8) and to_json(tables(seen))
     assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
 
 

@@ -216,6 +216,7 @@ def _nodes() -> tuple[NodeLook, ...]:
 
 
 def _facts(spec: JobSpec) -> JobFacts:
+    """What its specification says of a job."""
     sweep = spec.job.rpartition("-")[0] if spec.trial is not None else ""
     return JobFacts(
         min_workers=spec.min_workers,
