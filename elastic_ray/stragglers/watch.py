@@ -95,10 +95,9 @@ class StragglerWatch:
     @property
     def ratios(self) -> tuple[float, ...]:
         """By rank, time for equal work over the group's median; empty before enough steps were measured."""
-        return tuple(map(self._ratio, range(len(self._workers)))) if self._trace.ready else ()
-
-    def _ratio(self, rank: int) -> float:
-        return self._trace.ratio(rank, self._healthy)
+        if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
+            return ()
+        return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
 
     @property
     def uneven(self) -> bool:

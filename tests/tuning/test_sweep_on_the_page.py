@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from ray import tune
@@ -24,16 +19,6 @@ pytestmark = [
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.timeout(240),
 ]
-
-
-def jobs_of(address: str) -> list[dict[str, Any]]:
-    """What ``elastic-ray jobs --json`` prints."""
-    command = [sys.executable, "-m", "elastic_ray.cli", "jobs", "--json"]
-    said = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": address}, capture_output=True, check=True, timeout=60
-    )
-    found: list[dict[str, Any]] = json.loads(said.stdout)
-    return found
 
 
 def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
@@ -55,12 +40,10 @@ def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_
             assert all(job["job"].startswith(f"{job['sweep']}-") for job in jobs)
             rungs = "[...document.querySelectorAll('[data-rung]')].map((each) => each.textContent).join()"
             until(page, f"{rungs} === 'rung 2: 2 trials, 0 over'", 120)  # the third epoch waits for the file
-            for status in jobs_of(sweep_cluster.address):
-                assert status["reports"] == 2 and status["progress"] == pytest.approx(0.5)
-                spent = sum(
-                    status[f"{part}_s"] for part in ("waiting", "starting", "pausing", "catching_up", "training")
-                )
-                assert spent > 0 and 0 < status["productive_share"] <= 1
+            for job in read(f"{url}api/snapshot")["jobs"]:
+                assert (job["reports"], job["rungs"]) == (2, [1, 2, 4]) and 0.5 <= job["progress"] <= 0.75
+                spent = read(f"{url}api/jobs/{job['job']}")["shares"]
+                assert spent["training"] > 0 and 0 < job["productive"] <= 1
             hold.touch()
             until(page, "document.querySelector('[data-sweep] h3').textContent.includes('0 running')", 120)
     finally:
