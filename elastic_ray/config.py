@@ -8,6 +8,7 @@ import math
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.reports import RESPONSES, Response, StragglerConfig
 from placement.cluster.jobs import SPOT_USES, SpotUse
+from placement.cluster.sizes import AllowedSizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,10 @@ class SchedulingConfig:
             has a use for. Each type takes its share of a step's samples by its speed, within ``local_bsz_bounds``, as
             with ``ElasticConfig(stragglers="share")``. Only the policy ``goodput`` gives workers of several types on
             purpose; others keep to their own rules.
+        sizes: the only numbers of workers that the job trains with, ascending; None for any between the least and the
+            most of ``num_workers``. After a lost worker the job goes on with those that are left until the allocator
+            has decided again, which takes a second or two.
+        multiple_of: only multiples of this number of workers, as ``sizes``; None for any.
     """
 
     priority: int = 0
@@ -161,8 +166,21 @@ class SchedulingConfig:
     weight: float = 1.0
     tenant_weight: float | None = None
     mixed_gpu_types: bool = False
+    sizes: tuple[int, ...] | None = None
+    multiple_of: int | None = None
+
+    @property
+    def allowed_sizes(self) -> AllowedSizes:
+        """``sizes`` and ``multiple_of`` together."""
+        return AllowedSizes(
+            sizes=() if self.sizes is None else self.sizes,
+            multiple_of=1 if self.multiple_of is None else self.multiple_of,
+        )
 
     def __post_init__(self) -> None:
+        if self.sizes == ():
+            raise ValueError("sizes must hold the numbers of workers that are allowed, or be None for any, but got ()")
+        _ = self.allowed_sizes  # raises
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
         if not isinstance(self.tenant, str):

@@ -27,7 +27,7 @@ from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import read_overrides, take_name
-from elastic_ray.driver.ray_train_config import job_name, read_run, read_scaling, refuse_arguments
+from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
@@ -123,6 +123,7 @@ class ElasticTrainer:
         self._submission = told.submission
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = scheduling_config or SchedulingConfig()
+        self._scaling = _of_allowed_sizes(self._scaling, self._scheduling)
         self._fingerprint = _check_fingerprint(model_fingerprint)
         if policy is not None:
             warnings.warn(_POLICY_IS_THE_CLUSTERS, DeprecationWarning, stacklevel=2)
@@ -209,6 +210,20 @@ class ElasticTrainer:
             callbacks=self._callbacks,
             callback_names=tuple(type(callback).__name__ for callback in self._run.callbacks),
         )
+
+
+def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
+    """From the smallest to the largest size that is allowed.
+
+    Raises:
+        ValueError: none is.
+    """
+    low, high = scaling.min_workers, scaling.max_workers
+    try:
+        low, high = scheduling.allowed_sizes.within(low, high)
+    except ValueError as error:
+        raise ValueError(f"num_workers={(low, high)} and SchedulingConfig exclude each other: {error}") from None
+    return dataclasses.replace(scaling, min_workers=low, max_workers=high)
 
 
 def check_resources(spec: JobSpec) -> None:

@@ -10,6 +10,7 @@ from elastic_ray.membership.instructions import AllLost, Announce, Complete, Ins
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import InFlight, Roster, WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class MembershipConfig:
 
     Attributes:
         min_workers: fewest workers that the first generation begins with.
+        sizes: of groups that are planned.
         reserve_timeout_s: an unfulfilled reservation is given back after this.
         join_timeout_s: a started worker that is not ready after this is given up; the next ones have twice as long
             each time, up to eight times, until one is ready.
@@ -29,6 +31,7 @@ class MembershipConfig:
     """
 
     min_workers: int = 1
+    sizes: AllowedSizes = ANY_SIZE
     reserve_timeout_s: float = 60.0
     join_timeout_s: float = 120.0
     switch_timeout_s: float = 20.0

@@ -299,14 +299,14 @@ class JobMembership(GenerationChanges):
         reason = self._reason
         if self.current is None:
             wanted = min(self.config.min_workers, max(1, self.target_workers))
-            group = first_group(self, wanted=wanted, most=self._first_most, patient=patient)
+            group = first_group(self, wanted=wanted, most=self._first_most, patient=patient, sizes=self.config.sizes)
             if group is not None and not self.holders() and group[0].loaded < self._loaded:
                 self._loaded = 0  # they would begin anew; others in their place may load what is there
                 for record in group:
                     self._give_up(record, "it could not load the automatic checkpoint that another had loaded")
                 return
         else:
-            group = next_group(self, leavers, min_workers=self.config.min_workers)
+            group = next_group(self, leavers, min_workers=self.config.min_workers, sizes=self.config.sizes)
             if group == self.members():
                 self._first_wish_s = None
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
@@ -35,10 +36,13 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
     return leavers, unwanted
 
 
-def next_group(roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: int) -> list[WorkerRecord] | None:
+def next_group(
+    roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: int, sizes: AllowedSizes = ANY_SIZE
+) -> list[WorkerRecord] | None:
     """Members of the next planned generation by rank; None where it is not worth one.
 
-    It is not announced as long as it would have fewer than ``min_workers`` and more are on their way.
+    It is not announced as long as it would have fewer than ``min_workers``, or a size that is not allowed, and more are
+    on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any case.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
@@ -46,13 +50,15 @@ def next_group(roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: 
     if not stayers:
         stayers = members[:1]  # one must bring the state along
     group = stayers + roster.in_phase(WorkerPhase.READY)
-    too_small = len(group) < min(min_workers, len(members))
-    if too_small and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
+    unfit = len(group) < min(min_workers, len(members)) or not sizes.allow(len(group))
+    if unfit and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
         return None
-    return group
+    return group[: max(sizes.at_most(len(group)), len(stayers))]
 
 
-def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> list[WorkerRecord] | None:
+def first_group(
+    roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
+) -> list[WorkerRecord] | None:
     """Members of the first generation, or of the first after all members were lost; None where it has to wait.
 
     The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
@@ -63,6 +69,7 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
         wanted: fewest workers to begin with.
         most: most workers that can begin, 0 for no limit.
         patient: whether to wait for workers that are starting.
+        sizes: how many may begin; holders of a state begin in any case.
     """
     holders = roster.holders()
     group = [w for w in roster.in_phase(WorkerPhase.READY) if w.has_state or not holders]
@@ -76,4 +83,5 @@ def first_group(roster: Roster, *, wanted: int, most: int, patient: bool) -> lis
         patient = patient and len(group) != most
         if len(group) < min(wanted, most or wanted):
             return None
+        group = group[: sizes.at_most(len(group)) or None]
     return group if group and not patient else None

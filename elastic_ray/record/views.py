@@ -37,7 +37,7 @@ from placement.cluster.progress import Progress
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
     """Most workers that the job has a use for, never fewer than its minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
-    return max(spec.min_workers, most)
+    return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
 
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
@@ -47,9 +47,10 @@ def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
         ValueError: the loader's limits have no use for so many, or it is outside the job's range.
     """
     most = max_workers(spec, planner)
-    if spec.min_workers <= workers <= most:
+    allowed = spec.scheduling.allowed_sizes
+    if spec.min_workers <= workers <= most and allowed.allow(workers):
         return
-    limit = ""
+    limit = "" if allowed.allow(workers) else f"; SchedulingConfig({allowed}) allows others only"
     if planner.loader is not None and workers <= spec.max_workers:
         limit = f"; its loader has work for {planner.loader.max_workers} (batch size and dataset)"
     raise ValueError(
@@ -110,6 +111,7 @@ def allocator_view(
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
         slow_nodes=slow_nodes,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
+        sizes=spec.scheduling.allowed_sizes,
     )
 
 
@@ -119,8 +121,9 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
     if held_at is not None:
         return most, None
     least_wished, most_wished = planner.wish
-    most = most if most_wished is None else max(spec.min_workers, min(most, most_wished))
-    return most, None if least_wished is None else min(least_wished, most)
+    allowed = spec.scheduling.allowed_sizes
+    most = most if most_wished is None else max(spec.min_workers, allowed.at_most(min(most, most_wished)))
+    return most, None if least_wished is None else min(allowed.at_least(least_wished) or most, most)
 
 
 def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:

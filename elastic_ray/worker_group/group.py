@@ -105,6 +105,7 @@ class WorkerGroup:
         self.machine = JobMembership(
             MembershipConfig(
                 min_workers=spec.min_workers,
+                sizes=spec.scheduling.allowed_sizes,
                 reserve_timeout_s=elastic.reserve_timeout_s,
                 join_timeout_s=elastic.join_timeout_s,
                 # A member may be busy for as long as a collective may last; the failure detector finds those that hang.

@@ -15,6 +15,7 @@ from placement.checks import check_number
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
 from placement.cluster.labels import check_selector
 from placement.cluster.progress import Progress
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
@@ -84,6 +85,8 @@ class JobView:
             left, where that was seen.
         mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
             that keep a job on one type, or do not look at types, ignore it.
+        sizes: numbers of workers that it can train with, where not all between the least and the most will do
+            (``placement.planning.allowed_sizes``).
     """
 
     job: str
@@ -123,6 +126,7 @@ class JobView:
     budget_usd: float | None = None
     slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
     mixed_gpu_types: bool = False
+    sizes: AllowedSizes = ANY_SIZE
 
     def __post_init__(self) -> None:
         where = f"of job {self.job!r}"
@@ -225,18 +229,24 @@ class JobView:
 
         At most ``max_workers``; at most so many that each gets its least micro-batch out of the largest
         global batch; before a model exists at most twice what the job has run with (2 -> 4..., as Pollux
-        explores), since nothing is known about larger sizes. Never below ``min_workers``.
+        explores), since nothing is known about larger sizes, or the next size that is allowed. Never below
+        ``min_workers``.
         """
         most = self._most_with_samples
         if self.goodput is None:
-            most = min(most, max(2 * self.most_workers, self.workers, FIRST_WORKERS))
-        return max(most, self.min_workers)
+            most = min(most, self.explored_workers)
+        return max(self.sizes.at_most(most), self.min_workers)
+
+    @property
+    def explored_workers(self) -> int:
+        """The most workers worth a try while nothing is known of larger sizes."""
+        return max(2 * self.most_workers, self.workers, FIRST_WORKERS, self.sizes.at_least(self.most_workers + 1) or 0)
 
     @property
     def wished_workers(self) -> int:
         """``wished``, as far as each worker gets its least micro-batch and trials may grow; the minimum without."""
         limits = [self._most_with_samples, self.wished or self.min_workers, self.growth_limit or self.max_workers]
-        return max(min(limits), self.min_workers)
+        return max(self.sizes.at_most(min(limits)), self.min_workers)
 
     @property
     def _most_with_samples(self) -> int:
@@ -270,14 +280,17 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         most: the largest size of interest; ``view.useful_workers`` by default.
 
     Returns:
-        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more.
+        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
+        that is not allowed is as fast as the next one below.
         Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
         the gain.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:
-        return np.arange(n + 1, dtype=np.float64)
-    return _fitted_speeds(_fitted_sizes(view, view.goodput, slots, n))
+        speed = np.arange(n + 1, dtype=np.float64)
+    else:
+        speed = _fitted_speeds(_fitted_sizes(view, view.goodput, slots, n))
+    return speed if view.sizes.free else speed[view.sizes.floors(n)]
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
@@ -285,7 +298,8 @@ def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
-    return _fitted_goodputs(_fitted_sizes(view, view.goodput, slots, n))
+    values = _fitted_goodputs(_fitted_sizes(view, view.goodput, slots, n))
+    return values if view.sizes.free else np.concatenate(([0.0], values))[view.sizes.floors(n)[1:]]
 
 
 class _FittedSizes(NamedTuple):

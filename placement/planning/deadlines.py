@@ -58,7 +58,8 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
         return SatisfactoryShare(
             workers=None, why_not=f"cannot be met, not with {max(len(rates), view.min_workers)} workers either"
         )
-    return SatisfactoryShare(workers=view.min_workers + int(enough[0]))
+    workers = view.min_workers + int(enough[0])
+    return SatisfactoryShare(workers=view.sizes.at_least(workers) or workers)
 
 
 def guarantee(

@@ -62,6 +62,9 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
         wanted = view.wished_workers
         given = slots.give(view, wanted - own)
         more = sum(given.values())
+        if not view.sizes.allow(own + more):
+            slots.take_back(view, given, own + more - max(view.sizes.at_most(own + more), own))
+            more = sum(given.values())
         if given:
             granted[view.job] = given
         if own + more < wanted:
@@ -96,6 +99,20 @@ class _FreeSlots:
             place[node_id] = place.get(node_id, 0) + 1
             given[node_id] = given.get(node_id, 0) + 1
         return given
+
+    def take_back(self, view: JobView, given: dict[str, int], workers: int) -> None:
+        """Leave so many of the slots that a job was given to others."""
+        place = self.allocation[view.job]
+        for node_id in reversed(list(given)):
+            less = min(given[node_id], workers)
+            index = self._room.index(node_id)
+            assert index is not None, f"node {node_id} had a free slot"
+            self._room.take(view, index, -less)
+            workers -= less
+            for counts in (given, place):
+                counts[node_id] -= less
+                if not counts[node_id]:
+                    del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
         """The node of its next worker: where it has one now, one of its own, or the fullest; None if there is none."""

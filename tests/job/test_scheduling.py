@@ -52,6 +52,27 @@ def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_clust
         assert handle.wait(60)
 
 
+def test_a_job_has_allowed_sizes_only(ray_cluster: Any, tmp_path: Path) -> None:
+    ray_cluster.add_node(num_cpus=3, labels={"zone": "sized"})
+    handle = start(
+        tmp_path,
+        workers=(1, 4),
+        labels={"zone": "sized"},
+        scheduling=er.SchedulingConfig(sizes=(2, 4)),
+        pause_s=0.02,
+        epochs=999,
+        name="sized",
+    )
+    wait_until(lambda: handle.status().workers == 2, handle)
+    with pytest.raises(ValueError, match=r"but got 3; SchedulingConfig\(sizes=\(2, 4\)\) allows others only"):
+        handle.resize(3)
+    ray_cluster.add_node(num_cpus=1, labels={"zone": "sized"})
+    wait_until(lambda: handle.status().workers == 4, handle)
+    handle.stop()
+    assert handle.wait(60)
+    assert {event.to_workers for event in handle.events() if event.kind in ("started", "resize")} == {2, 4}
+
+
 @pytest.mark.slow
 def test_what_a_user_asks_for_reaches_the_allocator_and_is_kept(ray_cluster: Any, tmp_path: Path) -> None:
     for name in ("low", "high"):

@@ -6,6 +6,7 @@ import dataclasses
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.instructions import Announce, Launch, Note, Release, Reserve, Withdraw
+from placement.cluster.sizes import AllowedSizes
 from tests.membership.driver import CONFIG, Driver, ended, kinds, members_of, only, plan_in, running
 
 
@@ -124,3 +125,18 @@ def test_the_first_generation_is_tried_again_when_it_was_not_entered() -> None:
     assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s))) == ["w1", "w2"]
     out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)  # and whoever fails again is replaced
     assert {r.worker for r in only(Release, out)} == {"w1", "w2"}
+
+
+def test_groups_have_allowed_sizes_and_joiners_beyond_one_wait_for_the_next() -> None:
+    driver = Driver(dataclasses.replace(CONFIG, min_workers=2, sizes=AllowedSizes(sizes=(2, 4))))
+    driver.target(n1=4)
+    driver.reserved("w1", "w2", "w3", "w4")
+    driver.ready("w1", "w2", "w3")
+    assert members_of(plan_in(driver.tick(after_s=CONFIG.patience_s * 2))) == ["w1", "w2"]
+    assert not only(Announce, driver.switched(1, "w1", "w2")), "three are not allowed, and w4 is on its way"
+    assert members_of(plan_in(driver.ready("w4"))) == ["w1", "w2", "w3", "w4"]
+
+
+def test_after_a_loss_those_that_are_left_go_on_whatever_their_number() -> None:
+    driver = running(4, config=dataclasses.replace(CONFIG, min_workers=2, sizes=AllowedSizes(sizes=(2, 4))))
+    assert members_of(plan_in(driver.lost("w4"))) == ["w1", "w2", "w3"]

@@ -250,11 +250,32 @@ def test_rays_label_operators_are_honoured(condition: str) -> None:
             ValueError,
             r"deadline_s must be above 0 seconds \(after submit\(\)\) and finite, but got 0",
         ),
+        ({"sizes": 4}, TypeError, "sizes must be a tuple of numbers of workers, such as"),
+        ({"sizes": ()}, ValueError, "or be None for any, but got"),
+        ({"sizes": (4, 2)}, ValueError, "ascending"),
+        ({"sizes": (2, "4")}, TypeError, "sizes must hold whole numbers, but got '4'"),
+        ({"multiple_of": 0}, ValueError, "multiple_of must be 1 or more, but got 0"),
+        ({"sizes": (2, 3), "multiple_of": 2}, ValueError, "3 is no multiple of 2"),
     ],
 )
 def test_scheduling_config_is_checked(values: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         SchedulingConfig(**values)
+
+
+def test_the_least_and_the_most_workers_are_allowed_sizes() -> None:
+    def limits(workers: Any, **values: Any) -> tuple[int, int]:
+        config = SchedulingConfig(**values)
+        trainer = ElasticTrainer(print, scaling_config=ScalingConfig(num_workers=workers), scheduling_config=config)
+        return trainer.spec().min_workers, trainer.spec().max_workers
+
+    assert limits((1, 7), sizes=(2, 4, 8)) == (2, 4)
+    assert limits((1, 7), multiple_of=3) == (3, 6)
+    assert limits(4, multiple_of=4) == (4, 4)
+    with pytest.raises(
+        ValueError, match=r"num_workers=\(5, 7\) and SchedulingConfig exclude each other.*sizes=\(2, 4, 8"
+    ):
+        limits((5, 7), sizes=(2, 4, 8))
 
 
 @pytest.mark.parametrize("values", [{"lease_s": "10"}, {"fixed_batch": 1}, {"warm_workers_per_node": 1.5}])

@@ -148,8 +148,12 @@ def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache:
     rest = np.maximum(sizes - on_demand_nodes * (base.slots(view) if on_demand else 0), 0)
     nodes = on_demand_nodes + np.ceil(rest / per_node)
     rate = _hopeful(free, kind.gpu_type, nodes.astype(np.int64), sizes, cache)
+    if not free.sizes.free:
+        rate = np.concatenate(([0.0], rate))[free.sizes.floors(most)[1:]]
     known = not np.isnan(rate).any()
-    rate = np.where(sizes >= least, np.nan_to_num(rate) if known else sizes.astype(np.float64), 0.0)
+    rate = np.where(
+        sizes >= least, np.nan_to_num(rate) if known else free.sizes.floors(most)[1:].astype(np.float64), 0.0
+    )
     part = np.minimum(sizes, on_demand) * _usd(base, view) + np.maximum(sizes - on_demand, 0) * _usd(kind, view)
     return NodeTypeOption(
         kind=kind,

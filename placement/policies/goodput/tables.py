@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import FIRST_WORKERS, JobView, WorkerKind, worker_kind
+from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.goodput.speeds import GoodputCache, table
 from placement.goodput.step_time import Floats
 from placement.goodput.table import Ints
@@ -123,10 +123,19 @@ def useful(view: JobView, gpu: str) -> int:
     if batch is not None:
         most = min(most, batch // (bounds[0] if bounds else 1))
     if view.goodput is None:
-        most = min(most, max(2 * view.most_workers, view.workers, FIRST_WORKERS))
+        most = min(most, view.explored_workers)
     if view.growth_limit is not None:
         most = min(most, max(view.growth_limit, view.workers))
-    return max(most, view.min_workers)
+    return max(view.sizes.at_most(max(most, 0)), view.min_workers)
+
+
+def _allowed(views: Sequence[JobView], sizes: Ints) -> NDArray[np.bool_]:
+    """Whether each job can train with each of these sizes, (J, C)."""
+    allowed = np.ones((len(views), len(sizes)), dtype=np.bool_)
+    for j, view in enumerate(views):
+        if not view.sizes.free and len(sizes):
+            allowed[j] = view.sizes.floors(int(sizes.max()))[sizes] == sizes
+    return allowed
 
 
 def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None = None) -> OptionTable:
@@ -142,6 +151,9 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
     pool_of, sizes, regular, most = [], [], [], np.zeros((len(views), len(pools)), dtype=np.int64)
     totals = _by_worker_kind([[pool.slots[kind].sum() for pool in pools] for kind in samples], which, len(pools))
     must = {size for view in views for size in (view.min_workers, view.held_at or 0)}
+    room = int(totals.max(initial=0))
+    for view in views:
+        must |= set() if view.sizes.free else set(view.sizes.floors(min(view.max_workers, room)).tolist())
     for m, pool in enumerate(pools):
         most[:, m] = [useful(view, pool.gpu) for view in views]
         node = max((int(slots.max(initial=0)) for slots in pool.slots.values()), default=0)
@@ -155,7 +167,7 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
     all_pools, all_sizes = np.concatenate([empty, *pool_of]), np.concatenate([empty, *sizes])
     nodes = _nodes(samples, pools, sizes)[which]
     low = np.array([view.min_workers for view in views], dtype=np.int64)[:, np.newaxis]
-    possible = (nodes > 0) & (all_sizes >= low) & (all_sizes <= most[:, all_pools])
+    possible = (nodes > 0) & (all_sizes >= low) & (all_sizes <= most[:, all_pools]) & _allowed(views, all_sizes)
     speed, rate = _speeds(views, pools, nodes, all_pools, all_sizes, low, cache)
     unit = np.ones_like(totals)
     if not alike:

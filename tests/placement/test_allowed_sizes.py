@@ -1,0 +1,126 @@
+"""Jobs that cannot train with every number of workers: contract tests over the registry, with a user's own policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from placement.cluster.cluster import Cluster, check
+from placement.cluster.jobs import JobView, goodputs, speeds
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from placement.planning.constraints import Constraints
+from placement.planning.plan import make_plan
+from tests.placement.test_constraints import carried_out, clusters, constrained_views, every, plan, policy, rules, sizes
+from tests.placement.views import cluster, model, view
+
+allowed = st.one_of(
+    st.just(ANY_SIZE),
+    st.integers(1, 4).map(lambda n: AllowedSizes(multiple_of=n)),
+    st.sets(st.integers(1, 8), min_size=1).map(lambda found: AllowedSizes(sizes=tuple(sorted(found)))),
+)
+
+
+@st.composite
+def sized(draw: st.DrawFn, *, wishes: bool = False) -> list[JobView]:
+    """Jobs whose limits are allowed sizes, as a job's own controller gives them."""
+    jobs = []
+    for each in draw(constrained_views(bundles=(1.0, 2.0))):
+        only = draw(allowed)
+        try:
+            low, high = only.within(each.min_workers, each.max_workers)
+        except ValueError:
+            only, (low, high) = ANY_SIZE, (each.min_workers, each.max_workers)
+        held = draw(st.none() | st.sampled_from([n for n in range(low, high + 1) if only.allow(n)]))
+        wished = draw(st.none() | st.integers(1, high)) if wishes else None
+        jobs.append(
+            dataclasses.replace(each, min_workers=low, max_workers=high, sizes=only, held_at=held, wished=wished)
+        )
+    return jobs
+
+
+@every
+@settings(max_examples=25, deadline=None)
+@given(jobs=sized(), nodes=clusters, cluster_rules=rules, late=sized())
+def test_every_size_is_allowed_and_equal_input_changes_nothing(
+    name: str, jobs: list[JobView], nodes: Cluster, cluster_rules: Constraints, late: list[JobView]
+) -> None:
+    one = policy(name)
+    jobs = carried_out(jobs, make_plan(one, jobs, nodes, 0.0, cluster_rules))
+    jobs += [dataclasses.replace(v, job=f"new-{v.job}", submitted_s=9.0) for v in late]
+    found = make_plan(one, jobs, nodes, 0.0, cluster_rules)
+    check(found.allocation, {v.job: v.bundle for v in jobs}, nodes)
+    for v in jobs:
+        has = sizes(found).get(v.job, 0)
+        assert has == 0 or (v.min_workers <= has <= v.max_workers and v.sizes.allow(has)), f"{v.job} has {has}"
+    jobs = carried_out(jobs, found)
+    assert make_plan(one, jobs, nodes, 0.0, cluster_rules).allocation == found.allocation
+
+
+@every
+@settings(max_examples=10, deadline=None)
+@given(jobs=sized(wishes=True), nodes=clusters)
+def test_so_are_those_that_a_jobs_own_policy_asked_for(name: str, jobs: list[JobView], nodes: Cluster) -> None:
+    found = make_plan(policy(name), jobs, nodes, 0.0, Constraints())
+    check(found.allocation, {v.job: v.bundle for v in jobs}, nodes)
+    for v in jobs:
+        assert v.sizes.allow(sizes(found).get(v.job, 0))
+
+
+@every
+def test_a_job_alone_has_the_largest_size_that_fits(name: str) -> None:
+    job = view("a", min_workers=2, max_workers=8, sizes=AllowedSizes(sizes=(2, 4, 8)), most_workers=8)
+    found = sizes(plan(name, [job], cluster(4, 3)))
+    assert found == {"a": 4} or name == "frugal" or found["a"] == 2
+
+
+def test_the_goodput_policy_looks_beyond_a_size_that_is_not_allowed() -> None:
+    job = view("a", min_workers=4, max_workers=16, sizes=AllowedSizes(multiple_of=4), goodput=model(sync_s=1e-4))
+    assert sizes(plan("goodput", [job], cluster(8, 8))) == {"a": 16}
+    beside = view("b", max_workers=16, goodput=model(sync_s=1e-4))
+    found = sizes(plan("goodput", [job, beside], cluster(8, 7)))
+    assert found["a"] in (4, 8, 12) and sum(found.values()) == 15
+
+
+def test_a_job_that_nothing_is_known_of_explores_the_next_allowed_size() -> None:
+    only = AllowedSizes(sizes=(1, 5, 8))
+    job = view("a", goodput=None, sizes=only, most_workers=1, allocation={"n0": 1})
+    assert job.useful_workers == 5
+    assert view("a", goodput=None, sizes=only, most_workers=5, allocation={"n0": 5}).useful_workers == 8
+    assert sizes(plan("goodput", [job], cluster(8))) == {"a": 5}
+
+
+def test_a_size_between_two_is_worth_the_smaller_one() -> None:
+    free, only = view("a"), view("a", min_workers=2, sizes=AllowedSizes(sizes=(2, 4, 8)))
+    every_speed, speed = speeds(free, [8]), speeds(only, [8])
+    assert speed[3] == speed[2] == every_speed[2] and speed[7] == speed[4] == every_speed[4] and speed[1] == 0
+    assert goodputs(only, [8])[6] == goodputs(free, [8])[3]
+
+
+@given(only=allowed, k=st.integers(0, 40))
+def test_the_sizes_around_a_number(only: AllowedSizes, k: int) -> None:
+    every_size = [n for n in range(1, 60) if only.allow(n)]
+    assert only.at_most(k) == max((n for n in every_size if n <= k), default=0)
+    assert only.at_least(k) == min((n for n in every_size if n >= k), default=None)
+    assert only.floors(k).tolist() == [only.at_most(n) for n in range(k + 1)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"sizes": (0, 1)}, "sizes must be 1 or more, but got 0"),
+        ({"sizes": (2, 1)}, "ascending"),
+        ({"sizes": (1, 1)}, "ascending"),
+        ({"sizes": [1, 2]}, "must be a tuple"),
+        ({"sizes": (1.0,)}, "whole numbers, but got 1.0"),
+        ({"multiple_of": 0}, "multiple_of must be 1 or more"),
+        ({"multiple_of": True}, "whole numbers"),
+        ({"sizes": (2, 3), "multiple_of": 2}, "3 is no multiple of 2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        AllowedSizes(**wrong)
