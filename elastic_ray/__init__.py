@@ -32,9 +32,10 @@ if TYPE_CHECKING:
         get_checkpoint,
         get_context,
         get_tracker_dir,
-        remaining_epochs_until,
+        register_state,
         report,
     )
+    from elastic_ray.loop.epochs import Epochs, remaining_epochs_until
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.state.layout import ReplicasDifferError
@@ -54,6 +55,7 @@ _HOMES = {
     "CommunicationFailedError": "elastic_ray.communication.communicator",
     "ElasticConfig": "elastic_ray.config",
     "ElasticTrainer": "elastic_ray.driver.trainer",
+    "Epochs": "elastic_ray.loop.epochs",
     "EventKind": "elastic_ray.events",
     "Faults": "elastic_ray.faults",
     "ForeignDirectoryError": "placement.storage.private_files",
@@ -81,7 +83,8 @@ _HOMES = {
     "get_checkpoint": "elastic_ray.loop.api",
     "get_context": "elastic_ray.loop.api",
     "get_tracker_dir": "elastic_ray.loop.api",
-    "remaining_epochs_until": "elastic_ray.loop.api",
+    "register_state": "elastic_ray.loop.api",
+    "remaining_epochs_until": "elastic_ray.loop.epochs",
     "report": "elastic_ray.loop.api",
 }
 
@@ -95,6 +98,7 @@ __all__ = [
     "CommunicationFailedError",
     "ElasticConfig",
     "ElasticTrainer",
+    "Epochs",
     "EventKind",
     "Faults",
     "ForeignDirectoryError",
@@ -122,6 +126,7 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "get_tracker_dir",
+    "register_state",
     "remaining_epochs_until",
     "report",
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.session.current import check_present, session_of_thread, set_session
+from elastic_ray.session.current import session_of_thread, set_session
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.plain_metrics import plain_metrics
 
@@ -40,7 +40,7 @@ def session_of_new_model() -> Session:
 
     Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
     cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop
-    of the earlier run that goes on nevertheless raises (see :func:`check_present`).
+    of the earlier run that goes on nevertheless raises (see ``session.current.check_present``).
     """
     earlier = current_session()
     if not earlier.synced or earlier.elastic:
@@ -173,31 +173,43 @@ def get_tracker_dir() -> str:
     return current_session().controller.tracker_dir()
 
 
-def remaining_epochs_until(epochs: int) -> Iterator[int]:
-    """The epochs still to train, from the present one on; for a worker that joins, from where the others are.
+def register_state(name: str, target: Any) -> None:
+    """Make ``target`` part of what all workers share: moving averages of a model, counters, metrics, curricula.
+
+    Workers that join have its state, checkpoints keep it, and a step that a failure voids takes back what user code did
+    to it. It must be the same on every rank; sums of what differs belong into an ``Accumulator``. Call it before the
+    first epoch, on every worker alike. A copy of it is made at the beginning of each step, so large states cost as much
+    as they take to copy.
 
     Args:
-        epochs: number of epochs in all; 0 or more.
+        name: unique in the train loop.
+        target: has ``state_dict()`` of tensors and plain values, and ``load_state_dict(state)``. Of a
+            ``torch.nn.Module`` all parameters and buffers travel, persistent or not.
 
     Raises:
-        TypeError: ``epochs`` is no integer.
-        ValueError: ``epochs`` is negative.
+        TypeError: it is no text, or has no such methods.
+        ValueError: the name is empty, or taken.
+        RuntimeError: training has begun.
     """
-    if isinstance(epochs, bool) or not isinstance(epochs, int):
-        raise TypeError(f"epochs must be an integer, but got {epochs!r}")
-    if epochs < 0:
-        raise ValueError(f"epochs must be 0 or more, but got {epochs}")
-    return _epochs(current_session(), int(epochs))
+    from elastic_ray.state.registered import RegisteredState
 
-
-def _epochs(session: Session, epochs: int) -> Iterator[int]:
-    session.begin_epochs(epochs)
-    while session.progress.epoch < epochs and not session.adaptation.stopped:
-        session.ledger.begin_epoch()
-        yield session.progress.epoch
-        check_present(session)
-        session.passes.end_epoch()
-    session.ledger.begin_epoch()
+    if not isinstance(name, str):
+        raise TypeError(f"name must be text, but got {name!r}")
+    if not name:
+        raise ValueError("name must name the state, but got ''")
+    if isinstance(target, type) or not all(
+        callable(getattr(target, method, None)) for method in ("state_dict", "load_state_dict")
+    ):
+        raise TypeError(
+            f"state {name!r} must have state_dict() and load_state_dict(state), "
+            f"but {type(target).__name__} has not both"
+        )
+    session = current_session()
+    if session.synced:
+        raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
+    registered = RegisteredState(target)
+    session.states.register(f"user/{name}", registered.state)
+    session.states.register_rollback(registered.remember, registered.roll_back)
 
 
 def current_epoch() -> int:

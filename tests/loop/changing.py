@@ -132,7 +132,9 @@ class _Job:
             for thread in list(self._threads.values()):
                 thread.join(0.05)
             if self._errors:
-                raise self._errors[0]
+                break
+        if self._errors:
+            raise self._errors[0]
         return self.outcome
 
     def start(self, worker: int) -> None:

@@ -1,0 +1,172 @@
+"""States that user code registers, and epochs that somebody else's loop counts: the same however the group changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import elastic_ray as er
+from elastic_ray.session.current import set_session
+from elastic_ray.state.tree import UnsafeStateError
+from tests.loop.changing import Change, Kill, run_job
+from tests.loop.test_accumulation_by_hand import net, rows, weights
+from tests.loop.test_preemption import session_of
+
+EPOCHS, BATCH = 2, 8
+MOMENTS = ("forward", "backward", "allreduce", "optimizer_step", "after_step", "edge")
+
+
+class Counter:
+    """What a metric or a curriculum keeps."""
+
+    def __init__(self) -> None:
+        self.steps, self.mean = 0, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.mean = state["steps"], state["mean"]
+
+
+def train(epochs: Callable[[int], Any]) -> tuple[torch.Tensor, torch.Tensor, int, list[float]]:
+    """A loop with a moving average of its model, and a counter; both are moved on in every step, lost or not."""
+    model = net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    counter = Counter()
+    er.register_state("average", average)
+    er.register_state("counter", counter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3)
+    for _ in epochs(EPOCHS):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            counter.steps += 1
+            counter.mean += 1.0
+    return weights(model), weights(average), counter.steps, counter.mean.tolist()
+
+
+def by_hand(epochs: int) -> Any:
+    """As a framework's loop counts them."""
+    counted = er.Epochs(epochs)
+    while not counted.done:
+        yield counted.begin_epoch()
+        counted.end_epoch()
+
+
+COUNTS = {"for": er.remaining_epochs_until, "calls": by_hand}
+UNDISTURBED: dict[str, Any] = {}
+
+
+def check(script: Sequence[Change | Kill], first: Sequence[int], epochs: str = "for") -> None:
+    if not UNDISTURBED:
+        UNDISTURBED.update(zip("wasm", run_job(lambda: train(er.remaining_epochs_until)).results[1], strict=True))
+    outcome = run_job(lambda: train(COUNTS[epochs]), script, first=first)
+    assert sorted(outcome.results) == sorted(outcome.groups[-1])
+    for found in outcome.results.values():
+        torch.testing.assert_close(found[0], UNDISTURBED["w"], rtol=0, atol=1e-9)
+        torch.testing.assert_close(found[1], UNDISTURBED["a"], rtol=0, atol=1e-9)
+        assert found[2:] == (12, [12.0] * 3) == (UNDISTURBED["s"], UNDISTURBED["m"])
+
+
+@pytest.mark.parametrize("epochs", sorted(COUNTS))
+def test_a_joiner_has_them_and_a_leaver_takes_nothing_along(epochs: str) -> None:
+    check([Change(2, (1, 2)), Change(5, (1, 2, 3)), Change(9, (2, 3))], first=(1,), epochs=epochs)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("step", [0, 4, 6])
+def test_a_lost_step_moves_them_on_once(step: int, moment: str) -> None:
+    check([Kill(step, 2, moment)], first=(1, 2), epochs="calls" if step == 4 else "for")
+
+
+def test_what_a_checkpoint_or_a_rerun_keeps_has_them() -> None:
+    first, later = Counter(), Counter()
+    session = session_of()
+    er.register_state("counter", first)
+    first.steps, first.mean = 7, torch.ones(3)
+    saved, kept = (copy.deepcopy(take()) for take in (session.states.capture_to_save, session.states.capture_to_keep))
+    for states in (saved, kept):
+        session = session_of(states)
+        er.register_state("counter", later)
+        session.begin_epochs(1)
+        assert later.steps == 7 and later.mean.tolist() == [1.0] * 3
+        later = Counter()
+    set_session(None)
+
+
+class Silent:
+    """Has a state, and cannot take one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "error", "says"),
+    [
+        (3, Counter(), TypeError, "name must be text, but got 3"),
+        ("", Counter(), ValueError, "must name the state"),
+        ("a", Silent(), TypeError, "state 'a' must have state_dict.. and load_state_dict"),
+        ("a", nn.Linear, TypeError, "must have state_dict"),
+        ("a", {"steps": 1}, TypeError, "dict has not both"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name: Any, target: Any, error: type[Exception], says: str) -> None:
+    set_session(None)
+    with pytest.raises(error, match=says):
+        er.register_state(name, target)
+
+
+def test_a_name_is_taken_once_and_not_after_the_first_epoch() -> None:
+    set_session(None)
+    er.register_state("a", Counter())
+    with pytest.raises(ValueError, match="'user/a' is registered already"):
+        er.register_state("a", Counter())
+    for _ in er.remaining_epochs_until(1):
+        with pytest.raises(RuntimeError, match="state 'b' must be registered before the first epoch"):
+            er.register_state("b", Counter())
+    set_session(None)
+
+
+def test_a_state_that_could_only_be_pickled_is_named_before_training() -> None:
+    class Pickled(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rule": object()}
+
+    def loop() -> None:
+        er.register_state("curriculum", Pickled())
+        for _ in er.remaining_epochs_until(1):
+            pass
+
+    with pytest.raises(UnsafeStateError, match="state 'user/curriculum' holds something else than tensors"):
+        run_job(loop)
+
+
+def test_epochs_are_begun_and_ended_in_turn() -> None:
+    set_session(None)
+    epochs = er.Epochs(1)
+    with pytest.raises(RuntimeError, match="without begin_epoch"):
+        epochs.end_epoch()
+    assert epochs.begin_epoch() == 0
+    with pytest.raises(RuntimeError, match="called twice"):
+        epochs.begin_epoch()
+    epochs.end_epoch()
+    assert epochs.done
+    with pytest.raises(RuntimeError, match="all 1 epochs have been trained"):
+        epochs.begin_epoch()
+    set_session(None)
+    with pytest.raises(ValueError, match="0 or more"):
+        er.Epochs(-1)
+    with pytest.raises(TypeError, match="an integer"):
+        er.Epochs(2.0)  # type: ignore[arg-type]
