@@ -173,6 +173,7 @@ class JobStatus:
         learning_rate_factor: what the first model's learning rates are multiplied by, for its batch and by policies;
             None before the first step.
         reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
+        checkpoint: path of what a restart would go on from, reported or automatic; empty before the first.
     """
 
     job: str
@@ -207,6 +208,7 @@ class JobStatus:
     last_pause: Pause | None = None
     learning_rate_factor: float | None = None
     reports: int = 0
+    checkpoint: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

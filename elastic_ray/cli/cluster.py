@@ -238,6 +238,12 @@ def scaling() -> ScalingDecision | None:
     return answer[0] if answer is not None else None
 
 
+def page_address() -> str:
+    """Where the allocator serves the page; empty where it does not."""
+    answer: str | None = _ask_allocator("dashboard")
+    return answer or ""
+
+
 def set_policy(policy: str) -> None:
     """Let this policy share the cluster out among all its jobs.
 

@@ -80,7 +80,7 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
     if job is not None and job not in seen.jobs and not log:
         raise cluster.not_found(job, list(seen.jobs))
     why = cluster.explain(job) if job is not None else None
-    scaling = cluster.scaling()
+    scaling, page = cluster.scaling(), cluster.page_address()
     if as_json:
         show_json(
             {
@@ -90,10 +90,13 @@ def allocator(job: str | None, last: int, as_json: bool) -> None:
                 "decisions": log,
                 "explanation": why,
                 "scaling": scaling,
+                "page": page,
             }
         )
         return
     say(headline(seen))
+    if page:
+        say(f"page: {page}")
     for line in scaling_lines(scaling) if scaling is not None else ():
         say(line)
     if why is not None:

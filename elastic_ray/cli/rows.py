@@ -145,6 +145,8 @@ class JobRow:
     training_s: float = 0.0
     last_pause: Pause | None = None
     learning_rate_factor: float | None = None
+    reports: int = 0
+    checkpoint: str = ""
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
-from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StepSplit, StreamBatches
+from elastic_ray.data.batches import StepSplit
 from elastic_ray.data.epochs import EpochHook
-from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
+from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
+from elastic_ray.data.sources import make_source, order_of
 from elastic_ray.data.whole import batches_of
-from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
@@ -106,37 +106,8 @@ class AdaptiveDataLoader:
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
         self._setting: tuple[int, BatchChoice, StepSplit] | None = None
-        self._source = self._make_source(seed)
+        self._source = make_source(given, seed=seed, drop_last=self._drop_last)
         self._announce()
-
-    def _make_source(self, seed: int) -> BatchSource:
-        """Where batches come from, by the kind of the dataset."""
-        given = self._given
-        if isinstance(given.dataset, IterableDataset):
-            return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
-        fetching = Fetching(
-            num_workers=given.num_workers,
-            persistent_workers=given.persistent_workers,
-            on_epoch=given.on_epoch,
-            options=given.options,
-        )
-        make_order = functools.partial(_order, given)
-        make_order()  # here, for its errors
-        if given.batch_sampler is None and self._drop_last and given.batch_size > len(given.dataset):
-            raise ValueError(
-                f"with drop_last=True batch_size must be at most the {len(given.dataset)} samples of an epoch, else "
-                f"nothing is left, but got {given.batch_size}"
-            )
-        if not given.whole_batches:
-            return MapBatches(given.dataset, make_order, seed=seed, fetching=fetching)
-        return WholeBatches(
-            given.dataset,
-            make_order,
-            seed=seed,
-            fetching=fetching,
-            batch_size=given.batch_size,
-            drop_last=self._drop_last,
-        )
 
     @property
     def _samples(self) -> int | None:
@@ -145,7 +116,7 @@ class AdaptiveDataLoader:
         if isinstance(given.dataset, IterableDataset):
             return None
         sampler: Any = given.sampler
-        drawn = isinstance(sampler, Sized) and isinstance(_order(given), SamplerOrder)
+        drawn = isinstance(sampler, Sized) and isinstance(order_of(given), SamplerOrder)
         return len(sampler if drawn else given.dataset)  # a weighted sampler draws as often as it was told to
 
     def autoscale_batch_size(
@@ -190,6 +161,31 @@ class AdaptiveDataLoader:
         )
         self._adaptive = True
         self._announce()
+
+    def weigh(self, count: float) -> None:
+        """Weigh the present micro-batch by ``count`` in the step's mean gradient, in place of its samples.
+
+        Call it before ``backward()``, on every rank, with what the micro-batch's loss is a mean over: the tokens that
+        are not padding, the boxes of an image. The gradient is then that of the mean over all of them, however they are
+        spread over ranks and micro-batches; a micro-batch of 0 has no part in it, whatever its loss. It costs a small
+        collective in each step.
+
+        Args:
+            count: 0 or more.
+
+        Raises:
+            TypeError, ValueError: it is no such number.
+            RuntimeError: not within a loop over this loader; twice for one micro-batch; not for an earlier one of the
+                step.
+        """
+        if isinstance(count, bool) or not isinstance(count, int | float):
+            raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")
+        if not 0 <= count < math.inf:
+            raise ValueError(f"loader.weigh(n) takes a number of 0 or more, but got {count}")
+        step = self._session.passes.step
+        if step is None or self._reading is None or step.loader_pass is not self._reading[0]:
+            raise RuntimeError("loader.weigh(n) is for the body of a loop over this loader, once for each micro-batch")
+        step.weigh(float(count))
 
     def _announce(self) -> None:
         """Lead the run, where this loader is the one to do so, or wait for the next run."""
@@ -391,10 +387,3 @@ class AdaptiveDataLoader:
     def _pass_total(self, loader_pass: PassProgress) -> int:
         samples = self._samples
         return samples if samples is not None else loader_pass.position
-
-
-def _order(given: LoaderArguments) -> EpochOrder:
-    """The order of the dataset's samples, as it is now."""
-    if given.batch_sampler is not None:
-        return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
-    return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)

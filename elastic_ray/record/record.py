@@ -97,6 +97,12 @@ class JobRecord:
         return tuple(s for s in self._states if s.steps > steps or (s.steps == steps and s.path in newer))
 
     @property
+    def newest_checkpoint(self) -> str:
+        """Path of what a restart would go on from; empty before the first."""
+        states = self.states
+        return states[0].path if states else self.restart_point[0] or ""
+
+    @property
     def resume_point(self) -> ResumePoint | None:
         """Where a restart would go on; None at the beginning."""
         states = self.states

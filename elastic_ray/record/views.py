@@ -197,6 +197,7 @@ def job_status(
         last_pause=last_pause(record.events, report.generation if report is not None else 0, first_step_s),
         learning_rate_factor=report.learning_rate_factor if report is not None else None,
         reports=record.last_report,
+        checkpoint=record.newest_checkpoint,
         **dataclasses.asdict(spent),
     )
     return _with_outlook(status, spec, planner, record)

@@ -133,7 +133,7 @@ class LoaderPasses:
             )
             parts.meter.end_step()
             if trained:
-                parts.stragglers.after_step(parts.gpu_types.comparable(step.sizes))
+                parts.stragglers.after_step(parts.gpu_types.comparable(step.work))
                 parts.gpu_types.after_step(step.sizes)
                 parts.adaptation.after_step(step)
             if not ends_pass:

@@ -45,6 +45,21 @@ class StepView(Protocol):
     def is_last_micro(self) -> bool:
         """Whether gradients are synchronised in this micro-step."""
 
+    @property
+    def weighed(self) -> bool:
+        """Whether the loop weighs this rank's micro-batches itself, see ``LoaderStep.weigh``."""
+
+    @property
+    def own_counts(self) -> Sequence[float]:
+        """What it has given for this rank's micro-batches so far."""
+
+    @property
+    def counts(self) -> Sequence[Sequence[float]] | None:
+        """What it has given on all ranks, ``counts[rank][micro]``; None before that is known."""
+
+    def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
+        """What it has given on all ranks that are added up."""
+
     def weight(self, rank: int) -> float:
         """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
 
@@ -68,6 +83,7 @@ class LoaderStep:
         leads: the loader leads the job: its steps are the training's.
         whole: each rank takes one whole batch, for evaluation; some may have none.
         micro: the micro-step in progress.
+        own_counts, counts: what the loop weighs micro-batches by, see ``StepView``.
         count: samples of the whole step.
     """
 
@@ -82,6 +98,8 @@ class LoaderStep:
     leads: bool = False
     whole: bool = False
     micro: int = 0
+    own_counts: list[float] = dataclasses.field(default_factory=list)
+    counts: Sequence[Sequence[float]] | None = None
     count: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +108,34 @@ class LoaderStep:
     def begin_micro(self, micro: int) -> None:
         """The loader is about to hand out this micro-batch."""
         self.micro = micro
+
+    def weigh(self, count: float) -> None:
+        """Give the present micro-batch this weight in the step's mean gradient, in place of its samples.
+
+        Raises:
+            RuntimeError: it has one already, or an earlier one of the step has none.
+        """
+        if len(self.own_counts) > self.micro:
+            raise RuntimeError("loader.weigh(n) was called twice for one micro-batch")
+        if len(self.own_counts) < self.micro:
+            raise RuntimeError(
+                "loader.weigh(n) was not called for an earlier micro-batch of this step: call it for each, or for none"
+            )
+        self.own_counts.append(count)
+
+    def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
+        """What the loop has given on all ranks that are added up: from now on weights are exact."""
+        self.counts = counts
+
+    @property
+    def work(self) -> Sequence[Sequence[float]]:
+        """``work[rank][micro]``: what the loop has given on all ranks, else samples."""
+        return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
+
+    @property
+    def weighed(self) -> bool:
+        """Whether the loop weighs this rank's micro-batches itself."""
+        return bool(self.own_counts)
 
     @property
     def sample_scale(self) -> float:
@@ -122,9 +168,27 @@ class LoaderStep:
         return self.micro == self.micro_steps - 1
 
     def weight(self, rank: int) -> float:
-        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
-        return self.sizes[rank][self.micro] / self.count
+        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks).
+
+        Where the loop weighs micro-batches, this rank's until :attr:`counts` are known is not its share yet, but as
+        much for each unit of its count as for a sample: the shares of a step's earlier micro-batches are right but for
+        one factor, ``count / sum of the counts``.
+        """
+        if not self.own_counts:
+            return self.sizes[rank][self.micro] / self.count
+        if self.counts is None:
+            return self.own_counts[self.micro] / self.count
+        return _part(self.counts[rank][self.micro], sum(map(sum, self.counts)))
 
     def own_weight(self, rank: int) -> float:
-        """Its share in the mean gradient of that rank's own samples in the step."""
-        return self.sizes[rank][self.micro] / sum(self.sizes[rank])
+        """Its share in the mean gradient of that rank's own samples in the step; as :meth:`weight`."""
+        if not self.own_counts:
+            return self.sizes[rank][self.micro] / sum(self.sizes[rank])
+        if self.counts is None:
+            return self.own_counts[self.micro] / self.count
+        return _part(self.own_counts[self.micro], sum(self.own_counts))
+
+
+def _part(count: float, total: float) -> float:
+    """Of counts that are all 0, no gradient has a part."""
+    return count / total if total > 0 else 0.0

@@ -230,6 +230,7 @@ class Allocator:
             life=self._life,
             tenants=self._config.tenants if self._config is not None else (),
             scaling=self._scaler.decision if self._scaler is not None else None,
+            spot_types=self._scaler.spot_types if self._scaler is not None else frozenset(),
             decision_cpu_s=self._decision_cpu_s,
             decided_s=core.decided_s,
         )

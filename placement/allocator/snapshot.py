@@ -99,6 +99,7 @@ class AllocatorLook:
         life: differs from one allocator to the one after it, whose numbers start anew.
         tenants: as configured.
         scaling: the last decision about the cluster's size; None where it decides none.
+        spot_types: node types whose nodes may be taken away.
         decision_cpu_s: CPU time of the last decision [s]; None before the first.
         decided_s: when that was [s since the epoch]; None before the first.
     """
@@ -108,5 +109,6 @@ class AllocatorLook:
     life: str
     tenants: tuple[Tenant, ...] = ()
     scaling: ScalingDecision | None = None
+    spot_types: frozenset[str] = frozenset()
     decision_cpu_s: float | None = None
     decided_s: float | None = None

@@ -55,6 +55,11 @@ class ClusterScaler:
             return cluster
         return cluster.draining(set(self.decision.release))
 
+    @property
+    def spot_types(self) -> frozenset[str]:
+        """Node types whose nodes may be taken away."""
+        return frozenset(each.name for each in self._config.node_types if each.spot)
+
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
         """Decide anew, if it is time and the last look is over."""
         # A wall clock that is set back would stop all looks, and with them the requests that Ray lets expire.

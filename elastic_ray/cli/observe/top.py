@@ -40,7 +40,7 @@ def top(interval: float, once: bool, looks: int | None, by: str) -> None:
     cluster.connect()
     piped = not sys.stdout.isatty()
     last = 1 if once or (piped and looks is None) else looks
-    screen = _Pipe() if piped else _Screen() if on_terminal() else _Scroll()
+    screen = _Pipe() if piped or once else _Screen() if on_terminal() else _Scroll()
     with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
         for look in itertools.count(1):
             seen = cluster.snapshot()

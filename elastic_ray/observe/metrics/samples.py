@@ -101,7 +101,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
 
     Args:
         events: that are new.
-        steps: committed before a restart among them.
+        steps: committed before a restart among them, where that does not tell itself.
         labels: of the job.
     """
     whose, found = labels.values, list[Sample]()
@@ -115,8 +115,9 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
             found += of.FAILURES.sample(1, *whose, cause)
         if event.kind is EventKind.RESTART:
             kept = event.detail.get("steps", 0)
-            if isinstance(kept, int):
-                found += of.LOST_STEPS.sample(steps - kept, *whose)
+            reached = event.detail.get("reached_steps", steps)
+            if isinstance(kept, int) and isinstance(reached, int):
+                found += of.LOST_STEPS.sample(max(reached - kept, 0), *whose)
                 steps = kept
     return tuple(found)
 

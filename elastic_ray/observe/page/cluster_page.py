@@ -25,7 +25,7 @@ from placement.cluster.cluster import Cluster
 from placement.palette import colour
 from placement.text import short_ids
 
-MOST_DECISIONS, MOST_ENDED, MOST_GONE = 500, 300, 50
+MOST_DECISIONS, MOST_ENDED, MOST_GONE = 2000, 300, 50
 
 
 class ClusterPage:
@@ -64,6 +64,8 @@ class ClusterPage:
             memory = self._memory(each.job, look.now_s)
             for event in memory.hear(each, look.now_s):
                 self._history.mark(event.time_s, each.job, MARKS[event.kind], short_ids(event.reason))
+            for time_s, path in memory.new_checkpoints():
+                self._history.mark(time_s, each.job, "checkpoint", f"stored as {path}")
         self._take_ends(look)
         self._measure(look)
 

@@ -39,6 +39,7 @@ class JobMemory:
         self.ended_s: float | None = None
         self.events: collections.deque[JobEvent] = collections.deque(maxlen=MOST_EVENTS)
         self._series: list[Point] = []
+        self._checkpoints: list[tuple[float, str]] = []
         self._samples = 0.0
         self._every_s = 0.0
 
@@ -65,7 +66,14 @@ class JobMemory:
             self._samples += max(steps, 0) * look.status.batch_size
             if steps and (not self._series or now_s - (self._series[-1][0] or 0.0) >= self._every_s):
                 self._add(look.status, now_s)
+            if before is not None and self.status.checkpoint not in ("", before.checkpoint):
+                self._checkpoints.append((now_s, self.status.checkpoint))
         return tuple(event for event in look.events if event.kind in MARKS)
+
+    def new_checkpoints(self) -> list[tuple[float, str]]:
+        """Those that were seen since the last call: when, and their paths."""
+        found, self._checkpoints = self._checkpoints, []
+        return found
 
     def _add(self, status: JobStatus, now_s: float) -> None:
         """One more point of the series."""
@@ -86,7 +94,6 @@ MARKS: Mapping[EventKind, str] = {
     EventKind.RESTART: "kill",
     EventKind.PREEMPTED: "preempted",
     EventKind.OUT_OF_MEMORY: "out of memory",
-    EventKind.CHECKPOINT: "checkpoint",
     EventKind.STRAGGLER: "straggler",
     EventKind.NOT_FINITE: "not finite",
 }

@@ -222,7 +222,7 @@ def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[Wante
         rows.append(
             WantedNodes(
                 type=name,
-                market="spot" if "spot" in name.lower() else "",
+                market="spot" if name in look.spot_types else "on-demand",
                 wanted=wanted,
                 missing=missing,
                 since_s=since.get(name) if missing else None,

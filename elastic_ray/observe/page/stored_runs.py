@@ -43,12 +43,15 @@ class StoredRun:
     reports: tuple[Report, ...]
 
 
-def stored_page(name: str, runs: Sequence[StoredRun]) -> tuple[PageSnapshot, dict[str, JobDetail]]:
+def stored_page(
+    name: str, runs: Sequence[StoredRun], *, problem: str = ""
+) -> tuple[PageSnapshot, dict[str, JobDetail]]:
     """What is shown of all runs, and of each.
 
     Args:
         name: the path that was given.
         runs: in any order.
+        problem: what is not shown; empty if all is.
     """
     history = History()
     ordered = sorted(runs, key=lambda run: (run.events[0].time_s if run.events else 0.0, run.job))
@@ -66,11 +69,15 @@ def stored_page(name: str, runs: Sequence[StoredRun]) -> tuple[PageSnapshot, dic
         PageNode(node=run.job, label=run.job, slots=max([1, *(e.to_workers for e in run.events)])) for run in ordered
     )
     last_s = happened[-1][0] if happened else 0.0
-    waiting = sum(1 for job in jobs if job.phase == "waiting")
+    for run in runs:
+        if (
+            run.events and run.events[-1].kind is not EventKind.FINISHED
+        ):  # its files end here, and so does what is known
+            history.place(run.events[-1].time_s, run.job, {}, 0)
     snapshot = PageSnapshot(
         time_s=last_s,
-        source=PageSource(kind="files", name=name),
-        strip=Strip(running=sum(1 for job in jobs if job.workers), waiting=waiting),
+        source=PageSource(kind="files", name=name, problem=problem),
+        strip=Strip(),
         jobs=jobs,
         nodes=nodes,
         decisions=tuple(decisions[-_MOST_DECISIONS:]),
@@ -103,7 +110,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
     batches = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
     return PageJob(
         job=run.job,
-        phase=_phase(end) if ended else "running" if workers else "waiting",
+        phase=_phase(end) if ended else "unfinished",
         workers=0 if ended else workers,
         target=0 if ended else workers,
         batch=batches[-1] if batches and isinstance(batches[-1], int) else 0,
@@ -111,7 +118,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
         loss=_loss(run.reports[-1]) if run.reports else None,
         resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
         submitted_s=run.events[0].time_s if run.events else None,
-        ended_s=end.time_s if end is not None and ended else None,
+        ended_s=last.time_s if last is not None else None,
         why=short_ids(last.reason) if last is not None else "",
         sweep=run.job.partition("/")[0] if "/" in run.job else "",
         storage=run.where,

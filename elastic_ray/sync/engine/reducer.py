@@ -2,8 +2,8 @@
 
 One asynchronous all-reduce per bucket, started as soon as backward has filled it, awaited at the end of backward,
 so that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. Gradients are weighted by
-samples, so unequal local batches give the gradient of the whole batch. The reduction works on buffers of its own: one
-that was given up can never write into ``.grad``.
+samples, or as the loop says, so unequal local batches give the gradient of the whole batch. The reduction works on
+buffers of its own: one that was given up can never write into ``.grad``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
 from elastic_ray.sync.engine.reduction import Reduction
+from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.protocol import GradientBucket
@@ -87,7 +88,7 @@ class GradientReducer:
         self._running = False
         self._launched = 0
         self._sync = True
-        self._weight = 1.0
+        self._weight, self._weights = 1.0, StepWeights(group, context.consensus, statistics)
         self._reduces = self._accumulates = self._measures = False
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
@@ -110,7 +111,7 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
-        self._announced = Announced(Intent.GRADIENTS, self._number, self._layout.digest, self._layout.strategy)
+        self._announcements = Announcements(self._number, self._layout)
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
@@ -154,6 +155,7 @@ class GradientReducer:
         if not self._running:
             if not self._sync:
                 self._carried.add(self._ledger.step, local=True)
+                refuse_weights(self._ledger.step)
                 return
             self._begin()
         pending = self._pending
@@ -176,7 +178,6 @@ class GradientReducer:
         if step is None:
             self._step = self.nonfinite_ranks = None
             self._reduction.begin_step(self._ledger.steps)
-            self._weight = 1.0 / self._group.world_size
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
@@ -192,6 +193,7 @@ class GradientReducer:
         last = step.is_last_micro
         if not (last or self._open):
             return
+        self._weights.begin_pass(step)
         self._weight = self._group.share(step)
         self._statistics.begin_pass()
         self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
@@ -203,6 +205,7 @@ class GradientReducer:
         """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
         if not self._reduces:
             return
+        self._announced = self._announcements.of(self._step)
         try:
             self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
@@ -255,7 +258,7 @@ class GradientReducer:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
                 rest = bucket.share(1.0 / self._group.world_size - weight)
             elif self._carries:
-                rest = bucket.carried_share()
+                rest = bucket.carried_share(self._weights.factor)
         self._goes_on = self._goes_on or goes_on
         bucket.put(weight)
         if self._measures:
@@ -270,8 +273,10 @@ class GradientReducer:
         if self._ledger.failed:
             return
         try:
-            if self._launched == 0 and not self._pending[0] and self._unanswered and not self._met_before():
-                self._meet()
+            if self._launched == 0 and not self._pending[0]:
+                if self._unanswered and not self._met_before():
+                    self._meet()
+                self._weight = self._weights.share(self._step, reduces=True)
             while self._launched < len(self._buckets) and not self._pending[self._launched]:
                 bucket = self._buckets[self._launched]
                 self._fill(bucket)
@@ -322,6 +327,8 @@ class GradientReducer:
         elif step is None:
             return
         elif self._accumulates:
+            if step.is_last_micro:
+                self._weight = self._weights.share(step, reduces=False)
             for bucket in self._buckets:
                 self._fill(bucket)
             if step.is_last_micro and not self._ledger.failed:

@@ -81,9 +81,9 @@ class Bucket:
         """What it holds times ``factor``, for :meth:`add`."""
         return self.body * factor
 
-    def carried_share(self) -> torch.Tensor | None:
-        """What :meth:`carry` has kept, for :meth:`add`."""
-        return self.carried
+    def carried_share(self, factor: float = 1.0) -> torch.Tensor | None:
+        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+        return self.carried if self.carried is None or factor == 1.0 else self.carried * factor
 
     def flat_gradient(self) -> torch.Tensor:
         """What it holds as one vector."""
@@ -139,6 +139,9 @@ class Bucket:
 
     def _put(self, weight: float) -> None:
         """As :meth:`put`, without its explanation of errors."""
+        if not weight:  # a mean over nothing is no number
+            self.body.zero_()
+            return
         if self.complete and (weight == 1.0 or self.body.numel() < _LARGE * len(self.params)):
             torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
             if weight != 1.0:

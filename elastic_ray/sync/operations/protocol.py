@@ -99,8 +99,8 @@ class GradientBucket(Protocol):
     def share(self, factor: float) -> Any:
         """What it holds times ``factor``, for :meth:`add`."""
 
-    def carried_share(self) -> Any:
-        """What :meth:`carry` has kept, for :meth:`add`."""
+    def carried_share(self, factor: float = 1.0) -> Any:
+        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
 
     def put(self, weight: float) -> None:
         """Take the gradients in, times ``weight``; zeros where there is none.

@@ -201,6 +201,8 @@ class ShardedTable:
         if ledger.failed or ledger.replaying:
             return
         step = ledger.step
+        if step is not None and step.weighed:
+            raise RuntimeError("loader.weigh(n) and a trained ShardedEmbedding exclude each other: see docs/limits.md")
         if self._local.begin(step, step.micro if step is not None else 0):
             self._check_applied()
         weight = step.weight(group.rank) if step is not None else 1.0 / group.world_size

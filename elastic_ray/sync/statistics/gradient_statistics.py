@@ -129,6 +129,10 @@ class GradientStatistics:
         """Another micro-step begins."""
         self._carried = self.local_norms()
 
+    def scale_carried(self, factor: float) -> None:
+        """Shares of the earlier micro-steps are ``factor`` times what they were taken to be."""
+        self._carried = [norm * factor for norm in self._carried]
+
     def add(self, bucket: GradientBucket, weight: float) -> None:
         """The bucket holds this rank's gradient times ``weight``, its share of the step's samples."""
         if not weight:

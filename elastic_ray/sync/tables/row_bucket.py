@@ -84,9 +84,9 @@ class RowBucket:
         """What it holds times ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
-    def carried_share(self) -> TouchedRows | None:
-        """What :meth:`carry` has kept, for :meth:`add`."""
-        return self._carried
+    def carried_share(self, factor: float = 1.0) -> TouchedRows | None:
+        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+        return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
         """What it holds as one vector of the whole table's size."""
@@ -145,7 +145,9 @@ class RowBucket:
         self.is_sparse = sparse if self.is_sparse is None else (self.is_sparse and bool(sparse))
         rows = self.table.rows()
         self.touched = rows.count
-        if rows.ids is None:
+        if not weight:  # a mean over nothing is no number
+            self.held = no_rows(param)
+        elif rows.ids is None:
             self.held = TouchedRows(
                 table=rows.table, ids=None, values=torch.mul(rows.values, weight, out=self._memory())
             )

@@ -33,30 +33,34 @@ class RunFiles(StoredPage):
     def __init__(self, path: str) -> None:
         try:
             filesystem, root = resolve(path, None)
-            runs = [_read(filesystem, each, root) for each in _directories(filesystem, root, _DEPTH)]
+            newest, left_out = _directories(filesystem, root, _DEPTH)
+            runs = [_read(filesystem, each, root) for each in newest]
         except (OSError, ValueError) as error:
             raise InputError(f"storage path {path!r} cannot be read: {error}") from error
         if not runs:
             raise InputError(
                 f"storage path {path!r} must hold the directory of a run, one with {EVENTS_FILE}, but has none"
             )
-        super().__init__(*stored_page(path, runs))
+        problem = f"{left_out} older runs are left out: give a path further down" if left_out else ""
+        super().__init__(*stored_page(path, runs, problem=problem))
 
 
-def _directories(filesystem: pyarrow.fs.FileSystem, root: str, depth: int) -> list[str]:
-    """Directories of runs from here on, at most so deep and so many."""
-    found: list[str] = []
+def _directories(filesystem: pyarrow.fs.FileSystem, root: str, depth: int) -> tuple[list[str], int]:
+    """Directories of runs from here on, at most so deep; of very many the newest, and how many others there are."""
+    found: list[tuple[int, str]] = []
     level = [root]
     for _ in range(depth + 1):
         below: list[str] = []
         for folder in level:
             entries = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True))
-            if any(posixpath.basename(entry.path) == EVENTS_FILE for entry in entries):
-                found.append(folder)
+            events = [entry for entry in entries if posixpath.basename(entry.path) == EVENTS_FILE]
+            if events:
+                found.append((events[0].mtime_ns or 0, folder))
                 continue
             below += _subfolders(entries)
         level = below
-    return sorted(found)[:MOST_RUNS]
+    kept = sorted(found, reverse=True)[:MOST_RUNS]
+    return sorted(folder for _, folder in kept), len(found) - len(kept)
 
 
 def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:

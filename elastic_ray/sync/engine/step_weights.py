@@ -1,0 +1,108 @@
+"""What micro-batches weigh in a step's mean gradient where the loop says it (``loader.weigh``) (torch)."""
+
+from __future__ import annotations
+
+import torch
+
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.layout import digest
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.engine.context import SyncConsensus
+from elastic_ray.sync.engine.layout import BucketLayout
+from elastic_ray.sync.engine.summing_group import SummingGroup
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+
+
+class StepWeights:
+    """See the module's text. Counts of all ranks are exchanged once a step, before its first bucket is filled.
+
+    Args:
+        group: whose gradients are added up.
+        consensus: waits.
+        statistics: of the gradients, which count with their shares.
+
+    Attributes:
+        factor: what shares of the step's earlier micro-batches are still to be multiplied with.
+    """
+
+    def __init__(self, group: SummingGroup, consensus: SyncConsensus, statistics: GradientStatistics) -> None:
+        self._group, self._consensus, self._statistics = group, consensus, statistics
+        self.factor = 1.0
+
+    def begin_pass(self, step: StepView) -> None:
+        """A backward pass begins.
+
+        Raises:
+            RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
+        """
+        if not step.micro:
+            self.factor = 1.0
+        if step.weighed and len(step.own_counts) <= step.micro:
+            raise RuntimeError(
+                "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
+                f"for {len(step.own_counts)}, and not for the one that follows"
+            )
+
+    def share(self, step: StepView | None, *, reduces: bool) -> float:
+        """What the step's last micro-batch on this rank weighs.
+
+        Args:
+            step: the step; None outside of steps, where all ranks weigh alike.
+            reduces: whether gradients of several ranks are added up, all of which come here.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        if step is None:
+            return 1.0 / self._group.world_size
+        if not step.weighed:
+            return self._group.share(step)
+        if step.counts is None:
+            own = list(step.own_counts)
+            counts = self._of_all(own) if reduces else [own]
+            total = sum(map(sum, counts))
+            self.factor = step.count / total if total > 0 else 0.0
+            self._statistics.scale_carried(self.factor)
+            step.take_counts(counts)
+        return self._group.share(step)
+
+    def _of_all(self, own: list[float]) -> list[list[float]]:
+        """By rank, what the loop has given for its micro-batches."""
+        told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
+        told[self._group.rank] = torch.tensor(own, dtype=torch.float64)
+        self._consensus.wait(self._group.communicator.gradients.all_reduce(told))
+        found: list[list[float]] = told.tolist()
+        return found
+
+
+class Announcements:
+    """What a pass reduces; ranks whose loops weigh micro-batches make one collective more than the others.
+
+    Args:
+        number: of the model.
+        layout: of its buckets, in the present group.
+    """
+
+    def __init__(self, number: int, layout: BucketLayout) -> None:
+        plain, strategy = layout.digest, layout.strategy
+        weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
+        self._plain = Announced(Intent.GRADIENTS, number, plain, strategy)
+        self._weighed = Announced(Intent.GRADIENTS, number, *weighed)
+
+    def of(self, step: StepView | None) -> Announced:
+        """Of a step; None is outside of steps."""
+        return self._weighed if step is not None and step.weighed else self._plain
+
+
+def refuse_weights(step: StepView | None) -> None:
+    """A backward pass only adds to this rank's gradients.
+
+    Raises:
+        RuntimeError: the loop weighs its micro-batch.
+    """
+    if step is not None and step.weighed:
+        raise RuntimeError(
+            "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "
+            "several steps are added up as they are. Let the loader accumulate: autoscale_batch_size(..., "
+            "gradient_accumulation=True)"
+        )
