@@ -16,6 +16,7 @@ from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
+from elastic_ray.parallel.closures import evaluated
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.nonfinite import check_choice
@@ -314,11 +315,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
         """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
-        if closure is not None:
-            raise ValueError(
-                "optimizer.step(closure) evaluates the model several times a step, which AdaptiveDataParallel cannot "
-                "replicate: call backward() yourself and step() without a closure"
-            )
+        value, kwargs = evaluated(self._optimizer, closure, kwargs)
         ledger = self._run.ledger
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
@@ -326,12 +323,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._check_called()
         self._trainable.drop_strangers()
         if not ledger.may_apply():
-            return None
+            return value
         self._sync.applied()
         if not self._counts():
             self._tables.leave_out()
             ledger.applied()
-            return None
+            return value
         step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
