@@ -142,6 +142,8 @@ def test_restarts_lose_the_steps_that_come_again() -> None:
     ]
     lost = [each.value for each in event_samples(events, 30, LABELS) if each.instrument is of.LOST_STEPS]
     assert lost == [6.0], "the second had nothing to lose"
+    told = [event(EventKind.RESTART, 2, 0, detail={"steps": 24, "reached_steps": 90})]
+    assert [each.value for each in event_samples(told, 30, LABELS) if each.instrument is of.LOST_STEPS] == [66.0]
     anew = [each.value for each in event_samples([event(EventKind.RESTART)], 30, LABELS)]
     assert 30.0 in anew
 

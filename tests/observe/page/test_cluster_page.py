@@ -103,6 +103,16 @@ def test_bars_are_the_decisions_and_end_with_their_job() -> None:
     assert to_json(tables(ended))
 
 
+def test_a_checkpoint_is_marked_once_when_it_is_stored() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    seen = [
+        world.look(1001.0 + n, answer("a", n, checkpoint=path)) for n, path in enumerate(("", "/x/1", "/x/1", "/x/2"))
+    ]
+    marks = [(mark[1], mark[2], mark[4]) for mark in seen[-1].marks if mark[3] == "checkpoint"]
+    assert marks == [(1002.0, "a", "stored as /x/1"), (1004.0, "a", "stored as /x/2")]
+
+
 def test_a_page_that_comes_late_sees_what_was_before_it() -> None:
     world = World(4)
     world.hear("a", 1001.0)

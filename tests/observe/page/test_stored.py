@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) 
     assert detail is not None and [point[7] for point in detail.series] == [1.0, 0.5, pytest.approx(1 / 3)]
     assert detail.shares["training"] == pytest.approx(199.8) and to_json(tables(seen))
     assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
+
+
+def test_a_run_that_died_with_its_cluster_is_unfinished_and_ends_with_its_last_event(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))
+    page = RunFiles(str(tmp_path)).look(0.0)
+    (job,) = page.jobs
+    assert (job.phase, job.workers, job.ended_s) == ("unfinished", 3, 200.0)
+    assert [bar[4] for bar in page.bars] == [200.0] and page.strip.running == 0
+
+
+def test_of_very_many_runs_the_newest_are_shown_and_the_others_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ray.observe.page.sources.files.MOST_RUNS", 2)
+    for age, name in enumerate(("c", "b", "a")):
+        write(tmp_path / name)
+        os.utime(tmp_path / name / "events.jsonl", (1e9 - age, 1e9 - age))
+    page = RunFiles(str(tmp_path)).look(0.0)
+    assert sorted(job.job for job in page.jobs) == ["b", "c"]
+    assert page.source.problem == "1 older runs are left out: give a path further down"
 
 
 def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
