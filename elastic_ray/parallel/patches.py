@@ -10,6 +10,8 @@ import torch
 
 from elastic_ray.parallel.run_view import UpdateLedger
 
+SCHEDULES = ("progress", "steps")
+
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
     """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others."""
@@ -34,15 +36,31 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
     optimizer.zero_grad = wrapped  # type: ignore[method-assign]
 
 
-def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger) -> None:
-    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them."""
+def check_schedule(schedule: Any) -> None:
+    """Raise ValueError unless this is a way for schedulers to count."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
+
+
+def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger, schedule: str) -> None:
+    """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them.
+
+    By ``"progress"`` a step counts as often as steps of the initial batch take as many samples; a call with arguments
+    (a metric, an epoch) is one all the same.
+    """
     if not hasattr(scheduler, "step"):
         return
     original = type(scheduler).step
 
     @functools.wraps(original)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if ledger.accumulating else original(self, *args, **kwargs)
+        if ledger.accumulating:
+            return None
+        if schedule == "steps" or args or kwargs:
+            return original(self, *args, **kwargs)
+        for _ in range(ledger.initial_steps):
+            original(self)
+        return None
 
     _override(scheduler, step=step)
 

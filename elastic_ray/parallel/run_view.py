@@ -34,6 +34,10 @@ class UpdateLedger(SyncLedger, TableLedger, Protocol):
     def epochs_done(self) -> float:
         """Epochs of data trained on so far."""
 
+    @property
+    def initial_steps(self) -> int:
+        """As how many steps of the initial batch the step in progress counts."""
+
     def may_apply(self) -> bool:
         """Whether the optimizer step that user code asks for is to be applied now."""
 

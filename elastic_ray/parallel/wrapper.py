@@ -22,6 +22,7 @@ from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.patches import (
     after_step,
+    check_schedule,
     count_optimizer_steps,
     keep_scale_while_accumulating,
     patch_step,
@@ -29,6 +30,7 @@ from elastic_ray.parallel.patches import (
 )
 from elastic_ray.parallel.refusals import (
     bounded_tables,
+    check_process_group,
     check_stragglers,
     refuse_bounded_tables,
     refuse_options,
@@ -71,6 +73,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         module: the model, on its device.
         optimizer: steps this model's parameters (several models: one wrapper and one optimizer each).
         lr_scheduler: scheduler (or several) of that optimizer; needed where there is one.
+        schedule: what such a scheduler counts where it steps with every batch: ``"progress"`` in steps of the initial
+            batch, so that a decay ends where it should however the batch grows, or optimizer ``"steps"``.
         grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
@@ -109,9 +113,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         policy: Policy | Sequence[Policy] | None = None,
         monitor: Monitor | None = None,
         stragglers: str | None = None,
+        schedule: str = "progress",
         **options: Any,
     ) -> None:
         super().__init__()
+        check_schedule(schedule)
         refuse_options(options)
         _check_types(module, optimizer)
         check_choice(nonfinite)
@@ -124,7 +130,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
-            _check_process_group(session.group.rank_info.world_size)
+            check_process_group(session.group.rank_info.world_size)
         self._bounded_tables = bounded_tables(module)
         refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # Not attributes that nn.Module would walk: none of these is a module.
@@ -145,7 +151,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         else:
             session.stragglers.ask(watched)
         self._join_run(nonfinite, strategy)
-        self._register(lr_scheduler)
+        self._register(lr_scheduler, schedule)
         session.add_policies(policies)
         patch_step(optimizer, self._step)
         if self._tables:
@@ -189,7 +195,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._saved_buffers is not None and self.module.training:
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
-            _check_process_group(self._run.group.world_size)
+            check_process_group(self._run.group.world_size)
         if self._bounded_tables:
             refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
@@ -252,7 +258,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _grad_scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
-    def _register(self, lr_scheduler: Any) -> None:
+    def _register(self, lr_scheduler: Any, schedule: str) -> None:
         """Tell the run what of the model its other ranks need, and what a lost step must take back."""
         states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
@@ -265,7 +271,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back)
         states.register(f"noise/{index}", self._tracker)
-        self._register_schedulers(lr_scheduler)
+        self._register_schedulers(lr_scheduler, schedule)
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
@@ -279,13 +285,13 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_buffers(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
-    def _register_schedulers(self, lr_scheduler: Any) -> None:
+    def _register_schedulers(self, lr_scheduler: Any, schedule: str) -> None:
         """Have schedulers travel, and be undone with a lost step; without any, check that there is none."""
         states = self._run.states
         schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
         known = [scheduler for scheduler in schedulers if scheduler is not None]
         for number, scheduler in enumerate(known):
-            count_optimizer_steps(scheduler, self._run.ledger)
+            count_optimizer_steps(scheduler, self._run.ledger, schedule)
             states.register(f"lr_scheduler/{self._index}/{number}", DictState(scheduler))
             states.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
         if known:
@@ -383,15 +389,4 @@ def _check_types(module: Any, optimizer: Any) -> None:
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
             "AdaptiveDataParallel(model, optimizer) needs both"
-        )
-
-
-def _check_process_group(world_size: int) -> None:
-    """A SyncBatchNorm without a process group would train on each rank's samples alone, and say nothing."""
-    if world_size > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise RuntimeError(
-            "SyncBatchNorm needs torch.distributed's process group, which a group of workers that may change does not "
-            f"have ({world_size} workers now). Use BatchNorm, whose statistics are averaged over the workers at the "
-            "end of every pass, or GroupNorm or LayerNorm, which do not depend on the batch; sums over all workers "
-            "come from elastic_ray.Accumulator"
         )

@@ -115,6 +115,18 @@ class StepLedger:
         return self._progress.epoch + fraction
 
     @property
+    def initial_steps(self) -> int:
+        """As how many steps of the initial batch the step in progress counts, by its samples; 1 outside of steps.
+
+        Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
+        """
+        step = self.outermost
+        if step is None or self._abandoned >= self.depth:
+            return 1
+        begin, first = step.loader_pass.position, step.init_batch_size
+        return -(-(begin + step.count) // first) - -(-begin // first)
+
+    @property
     def accumulator_scope(self) -> int:
         """Epoch that an accumulator belongs to which is made now; -1 before the first."""
         return self._progress.epoch if self._in_epoch else -1
