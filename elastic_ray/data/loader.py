@@ -9,12 +9,14 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
 from elastic_ray.data.batches import StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
+from elastic_ray.data.ramp import read_ramp
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
 from elastic_ray.data.sources import make_source, order_of
@@ -49,7 +51,9 @@ class AdaptiveDataLoader:
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
-        batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset.
+        batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
+            progress (of the declared epochs, 0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; later ones are
+            shared out equally, so that 256 are 255 on 3 workers.
         shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
             alone, and for whole batches.
         sampler: order of the indices, see above.
@@ -72,7 +76,7 @@ class AdaptiveDataLoader:
     def __init__(
         self,
         dataset: Any,
-        batch_size: int = 1,
+        batch_size: int | Sequence[tuple[float, int]] = 1,
         shuffle: bool | None = None,
         *,
         sampler: Iterable[Any] | None = None,
@@ -85,9 +89,10 @@ class AdaptiveDataLoader:
         on_epoch: EpochHook | None = None,
         **options: Any,
     ) -> None:
+        first, ramp = read_ramp(batch_size)
         given = LoaderArguments(
             dataset=dataset,
-            batch_size=batch_size,
+            batch_size=first,
             shuffle=shuffle,
             sampler=sampler,
             batch_sampler=batch_sampler,
@@ -108,6 +113,9 @@ class AdaptiveDataLoader:
         self._setting: tuple[int, BatchChoice, StepSplit] | None = None
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
         self._announce()
+        if ramp:
+            self.autoscale_batch_size(max(size for _, size in ramp))
+            self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
 
     @property
     def _samples(self) -> int | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.state.progress import PassProgress, RunProgress
@@ -116,6 +117,9 @@ class LoaderRun(Protocol):
     @property
     def passes(self) -> PassesView:
         """The passes of its loaders."""
+
+    def add_policies(self, policies: Sequence[Policy]) -> None:
+        """Ask these policies between steps; raises RuntimeError once training has begun."""
 
     def check_group(self) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one."""

@@ -1,0 +1,76 @@
+"""Batch sizes that are declared by progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ray as er
+from elastic_ray.data.ramp import read_ramp
+from elastic_ray.session.current import set_session
+from tests.loop.changing import Change, Kill, run_job
+
+SAMPLES, EPOCHS = 64, 4
+RAMP = [(0, 4), (0.25, 8), (0.5, 16)]
+
+
+def train() -> tuple[list[int], list[int]]:
+    """The global batch at each epoch's second step and how many samples each epoch had."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1))
+    loader = er.AdaptiveDataLoader(data, batch_size=RAMP, seed=1)
+    batches, samples = [], []
+    for _ in er.remaining_epochs_until(EPOCHS):
+        totals = er.Accumulator()
+        for number, (x,) in enumerate(loader):
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            totals["samples"] += len(x)
+            if number == 1:
+                batches.append(loader.current_batch_size)
+        samples.append(int(totals["samples"]))
+    return batches, samples
+
+
+def test_the_batch_is_the_declared_one_and_each_sample_counts_once() -> None:
+    set_session(None)
+    assert train() == ([4, 8, 16, 16], [SAMPLES] * EPOCHS)
+    set_session(None)
+
+
+@pytest.mark.parametrize("script", [[Change(10, (1, 2, 3, 4))], [Kill(12, 2, "backward")]])
+def test_so_it_is_on_every_worker_whatever_happens(script: list[Any]) -> None:
+    outcome = run_job(train, script, first=(1, 2))
+    assert outcome.results[1] == ([4, 8, 16, 16], [SAMPLES] * EPOCHS)
+
+
+def test_one_batch_size_is_no_ramp() -> None:
+    assert read_ramp(64) == (64, ())
+    assert read_ramp([(0, 64), (0.1, 256)]) == (64, ((0.0, 64), (0.1, 256)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ([], ValueError, "must begin at progress 0"),
+        ([(0.1, 4)], ValueError, "must begin at progress 0"),
+        ([(0, 4), (0, 8)], ValueError, "must rise, and stay below 1"),
+        ([(0, 4), (1.0, 8)], ValueError, "must rise, and stay below 1"),
+        ([(0, 4), (0.5, 0)], ValueError, "must be 1 or more, but got 0"),
+        ([4, 8], TypeError, "must hold pairs"),
+        ([(0, 4, 8)], TypeError, "must hold pairs"),
+        ([("0", 4)], TypeError, "progress must be a number"),
+        ([(0, 4.0)], TypeError, "must be a whole number, but got 4.0"),
+        ([(0, 4), (0.5, 128)], ValueError, "max_batch_size must be at most the 64 samples"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: Any, error: type[Exception], says: str) -> None:
+    set_session(None)
+    with pytest.raises(error, match=says):
+        er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1)), batch_size=wrong)
+    set_session(None)
