@@ -76,6 +76,11 @@ class AllowedSizes:
             raise ValueError(f"no size from {least} to {most} workers is allowed by {self}")
         return low, high
 
+    def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
+        """These, with the smallest and the largest size between ``least`` and ``most``; any where none is allowed."""
+        low, high = self.at_least(least), self.at_most(most)
+        return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
+
     def floors(self, most: int) -> NDArray[np.int64]:
         """``at_most`` of 0, 1, ... ``most``."""
         every = np.arange(most + 1, dtype=np.int64)

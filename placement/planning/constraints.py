@@ -1,9 +1,10 @@
 """What real clusters ask for beyond a policy's own rules; it holds for every policy, which need not know of it.
 
-Outermost first: deadlines raise minimums; mixed jobs stand with their minimum on on-demand nodes; tenants have their
-shares; within a tenant, priorities come one after the other; jobs that may not be stopped keep their minimum; sizes are
-whole nodes where that is preferred. Each of these asks the policy about some of the jobs on a part of the cluster. The
-order of tenants above priorities means that a tenant gets no more of the cluster by higher priorities of its jobs.
+Outermost first: sizes are those that a job can train with; deadlines raise minimums; mixed jobs stand with their
+minimum on on-demand nodes; tenants have their shares; within a tenant, priorities come one after the other; jobs that
+may not be stopped keep their minimum; sizes are whole nodes where that is preferred. Each of these asks the policy
+about some of the jobs on a part of the cluster. The order of tenants above priorities means that a tenant gets no more
+of the cluster by higher priorities of its jobs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection, Sequence
 
 from placement.cluster.cluster import Allocation
 from placement.cluster.jobs import JobView
+from placement.planning.allowed_sizes import in_allowed_sizes
 from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart
 from placement.planning.problem import Plan, Problem, Solver, by_priority
@@ -55,6 +57,7 @@ class Constraints:
             or view.deadline_s is not None
             or view.whole_nodes
             or view.spot == "mixed"
+            or not view.sizes.free
             for view in views
         )
 
@@ -79,7 +82,10 @@ def decide(
     present = problem
     seen = [_places({view.job: view.allocation for view in problem.views})]
     for _ in range(_ROUNDS):
-        plan = _decide_once(present, solve, constraints, now_s, guaranteed, running)
+        once = functools.partial(
+            _decide_once, solve=solve, constraints=constraints, now_s=now_s, guaranteed=guaranteed, running=running
+        )
+        plan = in_allowed_sizes(present, once)
         plans.append(plan)
         places = _places(plan.allocation)
         if places in seen:

@@ -10,7 +10,6 @@ from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cl
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
-from placement.planning.allowed_sizes import in_allowed_sizes
 from placement.planning.constraints import Constraints, decide
 from placement.planning.multi_node import keep_apart
 from placement.planning.problem import Plan, Problem
@@ -93,12 +92,9 @@ def _plan_without_wishes(
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
 
-    def keep(problem: Problem) -> Plan:
-        if not problem.apart and not constraints.concern(problem.views):
-            return solve(problem)
-        return decide(problem, solve, constraints, now_s, guaranteed)
-
-    plan = keep(problem) if all(view.sizes.free for view in problem.views) else in_allowed_sizes(problem, keep)
+    if not problem.apart and not constraints.concern(problem.views):
+        return solve(problem)
+    plan = decide(problem, solve, constraints, now_s, guaranteed)
     check(plan.allocation, {view.job: view.bundle for view in problem.views}, problem.cluster)
     return plan
 

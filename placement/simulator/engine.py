@@ -15,6 +15,7 @@ from placement.autoscaling.objectives import make_objective
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import SpotUse
 from placement.cluster.price_table import PriceTable
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.knowledge.knowledge import Knowledge
 from placement.policies import make_policy
 from placement.policies.shared.base import Policy
@@ -60,6 +61,7 @@ def simulate(
     statistical: bool = True,
     spot_use: SpotUse = "prefer",
     mixed_gpu_types: bool = False,
+    sizes: AllowedSizes = ANY_SIZE,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
     """Replay one trace under one policy.
@@ -80,6 +82,7 @@ def simulate(
         statistical: whether jobs know of statistical efficiency; if not, they choose batches by throughput alone.
         spot_use: how jobs use spot nodes, where those of an autoscaled cluster are.
         mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
+        sizes: numbers of workers that such jobs can train with, as far as their batches allow any of them.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -115,6 +118,7 @@ def simulate(
         statistical=statistical,
         spot_use=spot_use,
         mixed_gpu_types=mixed_gpu_types and not rigid,
+        sizes=ANY_SIZE if rigid else sizes,
     )
     with one_thread():
         jobs = simulation.jobs(specs, applications)
@@ -144,6 +148,7 @@ class _Simulation:
     statistical: bool
     spot_use: SpotUse
     mixed_gpu_types: bool
+    sizes: AllowedSizes
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """The jobs before anything has happened to them."""
@@ -163,6 +168,7 @@ class _Simulation:
                 statistical=self.statistical,
                 spot=self.spot_use,
                 mixed_gpu_types=self.mixed_gpu_types,
+                sizes=self.sizes,
             )
             jobs.append(job)
         return jobs
@@ -238,6 +244,7 @@ class _Simulation:
             "lengths": dataclasses.asdict(self.lengths),
             "statistical": self.statistical,
             "mixed_gpu_types": self.mixed_gpu_types,
+            "sizes": None if self.sizes.free else str(self.sizes),
             "autoscale": None if self.autoscale is None else str(self.autoscale),
             "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
         }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from placement.cluster.jobs import SpotUse
 from placement.cluster.oracle import Oracle, TraceJobView
 from placement.cluster.progress import Progress
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
@@ -61,6 +62,7 @@ class SimulatedJob:
             samples per second, whatever they are worth.
         spot: how it uses spot nodes.
         mixed_gpu_types: whether it may have GPUs of several types.
+        sizes: numbers of workers that it can train with, as far as its batch allows any of them.
 
     Attributes:
         slowdown: factor on its step times from outside: a slow node, a shared link.
@@ -85,8 +87,10 @@ class SimulatedJob:
         statistical: bool = True,
         spot: SpotUse = "prefer",
         mixed_gpu_types: bool = False,
+        sizes: AllowedSizes = ANY_SIZE,
     ) -> None:
         self.trace = trace
+        self._sizes = sizes
         self.app = application
         self.rules = rules
         self.requested = requested
@@ -353,10 +357,13 @@ class SimulatedJob:
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
             cap = 1
+        sizes, least, cap = self._sizes.or_any(1, cap)
         models = {g: model for g in self._measured if (model := self._model(g)) is not None}
         return TraceJobView(
             job=self.name,
             bundle={"GPU": 1.0},
+            min_workers=least,
+            sizes=sizes,
             max_workers=max(cap, self.trace.num_replicas) if self.requested else cap,
             submitted_s=self.trace.time_s,
             allocation={} if self.location is None else self.location.nodes,
@@ -369,7 +376,7 @@ class SimulatedJob:
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
             stop_cost_s=self.rules.expected_stop_s(self.app.name),
             requested_workers=self.trace.num_replicas if self.requested else None,
-            growth_limit=None if self.requested else max(1, 2 * self._most),
+            growth_limit=None if self.requested else max(1, 2 * self._most, sizes.at_least(self._most + 1) or 0),
             attained_s=sum(self.held_s.values()),
             restarts=self.restarts,
             fingerprint=self.app.name,
