@@ -51,7 +51,7 @@ def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     if spec.min_workers <= workers <= most and allowed.allow(workers):
         return
     limit = "" if allowed.allow(workers) else f"; SchedulingConfig({allowed}) allows others only"
-    if planner.loader is not None and workers <= spec.max_workers:
+    if not limit and planner.loader is not None and workers <= spec.max_workers:
         limit = f"; its loader has work for {planner.loader.max_workers} (batch size and dataset)"
     raise ValueError(
         f"workers must be between {spec.min_workers} and {most} for job {spec.job}, but got {workers}{limit}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
-import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.worker.setup import Assignment
 from tests.job.specs import spec
 from tests.membership.groups import LocalCaller, LocalController, local_controller, member, on_ranks
+
+ROOT = Path(__file__).parents[2]
 
 # -- the controller's part ---------------------------------------------------------------------------------------------
 
@@ -150,30 +153,47 @@ def test_a_group_with_an_operation_that_no_rank_waits_for_can_be_let_go_of_at_on
     assert work.is_completed()
 
 
-def threads() -> int:
-    """Of this process, gloo's own among them."""
+THREADS = """
+import concurrent.futures, gc, os, time
+from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from tests.membership.groups import local_controller, member
+
+def threads():
     return len(os.listdir("/proc/self/task"))
+
+gc.disable()
+retired, before = RetiredCommunicators(), threads()
+for generation in (1, 2, 3):
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda rank: member(controller, rank, 3, generation=generation), range(3)))
+    assert threads() > before + 6
+    for group in groups:
+        retired.retire(group)
+    retired.drop_healthy(10.0)
+until_s = time.monotonic() + 10.0
+while threads() > before + 1:
+    assert time.monotonic() < until_s, threads()
+    time.sleep(0.01)
+print("GONE")
+"""
 
 
 def test_a_group_out_of_use_takes_its_threads_with_it_and_nobody_waits_for_that() -> None:
-    retired, before = RetiredCommunicators(), threads()
-    for generation in (1, 2, 3):
-        with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(3) as pool:
-            groups = list(pool.map(lambda rank: member(controller, rank, 3, generation=generation), range(3)))  # noqa: B023
-        assert threads() > before + 6
-        gc.disable()
-        try:
-            for group in groups:
-                retired.retire(group)
-            retired.drop_healthy(10.0)
-        finally:
-            gc.enable()
+    """In a process of its own: others' groups end here, too."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stdout.split()[-1:] == ["GONE"], done.stderr
+
+
+def test_a_group_out_of_use_says_so() -> None:
+    with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        mine, theirs = pool.map(lambda rank: member(controller, rank, 2), range(2))
+    retired = RetiredCommunicators()
+    for each in (mine, theirs):
+        retired.retire(each)
+    retired.drop_healthy(10.0)
+    for group in (mine, mine.gradients):
         with pytest.raises(CommunicationFailedError, match="called off"):
-            groups[0].all_reduce(torch.ones(3))
-    until_s = time.monotonic() + 10.0
-    while threads() > before + 1:
-        assert time.monotonic() < until_s, threads()
-        time.sleep(0.01)
+            group.all_reduce(torch.ones(3))
 
 
 def test_a_broken_group_is_kept_until_its_last_operation_has_timed_out() -> None:
