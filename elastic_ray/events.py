@@ -104,15 +104,50 @@ class JobEvent:
         Raises:
             ValueError: if the line is no JSON object of these fields.
         """
-        values = json.loads(line)
-        if not isinstance(values, dict):
-            raise ValueError(f"an event must be a JSON object, but got {line!r}")
+        values = _object(line, "an event")
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name in known}
+        wrong = sorted(name for name, value in values.items() if not _is_plain(name, value))
+        if wrong:
+            raise ValueError(f"an event's {wrong[0]} cannot be {values[wrong[0]]!r:.80}")
         try:
             return cls(**{**values, "kind": EventKind(values.get("kind"))})
         except TypeError as error:
             raise ValueError(f"an event lacks fields: {error}") from None
+
+
+_COUNTS = ("from_workers", "to_workers", "generation")
+_SECONDS = ("time_s", "pause_s")
+_LARGEST = 1e15
+
+
+def _object(line: str, what: str) -> dict[str, Any]:
+    """The JSON object on a line of a run's files, which anybody may have written.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        values = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{what} must be a JSON object, but is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} must be a JSON object, but got {line!r:.200}")
+    return values
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    """Whether a field of an event can have this value."""
+    if name in _COUNTS:
+        return _is_count(value)
+    if name in _SECONDS:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and abs(value) < _LARGEST
+    return isinstance(value, dict if name == "detail" else str)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
 class JobPhase(str, enum.Enum):
@@ -253,11 +288,12 @@ class Report:
         Raises:
             ValueError: if the line is no JSON object of these fields.
         """
-        values = json.loads(line)
-        if not isinstance(values, dict) or not isinstance(values.get("metrics"), dict):
-            raise ValueError(f"a report must be a JSON object with an object 'metrics', but got {line!r}")
-        if not isinstance(values.get("index"), int):
-            raise ValueError(f"a report must have a whole number 'index', but got {line!r}")
+        values = _object(line, "a report")
+        if not isinstance(values.get("metrics"), dict):
+            raise ValueError(f"a report must be a JSON object with an object 'metrics', but got {line!r:.200}")
+        for name in ("index", "workers", "epochs_done", "steps"):
+            if not _is_count(values.get(name, 0 if name != "index" else None)):
+                raise ValueError(f"a report must have a whole number {name!r}, but got {line!r:.200}")
         checkpoint = values.get("checkpoint")
         return cls(
             index=values["index"],

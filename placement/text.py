@@ -36,6 +36,12 @@ def short_ids(text: str) -> str:
     return _LONG_ID.sub(lambda found: found[0][:_ID_LENGTH], text)
 
 
+def clipped(text: str, most: int = 500) -> str:
+    """A sentence with short ids, and without what is beyond so many characters."""
+    short = short_ids(text[: 4 * most])
+    return short if len(short) <= most else f"{short[: most - 1]}…"
+
+
 def short_name(name: str) -> str:
     """A long name without its middle, for lines that must leave room for what they say."""
     if len(name) <= _NAME_LENGTH:

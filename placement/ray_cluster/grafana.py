@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from importlib.resources import files
 from pathlib import Path
@@ -40,9 +41,12 @@ def place_dashboard() -> None:
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True)
         package, name = _ASSET
-        unfinished = folder / f".{FILE}.{os.getpid()}"
-        unfinished.write_bytes((files(package) / name).read_bytes())
-        unfinished.replace(folder / FILE)
+        # Others may write in Ray's folders: a name that they cannot guess, and no link of theirs is followed.
+        handle, unfinished = tempfile.mkstemp(dir=folder, prefix=f".{FILE}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write((files(package) / name).read_bytes())
+        Path(unfinished).chmod(0o644)
+        Path(unfinished).replace(folder / FILE)
     except Exception as error:
         logger.debug("the Grafana dashboard was not placed: %s", error)
 

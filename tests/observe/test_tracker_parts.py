@@ -106,6 +106,66 @@ def test_calls_come_in_order_and_an_error_is_told_once() -> None:
     assert thread.problems(time.monotonic()) == ()
 
 
+class Unspeakable(Exception):
+    """Says nothing of itself."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("nor this")
+
+
+def test_what_an_error_cannot_say_ends_no_thread_and_what_it_says_has_an_end() -> None:
+    recorder = Recorder()
+    thread = TrackerThread("it", recorder)
+    errors = [Unspeakable(), ValueError("x" * 5_000_000)]
+
+    def fail() -> None:
+        raise errors.pop()
+
+    thread.call("one", fail)
+    thread.call("two", fail)
+    thread.report(report(1), 0.0)
+    thread.finish(JobPhase.FINISHED)
+    wait_until_done(thread)
+    assert recorder.calls == [1, JobPhase.FINISHED]
+    long, silent = thread.problems(time.monotonic())
+    assert len(long) < 700 and silent.endswith("Unspeakable: it cannot say why")
+
+
+def test_a_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.observe.trackers.tracker_thread._AGAIN_S", 0.05)
+    recorder, tries = Recorder(), [0]
+    begin = recorder.begin
+
+    def late(*args: Any, **fields: Any) -> None:
+        tries[0] += 1
+        if tries[0] < 3:
+            raise OSError("storage is away for a moment")
+        begin(*args, **fields)
+
+    recorder.begin = late  # type: ignore[method-assign]
+    thread = TrackerThread("it", recorder)
+    thread.begin(7, 0, again=False)
+    thread.report(report(1), 0.0)
+    deadline_s = time.monotonic() + 30
+    while recorder.calls != [("begin", 7, 0, False), 1]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    thread.finish(JobPhase.FINISHED)
+    wait_until_done(thread)
+
+
+def test_reports_that_wait_are_bounded_by_their_size() -> None:
+    recorder = Recorder()
+    recorder.block.clear()
+    thread = TrackerThread("it", recorder)
+    large = report(1, metrics={"text": "x" * 250_000})
+    for _ in range(1000):
+        thread.report(large, 0.0)
+    assert thread._bytes <= 32 << 20 and thread._left_out > 800
+    thread.give_up()
+    recorder.block.set()
+
+
 def test_a_tracker_that_hangs_is_told_of_and_its_queue_is_bounded() -> None:
     recorder = Recorder()
     recorder.block.clear()

@@ -50,7 +50,7 @@ def plain(value: Any) -> Any:
         return {name: plain(getattr(value, name)) for name in _names(value.__class__)}
     try:
         return _rounded(float(value))  # of NumPy or torch
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return str(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Mapping
 
 from elastic_ray.observe.page.detail import job_detail
@@ -19,11 +20,13 @@ from elastic_ray.observe.page.model import (
 )
 from elastic_ray.observe.page.overview import strip, tenant_shares, wanted_nodes
 from elastic_ray.observe.page.rows import job_row, node_row, slots_at, slots_of, slots_per_worker
-from elastic_ray.observe.page.source import ClusterLook, JobAnswer
+from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobLook
 from placement.allocator.snapshot import AllocatorLook, DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster
 from placement.palette import colour
-from placement.text import short_ids
+from placement.text import clipped
+
+logger = logging.getLogger("elastic_ray.observe")
 
 MOST_DECISIONS, MOST_ENDED, MOST_GONE = 2000, 300, 50
 
@@ -61,13 +64,20 @@ class ClusterPage:
         if look.allocator is not None:
             self._take_decisions(look.allocator, look.now_s)
         for each in look.jobs:
-            memory = self._memory(each.job, look.now_s)
-            for event in memory.hear(each, look.now_s):
-                self._history.mark(event.time_s, each.job, MARKS[event.kind], short_ids(event.reason))
-            for time_s, path in memory.new_checkpoints():
-                self._history.mark(time_s, each.job, "checkpoint", f"stored as {path}")
+            try:
+                self._hear(each, look.now_s)
+            except Exception:  # one job's answer, whatever is in it, costs the others nothing
+                logger.warning("job %s: its answer could not be shown", each.job, exc_info=True)
         self._take_ends(look)
         self._measure(look)
+
+    def _hear(self, look: JobLook, now_s: float) -> None:
+        """One job's answer."""
+        memory = self._memory(look.job, now_s)
+        for event in memory.hear(look, now_s):
+            self._history.mark(event.time_s, look.job, MARKS[event.kind], clipped(event.reason))
+        for time_s, path in memory.new_checkpoints():
+            self._history.mark(time_s, look.job, "checkpoint", clipped(f"stored as {path}"))
 
     def _memory(self, job: str, now_s: float) -> JobMemory:
         """What is remembered of a job, from now on if it is new."""
@@ -123,7 +133,7 @@ class ClusterPage:
                 job=record.job,
                 before=record.from_workers,
                 after=record.to_workers,
-                reason=short_ids(record.reason),
+                reason=clipped(record.reason),
             )
         )
         if record.job:

@@ -15,7 +15,7 @@ from placement.allocator.explaining import Explanation
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, goodputs
-from placement.text import short_ids
+from placement.text import clipped
 
 MOST_SIZES = 128
 
@@ -40,13 +40,13 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
         curve=curve,
         measured=_measured(view),
         gain=_gain(answer.explanation, dict(curve).get(workers)),
-        explanation="" if answer.explanation is None else str(answer.explanation),
+        explanation="" if answer.explanation is None else clipped(str(answer.explanation), 4000),
         noise_scale=noise_scale(memory.state),
         series=memory.series,
         pauses=pauses(events, memory.status.last_pause if memory.status is not None else None),
         shares=shares_of_time(events, memory.status, begun_s, memory.ended_s or now_s),
         workers=tuple(_worker(each, slow, answer.ray_dashboard) for each in answer.workers),
-        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, short_ids(e.reason)) for e in events),
+        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in events),
         logs=memory.facts.storage if memory.facts is not None else "",
     )
 

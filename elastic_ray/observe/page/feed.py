@@ -46,6 +46,12 @@ class Client:
         self._messages.put_nowait(message)
         return True
 
+    def begin(self, message: bytes) -> None:
+        """The first message, however large the whole is that it tells."""
+        self._bytes += len(message)
+        self._most_bytes += len(message)
+        self._messages.put_nowait(message)
+
     def drop(self) -> None:
         """Give it up: nothing waits for it any more."""
         self._dropped.set()

@@ -16,7 +16,7 @@ from placement.allocator.snapshot import JobState
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node
 from placement.cluster.jobs import JobView
 from placement.goodput.remaining import remaining
-from placement.text import short_ids
+from placement.text import clipped
 
 CPU = "CPU"
 
@@ -80,7 +80,7 @@ def job_row(
         submitted_s=view.submitted_s if view is not None else None,
         ended_s=ended_s,
         why=_why(status, state),
-        note=short_ids(status.note) if status is not None else "",
+        note=clipped(status.note) if status is not None else "",
         nodes=dict(state.target) if state is not None and ended_s is None else {},
         reports=status.reports if status is not None else 0,
         rungs=facts.rungs if facts is not None else (),
@@ -129,7 +129,7 @@ def loss_of(status: JobStatus | None) -> float | None:
     """The reported metric ``loss``; None where there is none, or it is no number."""
     if status is None or "loss" not in status.metrics:
         return None
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         return float(status.metrics["loss"])
     return None
 
@@ -137,8 +137,8 @@ def loss_of(status: JobStatus | None) -> float | None:
 def _why(status: JobStatus | None, state: JobState | None) -> str:
     """What the job waits for or why it has ended, else the reason of its size."""
     if status is not None and status.message:
-        return short_ids(status.message)
-    return short_ids(state.reason) if state is not None else ""
+        return clipped(status.message)
+    return clipped(state.reason) if state is not None else ""
 
 
 def kind_of(node: NodeLook) -> str:

@@ -27,6 +27,9 @@ _MOST_BODY = 4096
 _BEAT_S = 15.0  # an empty line, by which a browser that is gone is noticed
 _IDLE = 4  # a page that nobody has open looks so many times more rarely
 _MOST_NAME = 512
+_STALE_S = 10.0
+_WRITE_S = 30.0  # a browser that takes nothing for so long is gone, or does not read
+_MOST_QUESTIONS = 16
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,6 +51,7 @@ class PageServer:
         self._asking = asyncio.Lock()  # the source answers one at a time
         self._guessing = asyncio.Lock()  # one simulation at a time
         self._wanted = asyncio.Event()
+        self._waiting = 0  # questions of browsers
 
     def application(self) -> web.Application:
         """What aiohttp runs."""
@@ -55,9 +59,9 @@ class PageServer:
         app.router.add_get("/", self._file)
         app.router.add_get("/api/snapshot", self._snapshot)
         app.router.add_get("/api/events", self._events)
-        app.router.add_get("/api/jobs/{job}", self._job)
+        app.router.add_get("/api/jobs/{job:[^/]+}", self._job)
         app.router.add_get("/api/what-if", self._what_if)
-        app.router.add_post("/api/jobs/{job}/{action}", self._act)
+        app.router.add_post("/api/jobs/{job:[^/]+}/{action}", self._act)
         app.router.add_get("/{name}", self._file)
         app.cleanup_ctx.append(self._watching)
         app.on_shutdown.append(self._leave)
@@ -76,16 +80,50 @@ class PageServer:
             await task
 
     async def _watch(self) -> None:
-        """One look after the other; what fails is logged, and the next one comes anyway."""
+        """One look after the other; what fails is logged and told to browsers, and the next one comes anyway."""
         while True:
+            look = asyncio.ensure_future(self._refresh())
             try:
-                await self._refresh()
+                await asyncio.wait({look}, timeout=_STALE_S)
+                if not look.done():
+                    self._tell_problem(f"nothing has answered for {_STALE_S:g} s: what is shown is as old")
+                await look
+            except asyncio.CancelledError:
+                look.cancel()
+                raise
             except Exception:
                 logger.exception("the page could not be brought up to date")
+                self._tell_problem("it could not be brought up to date; its own log tells why")
             period_s = self._source.period_s
             if period_s is None and self._tables:
                 return
             await self._pause(period_s or 1.0)
+
+    def _tell_problem(self, problem: str) -> None:
+        """Browsers are told that what they show is old, until there is something new."""
+        if not self._tables:
+            return
+        self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
+        self._version += 1
+        self._feed.tell(_message("change", self._version, {"source": self._tables["source"]}))
+
+    async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the source answers, one question at a time, also where the browser that has asked is gone meanwhile.
+
+        Raises:
+            web.HTTPServiceUnavailable: too many wait.
+        """
+        if self._waiting >= _MOST_QUESTIONS:
+            raise web.HTTPServiceUnavailable(reason="too many questions wait; ask again in a moment")
+        self._waiting += 1
+        return await asyncio.shield(asyncio.ensure_future(self._one_at_a_time(function, arguments)))
+
+    async def _one_at_a_time(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        try:
+            async with self._asking:
+                return await asyncio.to_thread(function, *arguments)
+        finally:
+            self._waiting -= 1
 
     async def _pause(self, period_s: float) -> None:
         """Wait for the next look; longer while nobody has the page open, until somebody asks."""
@@ -154,7 +192,7 @@ class PageServer:
             client = self._feed.join()
         except TooManyClientsError as error:
             return _error(503, str(error))
-        client.offer(_message("snapshot", self._version, found))
+        client.begin(_message("snapshot", self._version, found))
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         try:
             await response.prepare(request)
@@ -178,12 +216,11 @@ class PageServer:
 
     async def _write(self, client: Client, response: web.StreamResponse) -> None:
         while (message := await client.next(_BEAT_S)) is not None:
-            await response.write(message or b":\n\n")
+            await asyncio.wait_for(response.write(message or b":\n\n"), _WRITE_S)
 
     async def _job(self, request: web.Request) -> web.StreamResponse:
         job = request.match_info["job"]
-        async with self._asking:
-            found = await asyncio.to_thread(self._source.detail, job) if len(job) <= _MOST_NAME else None
+        found = await self._ask(self._source.detail, job) if len(job) <= _MOST_NAME else None
         if found is None:
             return _error(404, f"there is no job {job[:_MOST_NAME]!r}")
         return web.Response(body=to_json(plain(found)), content_type="application/json")
@@ -193,12 +230,16 @@ class PageServer:
         if self._guessing.locked():
             return _error(429, "another what-if is being worked out; ask again when it is done")
         nodes, policy = request.query.get("nodes", ""), request.query.get("policy", "")
-        async with self._guessing:
-            try:
-                now, then = await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
-            except InputError as error:
-                return _error(400, str(error))
+        try:
+            now, then = await asyncio.shield(asyncio.ensure_future(self._guess(nodes, policy)))
+        except InputError as error:
+            return _error(400, str(error))
         return web.Response(body=to_json({"now": plain(now), "then": plain(then)}), content_type="application/json")
+
+    async def _guess(self, nodes: str, policy: str) -> Any:
+        """A what-if to its end, also where the browser that has asked is gone meanwhile."""
+        async with self._guessing:
+            return await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
 
     async def _act(self, request: web.Request) -> web.StreamResponse:
         """Resize, release or stop a job."""
@@ -213,8 +254,7 @@ class PageServer:
         if action == "resize" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             return _error(400, f"workers must be a whole number from 1, but got {str(workers)[:40]!r}")
         try:
-            async with self._asking:
-                done = await asyncio.to_thread(self._source.act, job, action, workers)
+            done = await self._ask(self._source.act, job, action, workers)
         except ActionRefusedError as error:
             return _error(409, str(error))
         logger.warning("%s of job %r was asked for by the page: %s", action, job, done)

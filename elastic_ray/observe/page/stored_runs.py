@@ -5,6 +5,7 @@ Events tell sizes, not nodes: every job has a row of its own, as high as its wor
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from elastic_ray.observe.page.model import (
     Strip,
 )
 from placement.palette import colour
-from placement.text import short_ids
+from placement.text import clipped
 
 _MOST_DECISIONS = 2000
 
@@ -60,7 +61,7 @@ def stored_page(
     decisions = []
     for number, (time_s, job, event) in enumerate(happened, start=1):
         if event.kind in MARKS:
-            history.mark(time_s, job, MARKS[event.kind], short_ids(event.reason))
+            history.mark(time_s, job, MARKS[event.kind], clipped(event.reason))
         if event.from_workers != event.to_workers or event.kind is EventKind.FINISHED:
             history.place(time_s, job, {job: event.to_workers} if event.to_workers else {}, number)
             history.measure(time_s, history.slots, None, None)
@@ -97,7 +98,7 @@ def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
         job=job,
         before=event.from_workers,
         after=event.to_workers,
-        reason=short_ids(event.reason),
+        reason=clipped(event.reason),
     )
 
 
@@ -119,7 +120,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
         resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
         submitted_s=run.events[0].time_s if run.events else None,
         ended_s=last.time_s if last is not None else None,
-        why=short_ids(last.reason) if last is not None else "",
+        why=clipped(last.reason) if last is not None else "",
         sweep=run.job.partition("/")[0] if "/" in run.job else "",
         storage=run.where,
         colour=ink,
@@ -134,7 +135,9 @@ def _phase(end: JobEvent | None) -> str:
 
 def _loss(report: Report) -> float | None:
     value = report.metrics.get("loss")
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    with contextlib.suppress(OverflowError):
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
 
 
 def _detail(run: StoredRun, last_s: float) -> JobDetail:
@@ -149,6 +152,6 @@ def _detail(run: StoredRun, last_s: float) -> JobDetail:
         series=series,
         pauses=pauses(run.events),
         shares=shares_of_time(run.events, None, begun_s, run.events[-1].time_s if run.events else last_s),
-        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, short_ids(e.reason)) for e in run.events),
+        events=tuple((e.time_s, e.kind.value, e.from_workers, e.to_workers, clipped(e.reason)) for e in run.events),
         logs=run.where,
     )

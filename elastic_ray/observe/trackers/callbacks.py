@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -199,13 +200,13 @@ class _UserCallback:
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """Rank 0's metrics stand for all ranks."""
         checkpoint = _checkpoint(report, self._run.storage)
-        self._callback.after_report(self._context, [dict(report.metrics)], checkpoint)
+        self._callback.after_report(self._context, [copy.deepcopy(dict(report.metrics))], checkpoint)
 
     def event(self, event: JobEvent) -> None:
         """Call ``on_resize`` where there is one."""
         on_resize: Callable[..., None] | None = getattr(self._callback, "on_resize", None)
         if on_resize is not None and is_change_of_size(event):
-            on_resize(self._context, event)
+            on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
         """As Ray Train does."""
@@ -258,7 +259,7 @@ class _LoggerCallback:
         if report.checkpoint is not None:
             self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
         result = {
-            **report.metrics,
+            **copy.deepcopy(dict(report.metrics)),
             "elastic": {**numbers, "workers": report.workers, "step": report.steps},
             "training_iteration": report.index,
             "trial_id": self._trial.trial_id,

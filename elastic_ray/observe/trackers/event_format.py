@@ -87,18 +87,23 @@ def restart_event(time_s: float, step: int) -> bytes:
     return _event(time_s, _int(_STEP, step), _field(_SESSION_LOG, _int(1, _START)))
 
 
+def _utf8(text: str) -> bytes:
+    """A text as bytes, whatever is in it: a lone surrogate is shown as such."""
+    return text.encode("utf-8", "backslashreplace")
+
+
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
     """Numbers by tag, at a step [s since the epoch]."""
-    packed = (_field(_TAG, tag.encode()) + _single(_SIMPLE_VALUE, value) for tag, value in values.items())
+    packed = (_field(_TAG, _utf8(tag)) + _single(_SIMPLE_VALUE, value) for tag, value in values.items())
     return _event(time_s, _int(_STEP, step), _field(_SUMMARY, b"".join(_field(_VALUE, each) for each in packed)))
 
 
 def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
     """A text under a tag, at a step; TensorBoard shows it as Markdown."""
     shape = _field(2, _int(1, 1))
-    tensor = _int(1, _STRING) + _field(2, shape) + _field(8, text.encode())
+    tensor = _int(1, _STRING) + _field(2, shape) + _field(8, _utf8(text))
     metadata = _field(1, _field(1, b"text"))
-    value = _field(_TAG, tag.encode()) + _field(_TENSOR, tensor) + _field(_METADATA, metadata)
+    value = _field(_TAG, _utf8(tag)) + _field(_TENSOR, tensor) + _field(_METADATA, metadata)
     return _event(time_s, _int(_STEP, step), _field(_SUMMARY, _field(_VALUE, value)))
 
 

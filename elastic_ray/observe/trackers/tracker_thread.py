@@ -15,6 +15,10 @@ from elastic_ray.observe.trackers.series import JobNumbers
 logger = logging.getLogger("elastic_ray.job")
 
 _MOST = 10_000  # calls that wait
+_MOST_BYTES = 32 << 20  # of reports among them
+_MOST_TOLD = 100  # different problems
+_MOST_SAID = 500  # characters of an error
+_AGAIN_S = 5.0  # from a begin that has failed to the next one
 _FLUSH_S = 1.0
 _HANGS_S = 30.0
 
@@ -62,7 +66,8 @@ class TrackerThread:
         self.name = name
         self._tracker, self._most, self._hangs_s = tracker, most, hangs_s
         self._news = threading.Condition()
-        self._calls: collections.deque[tuple[str, Callable[[], None]]] = collections.deque()
+        self._calls: collections.deque[tuple[str, Callable[[], None], int]] = collections.deque()
+        self._bytes = 0
         self._problems: collections.deque[str] = collections.deque()
         self._told: set[str] = set()
         self._running: tuple[str, float] | None = None
@@ -76,7 +81,7 @@ class TrackerThread:
 
     def report(self, report: Report, time_s: float) -> None:
         """Rank 0 has reported."""
-        self._put("report", lambda: self._tracker.report(report, time_s))
+        self._put("report", lambda: self._tracker.report(report, time_s), size=len(report.to_json()))
 
     def numbers(self, numbers: JobNumbers) -> None:
         """How the job stands."""
@@ -93,7 +98,7 @@ class TrackerThread:
     def finish(self, phase: JobPhase) -> None:
         """The job has ended: the thread ends once all is done."""
         with self._news:
-            self._calls.append(("finish", lambda: self._tracker.finish(phase)))
+            self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True
             self._news.notify()
         self._start()
@@ -119,26 +124,27 @@ class TrackerThread:
         if running is not None and now_s - running[1] > self._hangs_s:
             self._tell(f"hangs {running[0]}", f"does not return from {running[0]} for {self._hangs_s:g} s")
         if self._left_out:
-            self._tell("full", f"is too slow: {self._most} calls wait, and further ones are left out")
+            self._tell("full", f"is too slow: {len(self._calls)} calls wait, and further ones are left out")
         found = tuple(self._problems)
         for _ in found:
             self._problems.popleft()
         return found
 
     def _tell(self, key: str, what: str) -> None:
-        if key not in self._told:
+        if key not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(key)
             self._problems.append(f"{self.name} {what}")
 
-    def _put(self, what: str, call: Callable[[], None]) -> None:
+    def _put(self, what: str, call: Callable[[], None], size: int = 0) -> None:
         """Have it called later, unless too many wait."""
         with self._news:
             if self._closed:
                 return
-            if len(self._calls) >= self._most:
+            if len(self._calls) >= self._most or self._bytes + size > _MOST_BYTES:
                 self._left_out += 1
                 return
-            self._calls.append((what, call))
+            self._bytes += size
+            self._calls.append((what, call, size))
             self._news.notify()
         self._start()
 
@@ -154,22 +160,40 @@ class TrackerThread:
             with self._news:
                 self._news.wait_for(lambda: self._calls or self._closed, max(0.0, flush_s - time.monotonic()))
                 found = self._calls.popleft() if self._calls else None
+                self._bytes -= found[2] if found is not None else 0
             if found is not None:
-                self._call(*found)
+                if not self._call(*found[:2]) and found[0] == "begin":
+                    self._begin_again(found)
             elif self._closed:
                 return
             if time.monotonic() >= flush_s:
                 self._call("flush", self._tracker.flush)
                 flush_s = time.monotonic() + _FLUSH_S
 
-    def _call(self, what: str, call: Callable[[], None]) -> None:
-        """Call it; what it raises is told, and ends nothing."""
+    def _begin_again(self, begin: tuple[str, Callable[[], None], int]) -> None:
+        """What a run begins with comes before all else: it is tried again after a while, until the run is over."""
+        with self._news:
+            if not self._news.wait_for(lambda: self._closed or self._given_up, _AGAIN_S):
+                self._calls.appendleft(begin)
+
+    def _call(self, what: str, call: Callable[[], None]) -> bool:
+        """Call it; what it raises is told, and ends nothing. Returns whether it has returned."""
         self._running = (what, time.monotonic())
         try:
             call()
+            return True
         except BaseException as error:  # users' code may call sys.exit()
             logger.debug("tracker %s: %s", self.name, what, exc_info=True)
             key = f"{what} {type(error).__name__}"
-            self._tell(key, f"raised in {what}, and is asked again next time: {type(error).__name__}: {error}")
+            self._tell(key, f"raised in {what}, and is asked again next time: {type(error).__name__}: {_said(error)}")
+            return False
         finally:
             self._running = None
+
+
+def _said(error: BaseException) -> str:
+    """What an error of users' code says of itself, as far as it can."""
+    try:
+        return str(error)[:_MOST_SAID]
+    except BaseException:
+        return "it cannot say why"

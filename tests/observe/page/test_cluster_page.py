@@ -103,6 +103,23 @@ def test_bars_are_the_decisions_and_end_with_their_job() -> None:
     assert to_json(tables(ended))
 
 
+def test_what_one_job_answers_costs_the_others_nothing() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    huge = answer("a", 1, metrics={"loss": 2**1024 - 1})
+    broken = answer("c", 1, events=(event("no kind", 1.0, 1, 2),))  # type: ignore[arg-type]
+    seen = world.look(1001.5, huge, broken, answer("b", 2, metrics={"loss": 0.5}))
+    assert row(seen, "a").loss is None and row(seen, "b").loss == 0.5
+    assert len(to_json(tables(seen))) < 20_000
+
+
+def test_texts_have_an_end() -> None:
+    world = World(4)
+    world.hear("a", 1001.0)
+    long = answer("a", 1, message="x" * 1_000_000, events=(event(EventKind.RESIZE, 1.0, 1, 2),))
+    assert len(row(world.look(1001.5, long), "a").why) <= 500
+
+
 def test_a_checkpoint_is_marked_once_when_it_is_stored() -> None:
     world = World(4)
     world.hear("a", 1001.0)

@@ -8,6 +8,7 @@ import json
 import socket
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -202,3 +203,53 @@ def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_insid
     time.sleep(0.2)
     assert page.ask("/api/snapshot")[0] == 200 and json.loads(before)["jobs"]  # the last facts stay
     page.facts.broken = False
+
+
+def test_a_look_that_fails_is_told_to_browsers_and_the_next_one_takes_it_back(page: Page) -> None:
+    with contextlib.closing(page.stream()) as connection:
+        told = messages(connection)
+        assert next(told)[0] == "snapshot"
+        page.facts.broken = True
+        kind, change = next(told)
+        assert kind == "change" and "could not be brought up to date" in change["source"]["problem"]
+        assert "secret" not in json.dumps(change)
+        page.facts.broken = False
+        assert next(told)[1]["source"]["problem"] == ""
+
+
+def test_questions_of_browsers_that_leave_are_asked_one_at_a_time_all_the_same(page: Page) -> None:
+    inside, most = 0, 0
+
+    def slow(job: str) -> JobDetail | None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.1)
+        inside -= 1
+        return None
+
+    page.facts.detail = slow  # type: ignore[method-assign]
+    for _ in range(12):
+        with contextlib.closing(socket.create_connection(("127.0.0.1", page.port))) as connection:
+            connection.sendall(f"GET /api/jobs/x HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode())
+            time.sleep(0.02)
+    wait_for(lambda: inside == 0)
+    assert most == 1
+
+
+def test_a_snapshot_that_is_larger_than_what_may_wait_is_sent_all_the_same() -> None:
+    facts = Facts()
+    facts.jobs = tuple(PageJob(job=f"job-{n}", phase="running", why="x" * 400) for n in range(300))
+    with (
+        served(facts, None, Feed(most_bytes=50_000)) as port,
+        contextlib.closing(Page(facts, Feed(), port).stream()) as connection,
+    ):
+        kind, whole = next(messages(connection))
+        assert kind == "snapshot" and len(whole["jobs"]) == 300
+
+
+@pytest.mark.parametrize("name", ["{curly}", "a/b", "%2e%2e"])
+def test_a_job_of_any_name_is_found(page: Page, name: str) -> None:
+    page.facts.jobs = (PageJob(job=name, phase="running"),)
+    status, _, body = page.ask(f"/api/jobs/{urllib.parse.quote(name, safe='')}")
+    assert status == 200 and json.loads(body)["job"] == name

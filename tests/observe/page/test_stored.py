@@ -60,6 +60,46 @@ def test_a_run_that_died_with_its_cluster_is_unfinished_and_ends_with_its_last_e
     assert [bar[4] for bar in page.bars] == [200.0] and page.strip.running == 0
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "resize", "time_s": "soon", "from_workers": 1, "to_workers": 2, "reason": "x"}',
+        '{"kind": "resize", "time_s": 1.0, "from_workers": 1, "to_workers": 2, "reason": null}',
+        '{"kind": "resize", "time_s": 1e300, "from_workers": 1, "to_workers": 2, "reason": "x"}',
+        '{"kind": "resize", "time_s": 1.0, "from_workers": 1, "to_workers": 1e999, "reason": "x"}',
+        '{"kind": "resize", "time_s": 1.0, "from_workers": 1, "to_workers": 2, "reason": "x", "detail": [1]}',
+        "[" * 100_000,
+        '{"kind": "' + "9" * 400 + '"}',
+    ],
+)
+def test_a_line_that_is_no_event_is_left_out(tmp_path: Path, line: str) -> None:
+    write(tmp_path / "run")
+    for file in ("events.jsonl", "reports.jsonl"):
+        with (tmp_path / "run" / file).open("a") as open_file:
+            open_file.write(line + "\n")
+    page = RunFiles(str(tmp_path))
+    (job,) = page.look(0.0).jobs
+    assert job.phase == "finished" and page.detail("run") is not None
+
+
+def test_reports_of_numbers_without_bounds_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    with (tmp_path / "run" / "reports.jsonl").open("a") as file:
+        file.write('{"index": 4, "metrics": {"loss": ' + "9" * 400 + '}, "workers": 1}\n')
+        file.write('{"index": 5, "metrics": {}, "workers": 1e999}\n')
+    (job,) = RunFiles(str(tmp_path)).look(0.0).jobs
+    assert job.loss is None
+
+
+def test_a_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    (tmp_path / "two" / "events.jsonl").mkdir(parents=True)
+    write(tmp_path / "three")
+    (tmp_path / "three" / "events.jsonl").write_bytes(b"\xff\xfe" * 100)
+    page = RunFiles(str(tmp_path)).look(0.0)
+    assert "one" in {job.job for job in page.jobs}
+
+
 def test_of_very_many_runs_the_newest_are_shown_and_the_others_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +124,9 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
     "text, message",
     [
         ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:300000x1"}]', "10 000 nodes"),
+        ('[{"placed": [], "decisions": [], "per_job": [], "cluster": "aws:1x4000000000"}]', "10 000 nodes"),
         ("[]", "must hold a list of records"),
         ('[{"trace": "x"}]', "write it anew with `simulate --json`"),
         ('[{"placed": [], "decisions": [], "per_job": 3}]', "is no report of the simulator"),

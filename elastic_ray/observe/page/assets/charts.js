@@ -65,7 +65,9 @@ function axes(sides, x0, x1, x, xText, xName) {
   sides.forEach((side, right) => {
     if (!side) return;
     const [low, high, step] = side;
-    for (let value = low; value <= high + step / 2; value += step) {
+    const steps = Math.min(Math.round((high - low) / step) || 0, 20);
+    for (let i = 0; i <= steps; i += 1) {
+      const value = low + i * step;
       const at = bottom - ((value - low) / (high - low)) * (bottom - PAD.top);
       group.append(svg("text", { x: right ? WIDTH - PAD.right + 4 : PAD.left - 4, y: at + 4, "text-anchor": right ? "start" : "end" }, number(value)));
     }

@@ -1,5 +1,7 @@
 // Which lanes of a node's row a bar is drawn on: in one piece where there is room, as in the simulator's picture.
 
+const MOST_LANES = 4096;
+
 // bars: [number, node, job, from, to, slots, decision], nodes: rows by id, now_s: the end of bars that have none.
 // Gives [{bar, from, to, pieces: [[first lane, lanes]...]}] by node, in the order of their beginning.
 export function lanes(bars, nodes, now_s) {
@@ -11,7 +13,7 @@ export function lanes(bars, nodes, now_s) {
   const placed = new Map();
   for (const [node, own] of byNode) {
     own.sort((a, b) => a[3] - b[3] || a[0] - b[0]);
-    const slots = Math.max(nodes.get(node)?.slots ?? 1, 1);
+    const slots = Math.min(Math.max(Math.floor(nodes.get(node)?.slots ?? 1), 1), MOST_LANES);
     const until = new Array(slots).fill(-Infinity);
     placed.set(node, own.map((bar) => {
       const from = bar[3];

@@ -204,7 +204,9 @@ export class Timeline {
     g.fillStyle = colours.soft;
     g.strokeStyle = colours.line;
     g.textBaseline = "top";
-    for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
+    const first = Math.ceil(from / step) * step;
+    for (let i = 0; i <= Math.min((to - first) / step, 200); i += 1) {
+      const t = first + i * step;
       g.beginPath();
       g.moveTo(x(t), y);
       g.lineTo(x(t), y + 4);
@@ -348,5 +350,5 @@ function light(colour) {
 
 function niceStep(least) {
   return [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800]
-    .find((step) => step >= least) ?? 2592000;
+    .find((step) => step >= least) ?? Math.max(2592000, least);
 }

@@ -13,6 +13,7 @@ from elastic_ray.events import JobEvent, Report
 from elastic_ray.observe.page.sources.stored import StoredPage
 from elastic_ray.observe.page.stored_runs import StoredRun, stored_page
 from placement.errors import InputError
+from placement.text import clipped
 
 MOST_RUNS = 1000
 MOST_EVENTS, MOST_REPORTS = 5000, 600
@@ -34,7 +35,7 @@ class RunFiles(StoredPage):
         try:
             filesystem, root = resolve(path, None)
             newest, left_out = _directories(filesystem, root, _DEPTH)
-            runs = [_read(filesystem, each, root) for each in newest]
+            runs, unread = _read_all(filesystem, newest, root)
         except (OSError, ValueError) as error:
             raise InputError(f"storage path {path!r} cannot be read: {error}") from error
         if not runs:
@@ -42,6 +43,7 @@ class RunFiles(StoredPage):
                 f"storage path {path!r} must hold the directory of a run, one with {EVENTS_FILE}, but has none"
             )
         problem = f"{left_out} older runs are left out: give a path further down" if left_out else ""
+        problem = "; ".join(filter(None, [problem, unread]))
         super().__init__(*stored_page(path, runs, problem=problem))
 
 
@@ -52,8 +54,13 @@ def _directories(filesystem: pyarrow.fs.FileSystem, root: str, depth: int) -> tu
     for _ in range(depth + 1):
         below: list[str] = []
         for folder in level:
-            entries = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True))
-            events = [entry for entry in entries if posixpath.basename(entry.path) == EVENTS_FILE]
+            try:
+                entries = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True))
+            except PermissionError:
+                if folder == root:
+                    raise
+                continue
+            events = [entry for entry in entries if entry.is_file and posixpath.basename(entry.path) == EVENTS_FILE]
             if events:
                 found.append((events[0].mtime_ns or 0, folder))
                 continue
@@ -67,6 +74,20 @@ def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:
     for entry in entries:
         if entry.type == pyarrow.fs.FileType.Directory and not _NOT_RUNS.fullmatch(posixpath.basename(entry.path)):
             yield entry.path
+
+
+def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: str) -> tuple[list[StoredRun], str]:
+    """Those that can be read, and what is to be said of the others; raises what the only one has raised."""
+    runs: list[StoredRun] = []
+    failed: list[Exception] = []
+    for folder in folders:
+        try:
+            runs.append(_read(filesystem, folder, root))
+        except (OSError, ValueError, ArithmeticError) as error:  # of another user, or no run's file
+            failed.append(error)
+    if failed and not runs:
+        raise failed[0]
+    return runs, f"{len(failed)} runs could not be read ({clipped(str(failed[0]), 200)})" if failed else ""
 
 
 def _read(filesystem: pyarrow.fs.FileSystem, folder: str, root: str) -> StoredRun:

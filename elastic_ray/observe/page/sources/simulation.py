@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class SimulatedCluster(StoredPage):
         record = _record(file, number)
         try:
             super().__init__(*_page(record))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             raise InputError(
                 f"simulation {file} is no report of the simulator: {type(error).__name__}: {error}"
             ) from error
@@ -53,11 +54,11 @@ def _record(file: str, number: str) -> Mapping[str, Any]:
     """The record of this number, from 1."""
     try:
         records = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"simulation {file} cannot be read: {error}") from error
     if not isinstance(records, list) or not records or not all(isinstance(each, dict) for each in records):
         raise InputError(f"simulation {file} must hold a list of records, as `simulate --json` writes it")
-    if not number.isdigit() or not 1 <= int(number) <= len(records):
+    if not (number.isascii() and number.isdigit() and len(number) < 10) or not 1 <= int(number) <= len(records):
         raise InputError(f"simulation {file} has records #1 to #{len(records)}, but got #{number}")
     record: Mapping[str, Any] = records[int(number) - 1]
     if "placed" not in record:
@@ -85,7 +86,7 @@ def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]
             held[job] = sum(nodes.values())
         waiting = max(bisect.bisect_right(arrivals, time_s) - bisect.bisect_right(ends, time_s) - len(held), 0)
         history.measure(time_s, sum(held.values()), waiting, None)
-    cluster = parse_cluster(record["cluster"])
+    cluster = parse_cluster(_bounded(str(record["cluster"])))
     end_s = max(ends, default=0.0)
     jobs, counts = _jobs(record), dict[str, int]()
     for node in cluster.nodes:
@@ -108,7 +109,11 @@ def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]
         marks=history.marks,
         use=history.use,
     )
-    return snapshot, {job.job: _detail(job, record) for job in jobs}
+    by_job: dict[str, list[Any]] = {}
+    for decision in record["decisions"]:
+        by_job.setdefault(decision[2], []).append(decision)
+    own = {str(each["job"]): each for each in record["per_job"]}
+    return snapshot, {job.job: _detail(job, own[job.job], by_job.get(job.job, ())) for job in jobs}
 
 
 def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
@@ -136,13 +141,22 @@ def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
     return tuple(rows)
 
 
-def _detail(job: PageJob, record: Mapping[str, Any]) -> JobDetail:
+def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]]) -> JobDetail:
     """One job: its decisions as events, and where its time went."""
-    own = next(each for each in record["per_job"] if each["job"] == job.job)
     waited, paused = float(own["start_s"]) - float(own["arrival_s"]), float(own["paused_s"])
-    events = [each for each in record["decisions"] if each[2] == job.job]
     return JobDetail(
         job=job.job,
         shares={"training": max(float(own["jct_s"]) - waited - paused, 0.0), "waiting": waited, "pausing": paused},
         events=tuple((float(t), str(trigger), int(a), int(b), str(why)) for t, trigger, _, a, b, why in events),
     )
+
+
+def _bounded(cluster: str) -> str:
+    """A cluster's text whose numbers are of a size that can be shown.
+
+    Raises:
+        ValueError: one is not.
+    """
+    if len(cluster) > 1000 or any(len(digits) > 4 for digits in re.findall(r"\d+", cluster.replace("T4", ""))):
+        raise ValueError("a cluster of 10 000 nodes or more, or devices of a node, cannot be shown")
+    return cluster
