@@ -37,7 +37,7 @@ from placement.storage.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0
+_ANSWER_S = 60.0  # a call that Ray holds back for a controller's next process is not refused meanwhile
 _POLL_S = 0.1
 _SOONEST_S = 0.1  # between beats that are not to wait
 _PATIENCE_S = 60.0

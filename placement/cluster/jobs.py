@@ -281,7 +281,8 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
 
     Returns:
         Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
-        that is not allowed is as fast as the next one below.
+        that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets
+        past it; ``placement.planning.allowed_sizes`` sees to it that no job is left there.
         Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
         the gain.
     """
@@ -290,7 +291,12 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
         speed = np.arange(n + 1, dtype=np.float64)
     else:
         speed = _fitted_speeds(_fitted_sizes(view, view.goodput, slots, n))
-    return speed if view.sizes.free else speed[view.sizes.floors(n)]
+    if view.sizes.free:
+        return speed
+    floors = view.sizes.floors(n)
+    known = np.unique(floors)
+    between: NDArray[np.float64] = np.interp(np.arange(n + 1), known, speed[known])
+    return np.where(floors > 0, between, 0.0)
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,24 @@ def test_a_worker_that_is_stopped_meanwhile_does_not_hold_up_the_others(ray_clus
     assert handle.result(timeout=90).error is None
     assert len(traced.account(tmp_path / "trace").final) == 1
     assert EventKind.RESTART not in kinds(handle)
+
+
+@pytest.mark.slow
+def test_a_call_waits_for_a_controller_that_is_slow(ray_cluster: Any, tmp_path: Path) -> None:
+    """On a busy machine another process takes longer than 10 s to start; the job is well meanwhile."""
+    handle = start(tmp_path, workers=2, epochs=100_000)
+    wait_until(lambda: handle.status().step > 10, handle)
+    pid = controller_pid(handle)
+    os.kill(pid, signal.SIGSTOP)
+    later = threading.Timer(12.0, os.kill, (pid, signal.SIGCONT))
+    later.start()
+    try:
+        step = handle.status().step
+    finally:
+        later.join()
+    wait_until(lambda: handle.status().step > step, handle)
+    handle.stop()
+    assert handle.result(timeout=60).error is None
 
 
 @pytest.mark.slow

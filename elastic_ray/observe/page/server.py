@@ -101,7 +101,7 @@ class PageServer:
 
     def _tell_problem(self, problem: str) -> None:
         """Browsers are told that what they show is old, until there is something new."""
-        if not self._tables:
+        if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}
         self._version += 1

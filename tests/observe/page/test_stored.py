@@ -92,12 +92,15 @@ def test_reports_of_numbers_without_bounds_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
-    write(tmp_path / "one")
-    (tmp_path / "two" / "events.jsonl").mkdir(parents=True)
-    write(tmp_path / "three")
-    (tmp_path / "three" / "events.jsonl").write_bytes(b"\xff\xfe" * 100)
+    for name in ("one", "two", "three"):
+        write(tmp_path / name)
+    (tmp_path / "two" / "reports.jsonl").unlink()
+    (tmp_path / "two" / "reports.jsonl").mkdir()  # as root may read whatever belongs to others
+    (tmp_path / "three" / "events.jsonl").unlink()
+    (tmp_path / "three" / "events.jsonl").mkdir()
     page = RunFiles(str(tmp_path)).look(0.0)
-    assert "one" in {job.job for job in page.jobs}
+    assert {job.job for job in page.jobs} == {"one"}
+    assert page.source.problem.startswith("1 runs could not be read (")
 
 
 def test_of_very_many_runs_the_newest_are_shown_and_the_others_told_of(
