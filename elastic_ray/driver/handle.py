@@ -14,7 +14,7 @@ from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.driver.lease import START_TIMEOUT_S, LeaseKeeper
+from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S, LeaseKeeper
 from elastic_ray.driver.results import all_reports, make_result
 from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
@@ -291,7 +291,10 @@ class JobHandle:
         """Call the controller; None if the job has ended, in which case ``self._lease.ending`` is set."""
         if self._lease.ending is not None:
             return None
-        deadline_s = time.monotonic() + START_TIMEOUT_S
+        # The job trains on without its controller for that long: while another process of it starts, calls wait.
+        away_s = max(CALL_TIMEOUT_S, self._spec.elastic.controller_timeout_s)
+        timeout_s = away_s if self._lease.answered else START_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         try:
             while True:
                 try:
@@ -304,7 +307,7 @@ class JobHandle:
         except GetTimeoutError as error:
             raise TimeoutError(
                 f"the controller of job {self.job!r} has not answered {method}() within "
-                f"{START_TIMEOUT_S:g} s; its node may be overloaded or gone; ask again"
+                f"{timeout_s:g} s; its node may be overloaded or gone; ask again"
             ) from error
         except RayTaskError as error:  # the controller refused: its own words, without Ray's frames
             raise (error.cause if isinstance(error.cause, Exception) else error) from None

@@ -20,8 +20,7 @@ from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
-# The first answer waits for the controller's process, and one after its loss for another: on a busy machine for long.
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # the first answer waits for the controller's process, on a busy machine for long
 _RENEWALS_PER_LEASE = 5
 _WATCHED_INTERVAL_S = 0.1
 _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
