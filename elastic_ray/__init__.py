@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         register_state,
         report,
     )
+    from elastic_ray.loop.collectives import all_gather, all_reduce, barrier, broadcast
     from elastic_ray.loop.epochs import Epochs, remaining_epochs_until
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
@@ -79,6 +80,10 @@ _HOMES = {
     "UnsafeStateError": "elastic_ray.state.tree",
     "WorkerInfo": "elastic_ray.events",
     "WorkersLostError": "elastic_ray.errors",
+    "all_gather": "elastic_ray.loop.collectives",
+    "all_reduce": "elastic_ray.loop.collectives",
+    "barrier": "elastic_ray.loop.collectives",
+    "broadcast": "elastic_ray.loop.collectives",
     "current_epoch": "elastic_ray.loop.api",
     "get_checkpoint": "elastic_ray.loop.api",
     "get_context": "elastic_ray.loop.api",
@@ -122,6 +127,10 @@ __all__ = [
     "UnsafeStateError",
     "WorkerInfo",
     "WorkersLostError",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
     "current_epoch",
     "get_checkpoint",
     "get_context",

@@ -21,6 +21,8 @@ MOMENTS = (
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
     "average",  # committed, models about to be averaged
+    "collective",  # user code's own is about to be announced
+    "after_collective",  # this rank has its result
     "joining",  # ready, waiting for the generation to begin
     "receiving",  # in the new generation, before the state is exchanged
     "leaving",  # out of the generation, before the train function has unwound

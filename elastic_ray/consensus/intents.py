@@ -26,6 +26,7 @@ class Intent(enum.IntEnum):
     BUFFERS = 4
     FINISH = 5
     ROWS = 6
+    COLLECTIVE = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Announced:
         intent: its kind.
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
-        strategy: what a user calls that, of gradients; no part of :attr:`code`.
+        strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.
     """
 
     intent: Intent
@@ -72,6 +73,9 @@ class Announced:
             case Intent.ROWS:
                 what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
                 return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
+            case Intent.COLLECTIVE:
+                which = f"number {self.index} between steps" if self.index else "within the step"
+                return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"
             case Intent.FINISH:
                 return "has returned from the train function"
 

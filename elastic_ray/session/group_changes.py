@@ -186,6 +186,7 @@ class GroupChanges:
         membership: this worker's side of the membership protocol.
         controller: is told of failures and changes.
         moment: a named moment of the run, for scripted faults.
+        catch_up: gives results of user code's own collectives to ranks that are behind in a new group.
         elastic: whether the group may change.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         regroup_timeout_s: longest wait for a generation to go on with.
@@ -201,6 +202,7 @@ class GroupChanges:
         controller: ChangeReports,
         moment: Callable[[str], None],
         *,
+        catch_up: Callable[[Communicator], None],
         elastic: bool,
         explain: Callable[[str], str],
         regroup_timeout_s: float,
@@ -215,6 +217,7 @@ class GroupChanges:
             parts.states,
             parts.registry,
             parts.consensus,
+            catch_up=catch_up,
             begin=self._begin_group,
             set_shape=self.set_shape,
             switched=controller.switched,

@@ -55,6 +55,7 @@ class GroupEntry:
         state: what is exchanged.
         parts: what depends on the group.
         consensus: announces what the ranks do.
+        catch_up: gives results of user code's own collectives to who is behind.
         begin: called once the ranks are identical; returns for how long no step was committed.
         set_shape: takes the batch shape that the group begins with.
         switched: takes the generation, and that pause.
@@ -67,6 +68,7 @@ class GroupEntry:
         parts: GroupParts,
         consensus: EntryConsensus,
         *,
+        catch_up: Callable[[Communicator], None],
         begin: Callable[[], Pause],
         set_shape: Callable[[BatchChoice | None], None],
         switched: Callable[[int, Pause], None],
@@ -75,6 +77,7 @@ class GroupEntry:
         self._state = state
         self._parts = parts
         self._consensus = consensus
+        self._catch_up = catch_up
         self._begin = begin
         self._set_shape = set_shape
         self._switched = switched
@@ -93,6 +96,7 @@ class GroupEntry:
         if communicator.world_size > 1:
             self._consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.buffer_layout))
         self._parts.sync_buffers(communicator)
+        self._catch_up(communicator)
         pause = self._begin()
         self._set_shape(spec.batch or self._state.shape)
         self._switched(spec.generation, pause)

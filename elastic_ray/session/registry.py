@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -205,6 +206,12 @@ class Registry:
         """Those of all models; None while one of them is being chosen."""
         keys = [each.strategy_key for each in self._gradients]
         return None if None in keys else "+".join(key for key in keys if key)
+
+    @property
+    def loader_info(self) -> LoaderInfo | None:
+        """What the job is told of the loader that the batch is chosen for, and of the models; None without one."""
+        loader = self.loaders.info
+        return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
     def have_chosen(self, number: int) -> bool:
         """Whether the strategies of so many models that were wrapped first are not being chosen."""

@@ -27,6 +27,7 @@ from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
 from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
+from elastic_ray.session.user_collectives import UserCollectives
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
@@ -76,9 +77,8 @@ class Session:
         stragglers: what is done about slow workers.
 
     Attributes:
-        passes: of its loaders.
+        passes, collectives: of its loaders; that user code makes.
         optimizers: those that step without having been wrapped.
-        checkpoint: as given.
     """
 
     def __init__(
@@ -124,12 +124,14 @@ class Session:
             membership,
             controller,
             self.moment,
+            catch_up=lambda communicator: self.collectives.enter_group(communicator),
             elastic=elastic,
             explain=explain,
             regroup_timeout_s=regroup_timeout_s,
         )
         self._parts.adaptation.bind(self._parts, self._changes.set_shape)
         self.passes = LoaderPasses(self._parts, self._changes, self.moment)
+        self.collectives = UserCollectives(self._parts, self.passes.settle, self._changes.regroup, self.moment)
 
     @property
     def synced(self) -> bool:
@@ -289,10 +291,8 @@ class Session:
         if self.elastic:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
-        loader = self.registry.loaders.info
-        info = dataclasses.replace(loader, models=self.registry.models.infos) if loader is not None else None
         loaded = self.progress.steps if self.states.loaded else 0
-        self.controller.ready(info, has_state=self.states.unique, loaded=loaded)
+        self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self._synced = True

@@ -57,6 +57,8 @@ class RunProgress:
             worth one step at the initial batch.
         epoch_ends: ``done`` at the end of every ``stride``-th epoch.
         stride: 1; doubled whenever there would be too many ends.
+        collectives: those that user code made between steps and this rank has the results of.
+        collectives_before: the same at the last place from which a worker that joins runs the code.
     """
 
     epoch: int = 0
@@ -72,6 +74,8 @@ class RunProgress:
     done: float = 0.0
     epoch_ends: list[float] = dataclasses.field(default_factory=list)
     stride: int = 1
+    collectives: int = 0
+    collectives_before: int = 0
 
     def declare_epochs(self, epochs: int) -> None:
         """The loop has said how many epochs it wants."""
@@ -81,6 +85,7 @@ class RunProgress:
         """The epoch in progress is over."""
         self.epoch += 1
         self.passes.clear()
+        self.collectives_before = self.collectives
         if self.epoch % self.stride == 0:
             self.epoch_ends.append(self.done)
         if len(self.epoch_ends) > _MOST_ENDS:
@@ -90,6 +95,7 @@ class RunProgress:
         """The epoch's pass of this number begins, or goes on."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
+            self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
         """Passes from this number on were nested in a step that is over, or lost."""
@@ -99,6 +105,7 @@ class RunProgress:
         """A step of any loader was committed in this generation."""
         self.loader_steps += 1
         self.lineage = generation
+        self.collectives_before = self.collectives
 
     def commit_training(self, gain: float) -> None:
         """That step trained, with this statistical gain."""
@@ -112,10 +119,16 @@ class RunProgress:
     def end_pass(self) -> None:
         """All ranks have agreed on the end of a pass."""
         self.ended_passes += 1
+        self.collectives_before = self.collectives
 
     def follow_passes(self, furthest: int) -> None:
         """Another rank has ended so many passes."""
         self.ended_passes = max(self.ended_passes, furthest)
+        self.collectives_before = self.collectives
+
+    def count_collective(self) -> None:
+        """User code has the result of another collective."""
+        self.collectives += 1
 
     def count_report(self, agreed: int) -> int:
         """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
@@ -203,8 +216,9 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values, for joiners and automatic checkpoints."""
-        return {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        """As plain values, for joiners and automatic checkpoints: who takes them runs the code from the last place."""
+        state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
+        return state | {"collectives": self.collectives_before}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:

@@ -32,12 +32,16 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kill:
-    """A worker dies when it has committed ``step`` steps and comes to ``moment``; ``last``: as the last of all."""
+    """A worker dies when it has committed ``step`` steps and comes to ``moment``; ``last``: as the last of all.
+
+    Workers that are in ``joins`` enter with the group that is formed then.
+    """
 
     step: int
     worker: int
     moment: str
     last: bool = False
+    joins: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Hold:
 
 
 class _Killed(BaseException):
-    pass
+    def __init__(self, joins: tuple[int, ...]) -> None:
+        self.joins = joins
 
 
 @dataclasses.dataclass(slots=True)
@@ -162,10 +167,13 @@ class _Job:
             session.membership.close(broken=False)
         except WorkerDismissed:
             session.membership.close(broken=False)
-        except _Killed:
+        except _Killed as killed:
             session.membership.close(broken=True)
             with self._lock:
-                self.announce(tuple(each for each in self.members if each != worker), void=True)
+                for each in killed.joins:
+                    self.start(each)
+                left = tuple(each for each in self.members if each != worker)
+                self.announce((*left, *killed.joins), void=True)
         except BaseException as error:
             self._errors.append(error)
             self._ready[worker].set()
@@ -195,7 +203,7 @@ class _Job:
                 self._kills.remove(kill)
                 if kill.last:
                     _wait(lambda: all((each, moment, step) in self._reached for each in self.members))
-                raise _Killed
+                raise _Killed(kill.joins)
         if (worker, step, moment) in self._holds:
             self._holds.remove((worker, step, moment))
             _wait(lambda: self._sessions[worker].membership.voided)

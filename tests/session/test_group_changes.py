@@ -187,6 +187,7 @@ class Run:
             self.membership,
             self.controller,
             lambda moment: None,
+            catch_up=lambda communicator: None,
             elastic=elastic,
             explain=lambda cause: f"explained: {cause}",
             regroup_timeout_s=1.0,

@@ -159,6 +159,7 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
         parts,
         parts,
         parts,
+        catch_up=lambda communicator: parts.done.append("collectives"),
         begin=lambda: Pause(state_s=1.5),
         set_shape=lambda shape: parts.done.append(shape),
         switched=lambda generation, pause: parts.done.append((generation, pause.pause_s)),
@@ -166,7 +167,7 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
     )
     assert entry(SPEC, peers) == 3  # type: ignore[arg-type]
     announced = [Intent.BUFFERS] if world_size > 1 else []
-    assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", Parts.shape, (2, 1.5)]
+    assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", "collectives", Parts.shape, (2, 1.5)]
 
 
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:

@@ -1,0 +1,161 @@
+"""Collectives for a train loop: sums, gathered values, a value of one rank, a meeting."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.loop.api import current_session
+from elastic_ray.state.codec import NotPlainError
+from elastic_ray.state.tree_bytes import from_bytes, on_device_of, to_bytes
+
+T = TypeVar("T")
+ReduceOp = Literal["sum", "mean", "min", "max"]
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+_WIDER = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+@overload
+def all_reduce(value: float, op: ReduceOp = "sum") -> float: ...
+@overload
+def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
+def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
+    """The sum, mean, least or largest of all ranks' values; the same on every rank.
+
+    Every rank must call it at the same place. Before this worker has joined the job (before its first epoch), and while
+    it catches up with code that the others have run, it stands alone: the result is its own value. Within a step a rank
+    that is lost voids the step, which is drawn again; between steps those that are left make the call again by
+    themselves. For sums over the steps of a pass an ``Accumulator`` costs no collective of its own.
+
+    Args:
+        value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it stays as it is.
+        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``. The mean of integers is a float.
+
+    Raises:
+        TypeError: it is neither. ValueError: there is no such ``op``.
+        RanksDisagreeError: the ranks make different calls, or pass tensors of different shapes.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, but got {op!r}")
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            raise TypeError(f"value must be a dense tensor, but its layout is {value.layout}")
+        return _reduced(value.detach(), op)
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"value must be a number or a tensor, but got {type(value).__name__}; see all_gather()")
+    whole = isinstance(value, int) and op != "mean"
+    result = _reduced(torch.tensor(value, dtype=torch.int64 if whole else torch.float64), op)
+    return int(result) if whole else float(result)
+
+
+def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """The same of a dense tensor; types that gloo cannot add up, or only roughly, travel as wider ones."""
+    mean = op == "mean"
+    summed = tensor if not mean or tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+    def perform(communicator: Communicator) -> bytes:
+        wide = summed.to(_WIDER.get(summed.dtype, summed.dtype), memory_format=torch.contiguous_format, copy=True)
+        if wide.numel():
+            communicator.wait(communicator.all_reduce(wide, _OPS[op]))
+        if mean:
+            wide /= communicator.world_size
+        return to_bytes(wide.to(summed.dtype))
+
+    detail = op, tuple(summed.shape), str(summed.dtype), summed.is_cuda
+    content = current_session().collectives.call("all_reduce", detail, perform, lambda: to_bytes(summed))
+    result: torch.Tensor = _told(content)
+    return result.to(summed.device)
+
+
+def all_gather(value: T) -> list[T]:
+    """Every rank's value, in rank order; the same list on every rank. When it stands alone, and what a lost rank does,
+    is as in :func:`all_reduce`: the list is then as long as there are ranks that took part.
+
+    Args:
+        value: tensors and plain values, in lists, tuples and dicts; others on each rank. Tensors come to the device
+            of this rank's own.
+
+    Raises:
+        UnsafeStateError: it holds something else, which is never pickled.
+        RanksDisagreeError: the ranks make different calls.
+    """
+    mine = _plain(value)
+
+    def perform(communicator: Communicator) -> bytes:
+        sizes = [size for (size,) in communicator.gather_ints([len(mine)])]
+        begin = sum(sizes[: communicator.rank])
+        everything = torch.zeros(sum(sizes), dtype=torch.uint8)
+        everything[begin : begin + len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        communicator.wait(communicator.all_reduce(everything))
+        content = everything.numpy().tobytes()
+        ends = list(itertools.accumulate(sizes))
+        return to_bytes([content[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+
+    content = current_session().collectives.call("all_gather", "", perform, lambda: to_bytes([mine]))
+    return [on_device_of(_told(part), value) for part in _told(content)]
+
+
+def broadcast(value: T, src: int = 0) -> T:
+    """The value of rank ``src``, on every rank. When it stands alone, and what a lost rank does, is as in
+    :func:`all_reduce`; where ``src`` is lost, its rank is another worker's, whose value it is then.
+
+    Args:
+        value: tensors and plain values, in lists, tuples and dicts; what other ranks than ``src`` pass is not used.
+        src: a rank.
+
+    Raises:
+        UnsafeStateError: it holds something else, which is never pickled.
+        ValueError: there is no such rank; at least in the present group.
+        RanksDisagreeError: the ranks make different calls.
+    """
+    session = current_session()
+    if isinstance(src, bool) or not isinstance(src, int) or src < 0:
+        raise ValueError(f"src must be a rank, from 0, but got {src!r}")
+    if session.synced and src >= session.world_size:
+        raise ValueError(f"src must be a rank of the {session.world_size} that there are, but got {src}")
+    mine = _plain(value)
+
+    def perform(communicator: Communicator) -> bytes:
+        root = min(src, communicator.world_size - 1)  # the group may have shrunk between the call and this
+        return communicator.broadcast_bytes(mine if communicator.rank == root else b"", root)
+
+    content = session.collectives.call("broadcast", src, perform, lambda: mine)
+    result: T = on_device_of(_told(content), value)
+    return result
+
+
+def barrier() -> None:
+    """Wait until all ranks have come here; when a rank stands alone is as in :func:`all_reduce`.
+
+    Raises:
+        RanksDisagreeError: the ranks make different calls.
+    """
+    current_session().collectives.call("barrier", "", lambda communicator: b"", lambda: b"")
+
+
+def _plain(value: Any) -> bytes:
+    try:
+        return to_bytes(value)
+    except NotPlainError as error:
+        from elastic_ray.state.tree import UnsafeStateError
+
+        raise UnsafeStateError(
+            f"what is sent between workers is tensors and plain values, never pickled, but of this value {error}"
+        ) from error
+
+
+def _told(content: bytes) -> Any:
+    try:
+        return from_bytes(content)
+    except ValueError as error:
+        raise CommunicationFailedError(str(error)) from error
