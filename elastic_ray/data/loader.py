@@ -22,12 +22,13 @@ from elastic_ray.data.shares import Shares
 from elastic_ray.data.sources import make_source, order_of
 from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
+from elastic_ray.loop.resumable import ResumableLoader
 from elastic_ray.session.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
 
 
-class AdaptiveDataLoader:
+class AdaptiveDataLoader(ResumableLoader):
     """Loads ``dataset`` in global batches that the job's workers share.
 
     ``batch_size`` is the size of the *global* batch: of 64 samples, each of 4 workers takes 16. Unless

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import LoaderInfo
+from elastic_ray.loop.resumable import ResumedRun
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -71,7 +72,7 @@ class RegistryView(Protocol):
         """Its loaders."""
 
 
-class LoaderRun(Protocol):
+class LoaderRun(ResumedRun, Protocol):
     """See the module's text."""
 
     @property
@@ -97,10 +98,6 @@ class LoaderRun(Protocol):
     @property
     def elastic(self) -> bool:
         """Whether the group may change."""
-
-    @property
-    def synced(self) -> bool:
-        """Whether the first epoch has begun."""
 
     @property
     def in_epochs(self) -> bool:

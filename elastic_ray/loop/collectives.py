@@ -144,6 +144,7 @@ def barrier() -> None:
 
 
 def _plain(value: Any) -> bytes:
+    """The value as bytes; raises UnsafeStateError."""
     try:
         return to_bytes(value)
     except NotPlainError as error:

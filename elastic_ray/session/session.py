@@ -27,12 +27,12 @@ from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
 from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
-from elastic_ray.session.user_collectives import UserCollectives
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 

@@ -201,6 +201,12 @@ class RunProgress:
             samples_left=samples_left,
         )
 
+    @property
+    def place(self) -> str:
+        """In words that are the same for ranks at the same place."""
+        positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
+        return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
+
     @classmethod
     def from_resume_point(cls, point: ResumePoint) -> RunProgress:
         """The inverse of :meth:`resume_point`."""

@@ -147,6 +147,10 @@ class SharedState:
         self.install(trees)
         self.complete, self.loaded = True, loaded
 
+    def start_from(self, progress: RunProgress) -> None:
+        """Begin elsewhere than at the start; before the first group."""
+        self._take_progress(progress)
+
     @property
     def unique(self) -> bool:
         """Whether this worker's state would be lost with it."""
@@ -219,7 +223,7 @@ class SharedState:
         return Exchanged(received=received, passes=max(row.passes for row in everyone))
 
     def _layout(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+        found = {"the place to begin at": self.progress.place}
         for key, state in self._states.items():
             if isinstance(state, ModuleState):
                 found |= {f"{key}: {name}": f"{tuple(t.shape)} {t.dtype}" for name, t in state.capture().items()}

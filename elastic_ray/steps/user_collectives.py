@@ -201,6 +201,7 @@ class UserCollectives:
     def _carried_out(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
+        """Its result, where the group holds; raises CommunicationFailedError, RanksDisagreeError."""
         self._moment("collective")
         if self._parts.group.world_size == 1:
             return alone()
@@ -212,6 +213,7 @@ class UserCollectives:
     def _within_step(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
+        """Its result; where the group breaks, the step is lost."""
         if self._parts.ledger.failed:
             return alone()
         try:

@@ -1,0 +1,77 @@
+"""Where a loader's run stands, in the words of torch's ``Stateful``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.resume_point import ResumePoint
+
+logger = logging.getLogger(__name__)
+
+
+class ResumedStates(Protocol):
+    """The state that all ranks share."""
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+
+    def start_from(self, progress: RunProgress) -> None:
+        """Begin there."""
+
+
+class ResumedRun(Protocol):
+    """The run that a loader feeds."""
+
+    @property
+    def synced(self) -> bool:
+        """Whether training has begun."""
+
+    @property
+    def states(self) -> ResumedStates:
+        """What all ranks share."""
+
+    def resume_point(self) -> ResumePoint:
+        """Where a checkpoint that is taken now stands."""
+
+
+class ResumableLoader:
+    """The part of a loader that checkpoints of the user's own keep."""
+
+    _session: ResumedRun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands, as plain values, for a checkpoint of your own: its epoch, and the samples that each
+        pass of it has used. A step whose update is in the model counts as done. It is the same on all ranks, and for
+        all loaders of a run: one of them is enough.
+
+        Checkpoints that are given to ``report``, and automatic ones, have it already.
+        """
+        return self._session.resume_point().to_json()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin where ``state_dict`` was called; before the first epoch, on every worker alike.
+
+        A job that goes on from a checkpoint of its own stays where that stands, which its model does, too.
+
+        Raises:
+            ValueError: it is no such state; the message names the field.
+            RuntimeError: training has begun.
+        """
+        point = ResumePoint.from_json(state)
+        if point is None:
+            raise ValueError("state must be what state_dict() has given, but is empty")
+        if self._session.synced:
+            raise RuntimeError("load_state_dict must be called before the first epoch, but training has begun")
+        present = self._session.states.progress
+        if present.steps or present.epoch or present.passes:
+            logger.info(
+                "the job goes on from its own checkpoint, after step %d; a loader's state of step %d is not used",
+                present.steps,
+                point.steps,
+            )
+            return
+        self._session.states.start_from(RunProgress.from_resume_point(point))
