@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.session.current import session_of_thread, set_session
+from elastic_ray.session.current import check_thread, session_of_thread, set_session
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.plain_metrics import plain_metrics
 
@@ -25,9 +25,13 @@ def current_session() -> Session:
 
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
+
+    Raises:
+        RuntimeError: this is another thread of a job's worker than the train function's.
     """
     session = session_of_thread()
     if session is None:
+        check_thread()
         from elastic_ray.standalone.session import standalone_session
 
         session = standalone_session()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
+_in_worker = False
 
 
 def session_of_thread() -> Session | None:
@@ -29,3 +31,20 @@ def check_present(session: object) -> None:
 def set_session(session: Session | None) -> None:
     """Set (or forget) the session of this thread's train loop."""
     _session.set(session)
+
+
+def set_worker_session(session: Session | None) -> None:
+    """The same in a worker of a job, where no other thread may take itself for a run of its own."""
+    global _in_worker
+    _session.set(session)
+    _in_worker = session is not None
+
+
+def check_thread() -> None:
+    """Raise RuntimeError in a thread of a worker that knows nothing of the job: what it calls would be lost."""
+    if _in_worker and _session.get() is None:
+        raise RuntimeError(
+            f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: call "
+            "it in the train function's own thread, or start the other one with "
+            "threading.Thread(target=contextvars.copy_context().run, args=(function,))"
+        )

@@ -23,7 +23,7 @@ from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.sealed import seal, seal_error
-from elastic_ray.session.current import set_session
+from elastic_ray.session.current import set_worker_session
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.session import SavedState, Session
@@ -212,7 +212,7 @@ class Worker:
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
-        set_session(session)
+        set_worker_session(session)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
         broken = False
@@ -244,7 +244,7 @@ class Worker:
             link.out_of_memory(atomic_bsz, _first_line(error), whole=whole, more_than_equal=more)
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
-            set_session(None)
+            set_worker_session(None)
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)

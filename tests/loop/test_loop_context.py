@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import torch
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.session.current import set_worker_session
 from tests.loop.ranks import Ranks
+from tests.loop.test_preemption import session_of
 from tests.loop.trainee import numbers
 
 
@@ -107,3 +112,34 @@ def test_one_file_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     assert len(printed[0]) == 1
     assert [line[1] for line in printed[0] + printed[1]] == ["1", "2", "2"]
     assert {tuple(line[2:]) for line in printed[0] + printed[1]} == {("66.0", printed[0][0][3])}
+
+
+def in_thread(function: Callable[[], Any]) -> list[Any]:
+    """What it gave, or raised, in a thread of its own."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, name="mine")
+    thread.start()
+    thread.join(30.0)
+    return found
+
+
+def test_another_thread_of_a_worker_is_no_run_of_its_own() -> None:
+    """What it reports would be lost, and what it reduces be its own value only."""
+    session = session_of()
+    set_worker_session(session)
+    try:
+        for call in (lambda: er.report({"loss": 1.0}), lambda: er.all_reduce(1), er.get_context):
+            (said,) = in_thread(call)
+            assert "called in thread 'mine', which knows nothing of the job" in said
+        context = contextvars.copy_context()
+        assert in_thread(lambda: context.run(er.get_context)) == [er.get_context()]
+    finally:
+        set_worker_session(None)
+    assert in_thread(lambda: er.get_context().get_world_size()) == [1], "without a trainer any thread may train"
