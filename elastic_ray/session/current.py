@@ -44,7 +44,7 @@ def check_thread() -> None:
     """Raise RuntimeError in a thread of a worker that knows nothing of the job: what it calls would be lost."""
     if _in_worker and _session.get() is None:
         raise RuntimeError(
-            f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: call "
-            "it in the train function's own thread, or start the other one with "
+            f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: "
+            "call it in the train function's own thread, or start the other one with "
             "threading.Thread(target=contextvars.copy_context().run, args=(function,))"
         )
