@@ -157,8 +157,11 @@ class Announcer:
         self.communicator.keep_for(self._work)
         return self._work, self._tensor
 
-    def check_same_step(self, tags: Sequence[float]) -> None:
-        """Whether all ranks have reduced gradients of the same step, by the sums of their :meth:`step_tag`.
+    def check_same_step(self, tags: Sequence[float]) -> bool:
+        """Whether all ranks have read the same, where all have reduced gradients of the same step.
+
+        Args:
+            tags: sums of their :meth:`step_tag`.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -166,14 +169,22 @@ class Announcer:
         """
         total, squares = tags
         if self._world * squares == total * total:
-            return
+            return True
         rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
+        if rows.count(rows[0]) == len(rows):
+            return False
         self._refuse([code for code, _ in rows], [loader_steps for _, loader_steps in rows])
+        return True
 
     @staticmethod
-    def step_tag(loader_steps: int) -> tuple[float, float]:
-        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other."""
-        tag = float(loader_steps % _TAGS)
+    def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
+        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other.
+
+        Args:
+            loader_steps: that it has committed.
+            sample_tag: of what all ranks read alike for this one.
+        """
+        tag = float((loader_steps + sample_tag) % _TAGS)
         return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -9,6 +10,15 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
 from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent
+
+logger = logging.getLogger(__name__)
+
+_READS_DIFFER = (
+    "an iterable dataset does not give the same samples in the same order on every worker: each reads all of it and "
+    "keeps its share by position, so that samples are used twice or never. Shuffle by a seed and the epoch "
+    "(set_epoch), not by the clock or the process (webdataset: detshuffle in place of shuffle). If only an "
+    "augmentation draws other random numbers, all is well"
+)
 
 
 class Position(Protocol):
@@ -21,6 +31,10 @@ class Position(Protocol):
     @property
     def loader_steps(self) -> int:
         """Committed steps of any loader."""
+
+    @property
+    def sample_tag(self) -> int:
+        """Of what all ranks read alike for the step in progress; 0 where there is no such thing."""
 
 
 class ReplicaCheck(Protocol):
@@ -69,6 +83,7 @@ class RankConsensus:
         replicas: compares parameters.
         position: how far this rank is.
         parts: what else rides on the control sums.
+        warn: tells the job's user.
     """
 
     def __init__(
@@ -79,10 +94,13 @@ class RankConsensus:
         replicas: ReplicaCheck,
         position: Position,
         parts: Sequence[ControlPart] = (),
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._communicator = communicator
         self._world_size = world_size
         self._parts = parts
+        self._warn = warn
+        self._reads_differ = False
         self._changes = changes
         self._replicas = replicas
         self._position = position
@@ -204,11 +222,17 @@ class RankConsensus:
 
     def step_tag(self) -> tuple[float, float]:
         """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step."""
-        return Announcer.step_tag(self._position.loader_steps)
+        sample_tag = 0 if self._reads_differ else self._position.sample_tag
+        return Announcer.step_tag(self._position.loader_steps, sample_tag)
 
     def check_same_step(self, tags: Sequence[float]) -> None:
-        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`."""
-        self.announcer.check_same_step(tags)
+        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
+
+        Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
+        """
+        if not self.announcer.check_same_step(tags):
+            self._reads_differ = True
+            self._warn(_READS_DIFFER)
 
     def vote(
         self, what: Announced, added: Sums, *, some_are_idle: bool = False

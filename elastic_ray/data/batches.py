@@ -80,11 +80,13 @@ class StepBatches:
         total: samples of the pass, as far as they are known.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass.
         fetches: a function for each of this rank's micro-batches.
+        sample_tag: of a sample that all ranks have read for it; 0 where each reads its own only.
     """
 
     total: int
     sizes: Sequence[Sequence[int]] = ()
     fetches: Sequence[Callable[[], Any]] = ()
+    sample_tag: int = 0
 
 
 class _PlannedBatches:
@@ -266,7 +268,7 @@ class StreamBatches:
             return StepBatches(total=position)
         total = stream.total if stream.total is not None else position + 2 * drawn.count
         fetches = [functools.partial(self._collate, items) for items in drawn.items]
-        return StepBatches(total=total, sizes=cut.sizes(drawn.count), fetches=fetches)
+        return StepBatches(total=total, sizes=cut.sizes(drawn.count), fetches=fetches, sample_tag=drawn.tag)
 
     def commit(self) -> None:
         """The step was used: its items are let go."""

@@ -364,6 +364,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
                 leads=self._leads,
                 whole=self._given.whole_batches,
+                sample_tag=step.sample_tag,
             )
         )
         return step.fetches

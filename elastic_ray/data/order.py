@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import operator
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
+import torch
 from torch.utils.data import DistributedSampler
 
 from elastic_ray.data import sharding
@@ -25,6 +27,9 @@ from elastic_ray.data.sharding import Indices
 from elastic_ray.data.shares import Shares
 
 Item = TypeVar("Item")
+
+# What is looked at of an item to tell it from others.
+_FIRST, _LONGEST, _DEEPEST = 8, 256, 4
 
 
 @runtime_checkable
@@ -174,10 +179,12 @@ class StreamStep(Generic[Item]):
     Attributes:
         items: this rank's items, one list per micro-step, none empty.
         count: items in the global batch, over all ranks.
+        tag: of its first item; the same on all ranks.
     """
 
     items: list[list[Item]]
     count: int
+    tag: int = 0
 
 
 class StreamSharder(Generic[Item]):
@@ -285,7 +292,7 @@ class StreamSharder(Generic[Item]):
             return None
         pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micro_steps, shares=shares)
         items = [list(itertools.islice(self._ahead, piece.start, piece.stop)) for piece in pieces]
-        return StreamStep(items=items, count=count)
+        return StreamStep(items=items, count=count, tag=item_tag(self._ahead[0]))
 
     def commit(self) -> int:
         """The drawn step has been applied: its items are let go. Returns the new position."""
@@ -319,6 +326,25 @@ class StreamSharder(Generic[Item]):
         self._ended = len(self._ahead) < count
 
 
+def item_tag(item: Any) -> int:
+    """A number from 1 that stands for the beginning of what an item holds, to tell items apart cheaply."""
+    return zlib.crc32(repr(_beginning(item)).encode()) + 1
+
+
+def _beginning(item: Any, depth: int = 0) -> Any:
+    """The first values of an item, as plain ones."""
+    if isinstance(item, Mapping) and depth < _DEEPEST:
+        return [(str(key)[:_LONGEST], _beginning(item[key], depth + 1)) for key in itertools.islice(item, _FIRST)]
+    if isinstance(item, (list, tuple)) and depth < _DEEPEST:
+        return len(item), [_beginning(each, depth + 1) for each in item[:_FIRST]]
+    if isinstance(item, np.ndarray) or (isinstance(item, torch.Tensor) and item.layout == torch.strided):
+        on_gpu = isinstance(item, torch.Tensor) and item.is_cuda  # its values would have to be waited for
+        return tuple(item.shape), [] if on_gpu else item.reshape(-1)[:_FIRST].tolist()
+    if isinstance(item, (str, bytes)):
+        return len(item), item[:_LONGEST]
+    return item if item is None or isinstance(item, (bool, int, float)) else type(item).__name__
+
+
 def _is_plain_distributed(sampler: object) -> bool:
     # a subclass with its own order cannot be taken apart; SamplerOrder refuses it and says why
     return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
@@ -328,3 +354,6 @@ def _set_epoch(target: object, epoch: int) -> None:
     set_epoch = getattr(target, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
+    for theirs in getattr(target, "pipeline", None) or ():  # of webdataset, whose detshuffle counts its own passes
+        if isinstance(getattr(theirs, "epoch", None), int):
+            theirs.epoch = epoch - 1

@@ -102,6 +102,12 @@ class StepLedger:
         return len(self._outer) + (self.step is not None)
 
     @property
+    def sample_tag(self) -> int:
+        """Of what all ranks read alike for the step in progress; 0 where there is no such thing."""
+        step = self.outermost
+        return step.sample_tag if step is not None else 0
+
+    @property
     def accumulating(self) -> bool:
         """Whether the micro-step in progress leaves its gradients to a later one of its step."""
         step = self.outermost

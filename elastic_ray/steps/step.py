@@ -83,6 +83,7 @@ class LoaderStep:
         leads: the loader leads the job: its steps are the training's.
         whole: each rank takes one whole batch, for evaluation; some may have none.
         micro: the micro-step in progress.
+        sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         own_counts, counts: what the loop weighs micro-batches by, see ``StepView``.
         count: samples of the whole step.
     """
@@ -98,6 +99,7 @@ class LoaderStep:
     leads: bool = False
     whole: bool = False
     micro: int = 0
+    sample_tag: int = 0
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     count: int = dataclasses.field(init=False)
