@@ -46,15 +46,13 @@ class AdaptiveDataLoader(ResumableLoader):
 
     Worker processes of the DataLoader live through every change of the job's size. As in torch, they are started when
     a pass begins, with the dataset as the epoch's code has left it, and end with the pass. With
-    ``persistent_workers=True`` they are started once, at the first pass; what changes in the training process later
-    does not reach their copies of the dataset, so before an epoch's first sample each copy's ``set_epoch(epoch)`` is
-    called where the dataset has one.
+    ``persistent_workers=True`` they are started once, at the first pass, and later changes do not reach their copies of
+    the dataset: before an epoch's first sample each copy's ``set_epoch(epoch)`` is called where it has one.
 
     Args:
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
         batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
-            progress (of the declared epochs, 0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; later ones are
-            shared out equally, so that 256 are 255 on 3 workers.
+            progress (0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; 256 are 255 on 3 workers.
         shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
             alone, and for whole batches.
         sampler: order of the indices, see above.
@@ -62,10 +60,10 @@ class AdaptiveDataLoader(ResumableLoader):
         drop_last: leave out a last step smaller than the batch.
         seed: of the order.
         num_workers: DataLoader worker processes.
-        persistent_workers: keep them from pass to pass, see above.
+        persistent_workers: keep them from pass to pass.
         whole_batches: for evaluation of what only whole batches tell (a ranking over 100 candidates): every batch of
-            ``batch_size`` goes to one rank as it is, in the dataset's order unless ``shuffle=True``. Each batch is
-            used exactly once over all ranks; towards the end of a pass some ranks may have one batch fewer.
+            ``batch_size`` goes to one rank as it is, once, in the dataset's order unless ``shuffle=True``; towards the
+            end of a pass some ranks may have one batch fewer.
         on_epoch: ``on_epoch(dataset, epoch)`` is called before an epoch's first sample in every process that fetches
             samples, with its copy of the dataset (after ``set_epoch``, see above).
         options: further arguments of ``torch.utils.data.DataLoader`` (``collate_fn``, ``pin_memory``, ...).
@@ -141,8 +139,7 @@ class AdaptiveDataLoader(ResumableLoader):
         Args:
             max_batch_size: largest global batch [samples].
             local_bsz_bounds: least and largest samples that one worker takes at once.
-            gradient_accumulation: allow several micro-batches a step; the loop then sees each of them, and
-                ``optimizer.step()`` acts on the last.
+            gradient_accumulation: allow several micro-batches a step; ``optimizer.step()`` acts on the last.
 
         Raises:
             RuntimeError: another loader of this loader_pass adapts its batch already, or training has begun.
@@ -291,6 +288,10 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._given.shown(name)
 
     def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+    def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
+        """As ``iter()``; where ``joined_later``, nobody joins between the last step and the epoch's end."""
         self._join_present_run()
         loader_pass = self._session.enter_loop()
         if loader_pass.done:
@@ -302,7 +303,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 session = self._session
                 yield from self._micro_batches(batches)
                 check_present(session)
-                if session.passes.edge(loader_pass):
+                if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):
                     self._source.commit()
             total = self._pass_total(loader_pass)
         except GeneratorExit:
@@ -310,7 +311,7 @@ class AdaptiveDataLoader(ResumableLoader):
             raise
         finally:
             self._end_reading(loader_pass)
-        self._session.passes.end_pass(loader_pass, total)
+        self._session.passes.end_pass(loader_pass, total, put_off=joined_later)
 
     def _end_reading(self, loader_pass: PassProgress) -> None:
         """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""

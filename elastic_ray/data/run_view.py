@@ -37,10 +37,10 @@ class PassesView(Protocol):
     def end_micro_step(self) -> None:
         """A micro-step that does not synchronise was done."""
 
-    def edge(self, loader_pass: PassProgress) -> bool:
+    def edge(self, loader_pass: PassProgress, *, ends_pass: bool = False) -> bool:
         """The step's body has run; returns whether the step was committed, else it is drawn again."""
 
-    def end_pass(self, loader_pass: PassProgress, total: int) -> None:
+    def end_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool = False) -> None:
         """The pass has run out."""
 
     def abandon(self, left: PassProgress) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.step import LoaderStep
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,14 @@ class ResumedStates(Protocol):
         """Begin there."""
 
 
+class ResumedPasses(Protocol):
+    """The passes of a run's loaders."""
+
+    @property
+    def step(self) -> LoaderStep | None:
+        """The innermost step in progress."""
+
+
 class ResumedRun(Protocol):
     """The run that a loader feeds."""
 
@@ -34,14 +43,44 @@ class ResumedRun(Protocol):
     def states(self) -> ResumedStates:
         """What all ranks share."""
 
+    @property
+    def passes(self) -> ResumedPasses:
+        """The passes of its loaders."""
+
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands."""
 
 
 class ResumableLoader:
-    """The part of a loader that checkpoints of the user's own keep."""
+    """The part of a loader that checkpoints of the user's own keep, and that tells where a pass stands."""
 
     _session: ResumedRun
+
+    @property
+    def current_batch_size(self) -> int:
+        """Global batch size now [samples]."""
+        raise NotImplementedError
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a tail shorter than a batch is left out."""
+        raise NotImplementedError
+
+    @property
+    def on_last_batch(self) -> bool:
+        """Whether the micro-batch in progress is the last one of its pass, as far as that is known of a stream."""
+        return self.batches_left == 0
+
+    @property
+    def batches_left(self) -> int | None:
+        """Micro-batches that follow in the present pass at the present batch size; None between steps, and where an
+        iterable dataset's length is not known yet."""
+        step = self._session.passes.step
+        if step is None:
+            return None
+        left, size = step.samples_left - step.count, self.current_batch_size
+        more = left // size if self.drop_last else -(-left // size)
+        return step.micro_steps - 1 - step.micro + more * step.micro_steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values, for a checkpoint of your own: its epoch, and the samples that each

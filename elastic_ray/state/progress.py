@@ -59,6 +59,9 @@ class RunProgress:
         stride: 1; doubled whenever there would be too many ends.
         collectives: those that user code made between steps and this rank has the results of.
         collectives_before: the same at the last place from which a worker that joins runs the code.
+        meeting: user code is in a collective between steps now.
+        joined_at: that collective's number, of the rank whose state a worker that joins has got: what the code does up
+            to there is in it. None where it was in none.
     """
 
     epoch: int = 0
@@ -76,6 +79,8 @@ class RunProgress:
     stride: int = 1
     collectives: int = 0
     collectives_before: int = 0
+    meeting: bool = False
+    joined_at: int | None = None
 
     def declare_epochs(self, epochs: int) -> None:
         """The loop has said how many epochs it wants."""
@@ -126,9 +131,14 @@ class RunProgress:
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
+    def meet(self) -> None:
+        """User code is in its next collective."""
+        self.meeting = True
+
     def count_collective(self) -> None:
         """User code has the result of another collective."""
         self.collectives += 1
+        self.meeting = False
 
     def count_report(self, agreed: int) -> int:
         """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
@@ -224,7 +234,11 @@ class RunProgress:
     def to_state(self) -> dict[str, Any]:
         """As plain values, for joiners and automatic checkpoints: who takes them runs the code from the last place."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
-        return state | {"collectives": self.collectives_before}
+        return state | {
+            "collectives": self.collectives_before,
+            "joined_at": self.collectives if self.meeting else None,
+            "meeting": False,
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from elastic_ray.state.progress import Effects, PassProgress, RunProgress
+from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.replay import Replay
 from elastic_ray.steps.step import LoaderStep
 
 
@@ -54,7 +55,6 @@ class StepLedger:
 
     Attributes:
         step: the innermost step in progress, None between steps.
-        replaying: the loop's code runs only to catch up with a pass that the others are in.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class StepLedger:
         self._recoverable = recoverable
         self._moment = moment
         self.step: LoaderStep | None = None
-        self.replaying = False
         self._outer: list[LoaderStep] = []
         self._ordinal = 0
         self._in_epoch = False
@@ -75,7 +74,7 @@ class StepLedger:
         self._trains = False
         self._updates_asked = 0
         self._updating = False
-        self._replay: tuple[int, Effects] | None = None
+        self._replay: Replay | None = None
 
     @property
     def _progress(self) -> RunProgress:
@@ -144,11 +143,23 @@ class StepLedger:
 
     def begin_replay(self) -> None:
         """The others are within an epoch: what user code does up to their pass has had its effect already."""
-        progress = self._progress
-        if progress.passes:
-            self._state.snapshot()
-            self._replay = (len(progress.passes) - 1, progress.effects())
-            self.replaying = True
+        if Replay.needed(self._progress):
+            self._replay = Replay(self._state)
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the loop's code runs only to catch up with where the others are."""
+        return self._replay is not None
+
+    @property
+    def replays_passes(self) -> bool:
+        """Whether the others' latest pass is still to come."""
+        return self._replay is not None and self._replay.before_pass
+
+    def reach_collective(self, number: int) -> None:
+        """User code comes to its collective of this number."""
+        if self._replay is not None and self._replay.reach_collective(number):
+            self._replay = None
 
     def begin_pass(self) -> int:
         """The epoch's next loader pass begins; returns its number in the epoch.
@@ -162,10 +173,8 @@ class StepLedger:
                 "batch there, and would miss that loop; iterate one after the other"
             )
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        if self._replay is not None and ordinal >= self._replay[0]:
-            self._state.roll_back()
-            self._progress.restore_effects(self._replay[1])
-            self._replay, self.replaying = None, False
+        if self._replay is not None and self._replay.reach_pass(ordinal):
+            self._replay = None
         self._progress.begin_pass(ordinal)
         return ordinal
 

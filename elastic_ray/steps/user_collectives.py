@@ -37,8 +37,11 @@ class CollectiveLedger(Protocol):
         """How many steps are in progress, one within the other."""
 
     @property
-    def replaying(self) -> bool:
-        """Whether the loop's code runs only to catch up with a pass that the others are in."""
+    def replays_passes(self) -> bool:
+        """Whether the others' latest pass is still to come."""
+
+    def reach_collective(self, number: int) -> None:
+        """User code comes to its collective of this number."""
 
     @property
     def failed(self) -> bool:
@@ -167,13 +170,14 @@ class UserCollectives:
             RanksDisagreeError: the ranks make different calls.
             RuntimeError: this worker joined within code whose results nobody has any more.
         """
-        if self._parts.ledger.replaying or not self._parts.group.generation:
+        if self._parts.ledger.replays_passes or not self._parts.group.generation:
             return alone()
         self._settle()
         if self._parts.ledger.depth:
             return self._within_step(Announced(Intent.COLLECTIVE, 0, digest((what, detail)), what), perform, alone)
         while True:
             number = self._progress.collectives
+            self._parts.ledger.reach_collective(number)
             self._results.begin(number, self._place)
             known = self._results.of(number)
             if known is not None:
@@ -185,6 +189,7 @@ class UserCollectives:
                     "kept any more: more than 256 MiB of results came between two passes over loaders"
                 )
             announced = Announced(Intent.COLLECTIVE, 1 + number % _NUMBERS, digest((what, detail)), what)
+            self._progress.meet()
             try:
                 content = self._carried_out(announced, perform, alone)
             except CommunicationFailedError as error:

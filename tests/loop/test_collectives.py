@@ -33,7 +33,7 @@ class Program:
     def note(self, place: tuple[Any, ...], value: Any) -> Any:
         """What this worker has been given in a place; not while it only catches up."""
         session = current_session()
-        if not session.ledger.replaying:
+        if not session.ledger.replays_passes:
             with self._lock:
                 self.noted[place][session.worker] = value
         return value
@@ -139,6 +139,59 @@ def test_one_is_lost_while_another_joins(moment: str, order: Sequence[str], earl
     assert outcome.groups[-1] == (1, 3, 4)
     first = next(kind for kind in (*range(earlier), *order) if kind != "barrier")
     assert "w4" in program.noted[0, "trained", first], "it runs the code behind the pass like the others"
+
+
+class Counter:
+    """Counts what user code does between steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("passes", [0, 1, 2])
+@pytest.mark.parametrize("when", [0, 2])
+def test_what_a_newcomer_repeats_counts_once(when: int, passes: int) -> None:
+    """It enters in a collective: schedulers and counters that moved before it have moved in the state it has got."""
+
+    def train() -> tuple[float, int, torch.Tensor]:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
+        loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3)
+        check = er.AdaptiveDataLoader(rows(), batch_size=BATCH, shuffle=False)
+        counter = Counter()
+        er.register_state("counter", counter)
+        for _ in er.remaining_epochs_until(2):
+            sums = er.Accumulator()
+            for (x,) in loader if passes else ():
+                optimizer.zero_grad()
+                wrapped(x).square().mean().backward()
+                optimizer.step()
+            for _ in check if passes > 1 else ():
+                sums["checked"] += 1
+            for number in range(3):
+                if number == when:
+                    scheduler.step()
+                counter.count += 1
+                current_session().moment(f"call {number}")
+                er.barrier()
+        return optimizer.param_groups[0]["lr"], counter.count, weights(model)
+
+    step = (0, PER_EPOCH, 2 * PER_EPOCH)[passes]
+    alone = run_job(train).results[1]
+    for call in range(3):
+        outcome = run_job(train, [Kill(step, 2, f"call {call}", joins=(3,))], first=(1, 2))
+        assert outcome.groups == [(1, 2), (1, 3)]
+        for rate, count, found in outcome.results.values():
+            assert (rate, count) == alone[:2]
+            torch.testing.assert_close(found, alone[2])
 
 
 def test_a_rank_that_missed_the_end_of_one_is_given_its_result() -> None:

@@ -1,0 +1,8 @@
+"""Lightning under elastic-ray: a strategy for ``lightning.Trainer``, and one for Fabric."""
+
+from __future__ import annotations
+
+from elastic_ray.integrations.lightning.fabric import ElasticRayFabricStrategy
+from elastic_ray.integrations.lightning.strategy import ElasticRayStrategy
+
+__all__ = ["ElasticRayFabricStrategy", "ElasticRayStrategy"]

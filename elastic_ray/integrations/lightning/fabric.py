@@ -1,0 +1,182 @@
+"""A strategy for Lightning Fabric, whose users own their loops."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
+from torch.utils.data import DataLoader
+
+import elastic_ray as er
+from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
+from elastic_ray.integrations.lightning.shared import (
+    accumulating,
+    adaptive,
+    batch_options,
+    decided,
+    follow_rank,
+    gathered,
+    reduced,
+    refuse_several_devices,
+    told,
+)
+from elastic_ray.integrations.overridden import check_overridden
+
+check_overridden(
+    "lightning",
+    "lightning",
+    {
+        Strategy: [
+            "setup_module_and_optimizers",
+            "process_dataloader",
+            "get_module_state_dict",
+            "load_module_state_dict",
+            "clip_gradients_norm",
+            "clip_gradients_value",
+            "_err_msg_joint_setup_required",
+        ],
+        ParallelStrategy: ["parallel_devices", "distributed_sampler_kwargs", "reduce_boolean_decision"],
+    },
+)
+
+
+class ElasticRayFabricStrategy(ParallelStrategy):
+    """A Fabric loop as an elastic job: ``Fabric(strategy=ElasticRayFabricStrategy())``, within a train function.
+
+    Set up the model, its one optimizer and its scheduler together,
+    ``fabric.setup(model, optimizer, scheduler=scheduler)``, and take epochs from
+    ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders`` gives loaders whose batches all workers
+    share: a ``batch_size`` is that of all together.
+
+    Args:
+        max_batch_size, local_bsz_bounds, gradient_accumulation: of the first loader that is set up, as
+            ``AdaptiveDataLoader.autoscale_batch_size`` takes them; without ``max_batch_size`` the batch stays.
+        options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
+
+    Raises:
+        ValueError: limits of a batch that has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(cluster_environment=ElasticRayEnvironment())
+        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._options = options
+        self._backward_sync_control = _BackwardSync()
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The worker's device."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        refuse_several_devices(devices)
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device."""
+        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """None: the loaders share their samples by themselves."""
+
+    def setup_environment(self) -> None:
+        """Set up the device; there is no process group to be made."""
+        super().setup_environment()
+        follow_rank()
+
+    def setup_module_and_optimizers(
+        self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
+        """Wrap the model with its optimizer.
+
+        Raises:
+            ValueError: there are several optimizers.
+        """
+        if len(optimizers) != 1:
+            raise ValueError(
+                f"fabric.setup(model, optimizer) takes one optimizer under elastic-ray, but got {len(optimizers)}: "
+                "give it parameter groups, or set up one model for each"
+            )
+        scaler = getattr(self.precision, "scaler", None)
+        wrapped = er.AdaptiveDataParallel(
+            module, optimizers[0], lr_scheduler=scheduler, grad_scaler=scaler, **self._options
+        )
+        return wrapped, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Raises RuntimeError: a model and its optimizer are set up together."""
+        raise RuntimeError(self._err_msg_joint_setup_required())
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        """Move the model to the worker's device."""
+        module.to(self.root_device)
+
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
+        """A loader whose batches all workers share."""
+        loader = adaptive(dataloader, self._batch)
+        self._batch = batch_options(None, None, gradient_accumulation=False)
+        return loader
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As ``elastic_ray.all_reduce``."""
+        return reduced(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As ``elastic_ray.all_gather``, stacked."""
+        return gathered(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
+        """Whether all, or any, ranks decide so."""
+        return decided(decision, all)
+
+    def barrier(self, name: str | None = None) -> None:
+        """As ``elastic_ray.barrier``."""
+        er.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        return told(obj, src)
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Clip what the step will apply; the part that an accumulation has so far is left alone."""
+        if accumulating():
+            return torch.zeros(())
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
+        """As :meth:`clip_gradients_norm`."""
+        if not accumulating():
+            super().clip_gradients_value(module, optimizer, clip_val)
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Of the plain model, so that any other strategy can load it."""
+        return super().get_module_state_dict(_plain(module))
+
+    def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Into the plain model."""
+        super().load_module_state_dict(_plain(module), state_dict, strict)
+
+
+class _BackwardSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Gradients of the block stay on this rank."""
+        if not isinstance(module, er.AdaptiveDataParallel):
+            raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
+        return module.no_sync() if enabled else nullcontext()
+
+
+def _plain(module: torch.nn.Module) -> torch.nn.Module:
+    return module.module if isinstance(module, er.AdaptiveDataParallel) else module

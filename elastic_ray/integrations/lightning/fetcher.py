@@ -1,0 +1,110 @@
+"""Gives Lightning's training loop the batches of an ``AdaptiveDataLoader``, each step's end in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning.pytorch.loops.fetchers import _DataFetcher
+
+import elastic_ray as er
+from elastic_ray.loop.api import current_session
+
+_NOTHING = object()
+
+
+class UnreadStream:
+    """Stands for the loader of a dataset without a length while Lightning sets up: it would read ahead of the job.
+
+    Args:
+        loader: gives the batches.
+    """
+
+    def __init__(self, loader: er.AdaptiveDataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the loader."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of the loader."""
+        self.loader.load_state_dict(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class ElasticFetcher(_DataFetcher):
+    """See the module's text.
+
+    Args:
+        loader: gives the batches.
+        most: of an epoch, None for all.
+        on_batch: is called with each that is handed out.
+    """
+
+    def __init__(
+        self, loader: er.AdaptiveDataLoader, most: int | None, on_batch: Callable[[ElasticFetcher], None]
+    ) -> None:
+        super().__init__()
+        self._on_batch = on_batch
+        self.loader = loader
+        self.most = most
+        self._batches: Iterator[Any] | None = None
+        self._next: Any = _NOTHING
+
+    def __iter__(self) -> ElasticFetcher:
+        self._batches, self._next = None, _NOTHING  # the pass is entered when the first batch is asked for
+        self.fetched, self.done = 0, False
+        return self
+
+    def reset(self) -> None:
+        """A new pass."""
+        self.fetched, self.done = 0, False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the pass has no other batch. The step before is committed here; or taken back, with all that the loop
+        has counted in it, and drawn again."""
+        if self._next is _NOTHING:
+            if self._batches is None:
+                self._batches = self.loader.batches(joined_later=True)
+            self._next = next(self._batches, _NOTHING)
+        return self._next is _NOTHING
+
+    def __next__(self) -> tuple[Any, int, int]:
+        self._start_profiler()
+        try:
+            if self.exhausted:
+                self.done = True
+                raise StopIteration
+        finally:
+            self._stop_profiler()
+        batch, self._next = self._next, _NOTHING
+        index, self.fetched = self.fetched, self.fetched + 1
+        self.done = self.loader.on_last_batch or self.at_limit
+        self._on_batch(self)
+        return batch, index, 0
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the epoch is to have no more batches than it has had; a step is never cut in two."""
+        return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
+
+    def leave(self) -> None:
+        """End the pass before its end: the step in progress is committed."""
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]
+            self._batches = None
+            current_session().passes.settle()
+
+    def batches_of_epoch(self, had: int) -> float:
+        """Micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
+        left = self.loader.batches_left
+        if left is None:
+            return float("inf")
+        return min(had + left, self.most) if self.most is not None else had + left

@@ -1,0 +1,254 @@
+"""Lightning's training loops, with epochs, steps and their ends where all workers agree on them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.states import RunningStage
+
+import elastic_ray as er
+from elastic_ray.integrations.lightning.fetcher import ElasticFetcher, UnreadStream
+from elastic_ray.integrations.lightning.shared import accumulating, set_rank
+from elastic_ray.integrations.lightning.state import StepState, TrainerState
+from elastic_ray.integrations.overridden import check_overridden
+from elastic_ray.loop.api import current_session
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.tree import DictState
+
+check_overridden(
+    "lightning",
+    "lightning",
+    {
+        _FitLoop: ["setup_data", "run", "done", "on_advance_start", "on_advance_end", "restarting"],
+        _TrainingEpochLoop: [
+            *("reset", "advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate", "_get_monitor_value"),
+            *("_should_check_val_fx", "_num_ready_batches_reached"),
+        ],
+        _Loop: ["restarting", "on_iteration_done"],
+    },
+)
+
+
+class ElasticFitLoop(_FitLoop):
+    """Counts the job's epochs in place of its own. A trainer's loop becomes one by its class."""
+
+    _epochs: er.Epochs | None = None
+
+    def setup_data(self) -> None:
+        """As Lightning's; batches then come from our loader alone."""
+        if self._combined_loader is not None:
+            return
+        super().setup_data()
+        made: Any = self._combined_loader
+        if made is None:
+            return
+        trainer: Any = self.trainer
+        loaders = made.flattened
+        if len(loaders) != 1 or isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            raise ValueError(
+                "under elastic-ray a LightningModule trains on one train_dataloader, whose batch training_step takes, "
+                f"but there are {len(loaders)} loaders, or it takes a dataloader_iter. Where batches of several "
+                "datasets belong together, use one loader over a dataset that gives an item of each"
+            )
+        most = trainer.limit_train_batches
+        limited = isinstance(most, int) or most != 1.0 or trainer.overfit_batches > 0
+        limit = made.limits[0] if limited else None
+        self._data_fetcher = ElasticFetcher(
+            loaders[0].loader if isinstance(loaders[0], UnreadStream) else loaders[0],
+            None if limit is None or limit == math.inf else int(limit),
+            on_batch=lambda fetcher: self.epoch_loop.update_length(fetcher),
+        )
+
+    def run(self) -> None:
+        """Become part of the job, then train."""
+        self.setup_data()
+        if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
+            return super().run()
+        session = current_session()
+        epochs = er.Epochs(self._count_epochs())
+        session.states.register("lightning", DictState(TrainerState(self.trainer)))
+        step = StepState(self.trainer)
+        session.states.register_rollback(step.remember, step.roll_back)
+        self._start_where_restored()
+        try:
+            epochs.join()
+            self._epochs = epochs
+            set_rank()
+            _start_anew(self)
+            return super().run()
+        except BaseException:
+            strategy: Any = self.trainer.strategy
+            strategy.leave()
+            raise
+
+    def _start_where_restored(self) -> None:
+        """Begin at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
+        if not self._loaded_from_state_dict:
+            return
+        assert self._combined_loader is not None
+        progress: Any = self.epoch_loop.batch_progress
+        for theirs in (progress.total, progress.current):
+            theirs.ready = theirs.started = theirs.completed = theirs.processed  # it may have been saved within a batch
+        if self._combined_loader_states_to_load:
+            self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
+            self._combined_loader_states_to_load = []
+        states = current_session().states
+        if not (states.progress.epoch or states.progress.passes or states.progress.steps):  # of another strategy
+            progress = self.epoch_progress
+            epoch, steps = progress.current.processed, self.epoch_loop.global_step
+            states.start_from(RunProgress(epoch=epoch, steps=steps))
+
+    def _count_epochs(self) -> int:
+        """Epochs to train, for progress and what follows it."""
+        known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
+        if self.max_steps < 0:
+            if known is None:
+                raise ValueError("max_epochs=-1 without max_steps has no end, so that a job's progress is not known")
+            return known
+        steps = self.max_batches if self.max_batches != math.inf else None
+        if steps is None or _adapts():
+            if known is None:
+                raise ValueError(
+                    "max_steps without max_epochs has no known number of epochs where the batch adapts, or an iterable "
+                    "dataset has no length: give max_epochs as well"
+                )
+            return known
+        by_steps = math.ceil(self.max_steps / max(steps, 1))
+        return by_steps if known is None else min(known, by_steps)
+
+    @property
+    def done(self) -> bool:
+        """As Lightning's; or all the job's epochs are done, or a policy has ended the training."""
+        return super().done or (self._epochs is not None and self._epochs.done)
+
+    def on_advance_start(self) -> None:
+        """Begin the epoch that the job is in."""
+        assert self._epochs is not None
+        epoch = self._epochs.begin_epoch()
+        progress: Any = self.epoch_progress
+        for theirs in (progress.total, progress.current):
+            theirs.ready = theirs.started = theirs.processed = theirs.completed = epoch
+        super().on_advance_start()
+
+    def on_advance_end(self) -> None:
+        """End it on all workers."""
+        super().on_advance_end()
+        assert self._epochs is not None
+        self._epochs.end_epoch()
+
+
+class ElasticEpochLoop(_TrainingEpochLoop):
+    """Trains an epoch from where the job is in it; each step's end is all workers'."""
+
+    _came_later = False  # within the epoch, so that its counts are others'
+
+    @property
+    def done(self) -> bool:
+        """As Lightning's; but a worker that came later looks into the pass at least once."""
+        return not self._came_later and super().done
+
+    def reset(self) -> None:
+        """Begin the epoch's counts, or go on with those of the others."""
+        session = current_session()
+        ordinal, passes = session.ledger.next_ordinal, session.progress.passes
+        if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):
+            super().reset()
+            return
+        self._came_later = True
+
+    def advance(self, data_fetcher: Any) -> None:
+        """One micro-batch; the last one is repeated as long as failures void its step."""
+        set_rank()
+        self._came_later = False
+        if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
+            theirs = self.batch_progress
+            theirs.is_last_batch = True
+            self._end_of_data()
+            return
+        super().advance(data_fetcher)
+        while data_fetcher.done and not data_fetcher.at_limit:
+            if data_fetcher.exhausted:
+                self._end_of_data()
+                return
+            super().advance(data_fetcher)
+        if data_fetcher.at_limit or self._is_training_done or self.trainer.should_stop:
+            data_fetcher.leave()
+            if data_fetcher.at_limit:
+                self._end_of_data()
+
+    def _end_of_data(self) -> None:
+        """Schedulers that count epochs move behind the last step, not within it."""
+        super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """As Lightning's, but for those of :meth:`_end_of_data`."""
+        if interval == "step" or update_plateau_schedulers:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def on_advance_end(self, data_fetcher: Any) -> None:
+        """Validate if it is time, with buffers that are the same everywhere."""
+        session = current_session()
+        if session.ledger.step is not None and self._should_check_val_fx(data_fetcher):
+            self._share_buffers()
+        super().on_advance_end(data_fetcher)
+
+    def _share_buffers(self) -> None:
+        """Within a pass each rank has its own: running averages of batch normalisation."""
+        module = self.trainer.lightning_module
+        buffers = {name: each for name, each in module.named_buffers() if each.numel()}
+        if buffers:
+            for name, value in er.broadcast({k: v.detach() for k, v in buffers.items()}).items():
+                with torch.no_grad():
+                    buffers[name].copy_(value)
+
+    def _should_accumulate(self) -> bool:
+        """Whether the step goes on after this micro-batch: the job says it."""
+        return accumulating()
+
+    def _get_monitor_value(self, key: str) -> Any:
+        """What a plateau scheduler watches must be one number on all ranks, or their learning rates would part."""
+        return er.broadcast(super()._get_monitor_value(key))
+
+    def update_length(self, fetcher: ElasticFetcher) -> None:
+        """The batch or the group may have changed: how many batches this epoch has, and when it is validated."""
+        batches = fetcher.batches_of_epoch(self.batch_progress.current.ready + 1)
+        theirs: Any = self.trainer.fit_loop
+        theirs.max_batches = batches
+        theirs = self.trainer
+        fraction = theirs.val_check_interval
+        if isinstance(fraction, float) and theirs.val_check_batch not in (None, math.inf):
+            theirs.val_check_batch = max(1, int(batches * fraction))
+
+
+def become_elastic(trainer: Any) -> None:
+    """Make a trainer's loops ours; raises TypeError where they are somebody else's."""
+    for theirs, ours in ((trainer.fit_loop, ElasticFitLoop), (trainer.fit_loop.epoch_loop, ElasticEpochLoop)):
+        if type(theirs) is not ours:
+            if type(theirs) is not ours.__base__:
+                raise TypeError(
+                    f"ElasticRayStrategy drives Lightning's own loops, but this is a {type(theirs).__name__}"
+                )
+            theirs.__class__ = ours
+
+
+def trains(trainer: Any) -> bool:
+    """Whether a trainer is within its training, not in an evaluation."""
+    return trainer is not None and trainer.state.stage == RunningStage.TRAINING
+
+
+def _adapts() -> bool:
+    """Whether the number of steps of an epoch may change."""
+    info = current_session().registry.loaders.info
+    return info is not None and not info.limits.one_size
+
+
+def _start_anew(loop: Any) -> None:
+    """A worker's place in the run is the job's, also where Lightning has restored a checkpoint."""
+    for theirs in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
+        theirs._restarting = theirs._loaded_from_state_dict = theirs._resuming_from_checkpoint = False

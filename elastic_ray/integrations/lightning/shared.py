@@ -1,0 +1,121 @@
+"""What Lightning's and Fabric's strategies have in common: collectives, loaders, ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from torch.distributed import ReduceOp
+from torch.utils.data import DataLoader
+
+import elastic_ray as er
+from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.loop.collectives import ReduceOp as ReduceOperation
+from elastic_ray.session.registry import HookPoint
+
+logger = logging.getLogger(__name__)
+
+_OPS: dict[str, ReduceOperation] = {"avg": "mean", "mean": "mean", "sum": "sum", "min": "min", "max": "max"}
+_TORCH_OPS: dict[Any, ReduceOperation] = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+}
+
+
+def reduced(value: Any, group: Any, op: Any) -> Any:
+    """Lightning's ``reduce``: of tensors; anything else stays as it is."""
+    _check_group(group)
+    if not isinstance(value, torch.Tensor):
+        return value
+    name: ReduceOperation | None = "sum"
+    if op is not None:
+        name = _OPS.get(op.lower()) if isinstance(op, str) else _TORCH_OPS.get(op)
+    if name is None:
+        raise ValueError(f"reduce_op must be one of {', '.join(_OPS)}, or torch's ReduceOp of that name, but got {op}")
+    return er.all_reduce(value, name)
+
+
+def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+    """Lightning's ``all_gather``: all ranks' tensors of one shape, on a new first axis."""
+    _check_group(group)
+    if sync_grads:
+        raise NotImplementedError(
+            "all_gather(sync_grads=True) is not there under elastic-ray: a loss over samples of several workers would "
+            "change with their number. Make the samples that belong together one item of the dataset"
+        )
+    return torch.stack(er.all_gather(tensor))
+
+
+def told(obj: Any, src: int) -> Any:
+    """Lightning's ``broadcast``, which also sends paths."""
+    if isinstance(obj, PurePath):
+        return Path(er.broadcast(str(obj), src))
+    return er.broadcast(obj, src)
+
+
+def decided(decision: bool, every: bool) -> bool:
+    """Lightning's ``reduce_boolean_decision``."""
+    return bool(er.all_reduce(int(decision), "min" if every else "max"))
+
+
+def adaptive(loader: DataLoader[Any], options: dict[str, Any]) -> er.AdaptiveDataLoader:
+    """The loader of one that a user has made, whose batches all workers share."""
+    shared = er.AdaptiveDataLoader(loader)
+    if options["max_batch_size"] is not None:
+        shared.autoscale_batch_size(**options)
+    if get_context().get_world_rank() == 0:
+        logger.info(
+            "batches of %s samples are shared by all workers, however many there are; Lightning's own strategies give "
+            "each worker as many",
+            shared.batch_size,
+        )
+    return shared
+
+
+def batch_options(
+    max_batch_size: int | None, local_bsz_bounds: tuple[int | None, int | None] | None, gradient_accumulation: bool
+) -> dict[str, Any]:
+    """What a strategy was told of adaptive batches, for ``autoscale_batch_size``; raises ValueError."""
+    if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
+        raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+    return {
+        "max_batch_size": max_batch_size,
+        "local_bsz_bounds": local_bsz_bounds,
+        "gradient_accumulation": gradient_accumulation,
+    }
+
+
+def refuse_several_devices(devices: list[torch.device] | None) -> None:
+    """Raises ValueError where a worker is to train on several devices."""
+    if devices is not None and len(devices) > 1:
+        raise ValueError(
+            f"devices must be 1 (or 'auto' where a worker has one), but this is {len(devices)}: under elastic-ray each "
+            "worker trains on one device, and ScalingConfig(num_workers=) says how many workers there are"
+        )
+
+
+def follow_rank() -> None:
+    """Have Lightning's ``rank_zero_only`` follow this worker's rank, which changes with the group."""
+    set_rank()
+    current_session().registry.add_hook(HookPoint.SHAPE_CHANGED, set_rank)
+
+
+def set_rank() -> None:
+    """Tell Lightning this worker's present rank."""
+    theirs: Any = fabric_rank_zero.rank_zero_only
+    theirs.rank = get_context().get_world_rank()
+
+
+def accumulating() -> bool:
+    """Whether gradients of the micro-batch in progress are left to a later one of its step."""
+    return current_session().ledger.accumulating
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and group is not torch.distributed.group.WORLD:
+        raise ValueError("process groups of your own are not there under elastic-ray: the job's workers change")

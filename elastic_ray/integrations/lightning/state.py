@@ -1,0 +1,171 @@
+"""What of a Lightning run joiners, checkpoints and steps that are drawn again need: loops, callbacks, logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+class TrainerState:
+    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters of the loops, the callbacks' states, what was logged under which name; plain values."""
+        trainer = self._trainer
+        return {
+            "loops": counters(trainer),
+            "callbacks": _call_callbacks_state_dict(trainer),
+            "folders": {callback.state_key: str(path) for callback, path in _folders(trainer)},
+            "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor],
+            "should_stop": bool(trainer.should_stop),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over another rank's."""
+        theirs: Any = self._trainer
+        set_counters(theirs, state["loops"])
+        theirs.should_stop = state["should_stop"]
+        for theirs, path in _folders(self._trainer):
+            theirs.dirpath = state["folders"].get(theirs.state_key, path)
+        _call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
+        for each in state["logged"]:
+            _take_logged(self._trainer, each)
+
+
+class StepState:
+    """What a step that is drawn again takes back, on each rank its own.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def remember(self) -> dict[str, Any]:
+        """The present values; what gets them copies them."""
+        trainer = self._trainer
+        results = trainer.fit_loop.epoch_loop._results
+        return {
+            "loops": counters(trainer),
+            "callbacks": _call_callbacks_state_dict(trainer),
+            "logged": {key: each._copy_state_dict() for key, each in results.items() if each.is_tensor},
+            "metrics": [(each._copy_state_dict(), each._update_count) for each in metrics_of(trainer)],
+        }
+
+    def roll_back(self, remembered: dict[str, Any]) -> None:
+        """Return to values that were remembered."""
+        set_counters(self._trainer, remembered["loops"])
+        _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
+        results = self._trainer.fit_loop.epoch_loop._results
+        for key in results.keys() - remembered["logged"].keys():
+            if results[key].is_tensor:
+                results[key].reset()
+        for key, values in remembered["logged"].items():
+            _set_values(results[key], values)
+        for theirs, (values, updates) in zip(metrics_of(self._trainer), remembered["metrics"], strict=True):
+            _set_values(theirs, values)
+            theirs._update_count = updates
+
+
+def counters(trainer: Trainer) -> dict[str, Any]:
+    """Of the loops: what has begun, and what is done."""
+    epochs: Any = trainer.fit_loop
+    batches = epochs.epoch_loop
+    return {
+        **{name: progress.state_dict() for name, progress in _progresses(trainer)},
+        "stepped": batches._batches_that_stepped,
+        "fetched": epochs._data_fetcher.fetched,
+        "max_batches": float(epochs.max_batches),
+    }
+
+
+def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
+    """Return to values of :func:`counters`."""
+    for name, progress in _progresses(trainer):
+        _fill(progress, values[name])
+    theirs: Any = trainer.fit_loop.epoch_loop
+    theirs._batches_that_stepped = values["stepped"]
+    theirs = trainer.fit_loop._data_fetcher
+    theirs.fetched = values["fetched"]
+    theirs = trainer.fit_loop
+    most = values["max_batches"]
+    theirs.max_batches = int(most) if most < float("inf") else most
+
+
+def metrics_of(trainer: Trainer) -> Iterator[torchmetrics.Metric]:
+    """The metrics that the model holds."""
+    for module in trainer.lightning_module.modules():
+        if isinstance(module, torchmetrics.Metric):
+            yield module
+
+
+def _progresses(trainer: Trainer) -> Iterator[tuple[str, _BaseProgress]]:
+    loop = trainer.fit_loop.epoch_loop
+    yield "batches", loop.batch_progress
+    yield "schedulers", loop.scheduler_progress
+    yield "automatic", loop.automatic_optimization.optim_progress
+    yield "manual", loop.manual_optimization.optim_step_progress
+
+
+def _fill(theirs: Any, values: dict[str, Any]) -> None:
+    """Set a progress's fields in place: as dicts are read back, not as their own ``load_state_dict`` does."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _fill(getattr(theirs, name), value)
+        else:
+            setattr(theirs, name, value)
+
+
+def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
+    """Callbacks that save to a folder, which is the run's, not the process's."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "dirpath", None) is not None:
+            yield callback, callback.dirpath
+
+
+def _described(metric: _ResultMetric) -> dict[str, Any]:
+    meta = metric.meta
+    return {
+        **{name: getattr(meta, name) for name in _META},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "synced": bool(meta.sync.should),
+        "rank_zero_only": meta.sync.rank_zero_only,
+    }
+
+
+def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
+    """Know a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
+    results = trainer.fit_loop.epoch_loop._results
+    key = f"{described['fx']}.{described['name']}"
+    if key in results or not described["on_epoch"]:
+        return
+    meta = _Metadata(**{name: described[name] for name in _META}, reduce_fx=getattr(torch, described["reduce_fx"]))
+    meta.sync = _Sync(
+        _should=described["synced"], fn=trainer.strategy.reduce, rank_zero_only=described["rank_zero_only"]
+    )
+    metric = _ResultMetric(meta, is_tensor=True)
+    metric._update_count = 1  # it stands for no value, but is one of those that are averaged
+    results[key] = metric.to(trainer.strategy.root_device)
+
+
+def _set_values(theirs: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(theirs, name, value)
+    theirs._computed = None

@@ -1,0 +1,284 @@
+"""A strategy for ``lightning.Trainer``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import IterableDataset
+
+import elastic_ray as er
+from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
+from elastic_ray.integrations.lightning.fetcher import UnreadStream
+from elastic_ray.integrations.lightning.loops import become_elastic, trains
+from elastic_ray.integrations.lightning.shared import (
+    accumulating,
+    adaptive,
+    batch_options,
+    decided,
+    follow_rank,
+    gathered,
+    reduced,
+    refuse_several_devices,
+    told,
+)
+from elastic_ray.integrations.overridden import check_overridden
+
+check_overridden(
+    "lightning",
+    "lightning",
+    {
+        Strategy: [
+            *("setup", "setup_environment", "setup_optimizers", "setup_precision_plugin", "optimizer_step"),
+            *("validation_step", "test_step", "predict_step", "process_dataloader", "handles_gradient_accumulation"),
+        ],
+        ParallelStrategy: ["parallel_devices", "distributed_sampler_kwargs", "block_backward_sync", "global_rank"],
+    },
+)
+
+
+class ElasticRayStrategy(ParallelStrategy):
+    """``Trainer(strategy=ElasticRayStrategy(), use_distributed_sampler=False)``, within a train function.
+
+    Training is the job's: it grows, shrinks and survives lost workers within ``fit``, each sample is used once an
+    epoch, and callbacks, loop counters and what was logged go along. The ``train_dataloader``'s ``batch_size`` is that
+    of all workers together. In evaluation every worker goes through all data, so that all have the same numbers.
+
+    Args:
+        max_batch_size, local_bsz_bounds, gradient_accumulation: as ``AdaptiveDataLoader.autoscale_batch_size`` takes
+            them; without ``max_batch_size`` the batch stays.
+        checkpoint_io, precision_plugin: as any strategy's.
+        options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
+
+    Raises:
+        ValueError: limits of a batch that has none.
+    """
+
+    strategy_name = "elastic_ray"
+    is_distributed = True  # else Lightning leaves out self.log(sync_dist=True)
+
+    def __init__(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            cluster_environment=ElasticRayEnvironment(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
+        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._options = options
+        self._gone = False
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The worker's device."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        refuse_several_devices(devices)
+        self._parallel_devices = devices
+
+    @property
+    def num_nodes(self) -> int:
+        """1: the job knows of nodes."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, nodes: int) -> None:
+        if nodes != 1:
+            raise ValueError(
+                f"num_nodes must be 1, but got {nodes}: under elastic-ray ScalingConfig(num_workers=) says how many "
+                "workers there are, on whichever nodes"
+            )
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device."""
+        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker writes files; none does that has left the job."""
+        return not self._gone and self.global_rank == 0
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """True: our loader cuts micro-batches."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Not used: the loader shares samples by itself."""
+        return {"num_replicas": 1, "rank": 0}
+
+    def setup_environment(self) -> None:
+        """Set up the device; there is no process group to be made."""
+        super().setup_environment()
+        follow_rank()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Build the model, its optimizer and schedulers, and make them the job's.
+
+        Raises:
+            ValueError: the trainer or the module ask for what cannot be kept; the message says the way out.
+        """
+        if trainer.state.fn != TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        _check(trainer)
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"configure_optimizers() must give one optimizer under elastic-ray, but gave {len(self.optimizers)}: "
+                "give it parameter groups. Models with an optimizer each (a GAN) train under Fabric or in your own loop"
+            )
+        self.model = er.AdaptiveDataParallel(
+            self.model,
+            self.optimizers[0],
+            lr_scheduler=[config.scheduler for config in self.lr_scheduler_configs],
+            grad_scaler=getattr(self.precision_plugin, "scaler", None),
+            **self._options,
+        )
+        self.setup_precision_plugin()
+        become_elastic(trainer)
+        for module in self.lightning_module.modules() if self.lightning_module is not None else ():
+            if isinstance(module, torchmetrics.Metric):
+                self._synchronise(module)
+
+    def _synchronise(self, theirs: Any) -> None:
+        """Have a metric be that of all workers' samples in training, where each has seen its share."""
+        theirs.distributed_available_fn = lambda: self._shares and self.world_size > 1
+        theirs.dist_sync_fn = lambda tensor, group=None: er.all_gather(tensor)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether each worker has its share of the samples now: in evaluation each has all of them."""
+        return not self._gone and self.lightning_module is not None and trains(self.lightning_module._trainer)
+
+    def model_to_device(self) -> None:
+        """Move the model to the worker's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Of training: a loader whose batches all workers share. Others stay as they are."""
+        if not self._shares:
+            return dataloader
+        loader = dataloader if isinstance(dataloader, er.AdaptiveDataLoader) else adaptive(dataloader, self._batch)
+        return UnreadStream(loader) if isinstance(loader.dataset, IterableDataset) else loader
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Backward, and the step with its hooks and clipping where the micro-batch ends one."""
+        if accumulating():
+            return closure()
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As on one device."""
+        with self._plain():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As on one device."""
+        with self._plain():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As on one device."""
+        with self._plain():
+            return super().predict_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _plain(self) -> Iterator[None]:
+        """The model without what wraps it: an evaluation is each worker's own."""
+        wrapped, self._model = self._model, self._lightning_module
+        try:
+            yield
+        finally:
+            self._model = wrapped
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As ``elastic_ray.all_reduce`` in training; in evaluation all workers have seen the same."""
+        return reduced(tensor, group, reduce_op) if self._shares else tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """As ``elastic_ray.all_gather`` in training; in evaluation the one that there is."""
+        return gathered(tensor, group, sync_grads) if self._shares else tensor[None]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
+        """Whether all, or any, workers decide so."""
+        return decision if self._gone else decided(decision, all)
+
+    def barrier(self, name: str | None = None) -> None:
+        """As ``elastic_ray.barrier``."""
+        if not self._gone:
+            er.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As ``elastic_ray.broadcast``: tensors and plain values, never pickled."""
+        return obj if self._gone else told(obj, src)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients of the block stay on this rank."""
+        if isinstance(self.model, er.AdaptiveDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def leave(self) -> None:
+        """This worker leaves the job, or has failed: it meets the others nowhere any more."""
+        self._gone = True
+
+
+def _check(trainer: Any) -> None:
+    """Raise ValueError for what cannot be kept when workers come and go."""
+    own = {type(each).__name__ for each in trainer.callbacks}
+    asked = {
+        "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in own,
+        "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
+    }
+    for name, way_out in _REFUSED.items():
+        if asked[name]:
+            raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
+
+
+_REFUSED = {
+    "use_distributed_sampler": (
+        "samples are shared by the loader, in an order that holds for any number of workers: pass "
+        "Trainer(use_distributed_sampler=False)"
+    ),
+    "accumulate_grad_batches": (
+        "the job cuts micro-batches by itself: pass a larger batch_size, and "
+        "ElasticRayStrategy(max_batch_size=, gradient_accumulation=True)"
+    ),
+    "reload_dataloaders_every_n_epochs": (
+        "joiners would miss what earlier loaders have used: change the dataset in AdaptiveDataLoader(on_epoch=), and "
+        "return that from train_dataloader()"
+    ),
+}

@@ -1,0 +1,386 @@
+"""Lightning's Trainer as an elastic job: the same training as on one device, however the group changes."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Change, Kill, run_job
+
+L = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
+
+from elastic_ray.integrations.lightning import ElasticRayStrategy  # noqa: E402
+
+SAMPLES, BATCH, EPOCHS = 48, 8, 3
+STEPS = SAMPLES // BATCH
+GROWS = (Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2)))
+LOSES = (Kill(2, 2, "backward"), Kill(STEPS, 3, "edge"))
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def dataset() -> TensorDataset:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+
+
+class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+    """A small regression that writes down what it uses."""
+
+    def __init__(self, interval: str = "epoch", norm: bool = False) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+        self.norm = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
+        self.interval = interval
+        self.used: list[tuple[int, list[int]]] = []
+        self.seen = torchmetrics.SumMetric()
+        self.told: list[Any] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return (self.net(self.norm(batch[0])) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.used.append((self.current_epoch, batch[2].tolist()))
+        loss = self.loss(batch)
+        self.seen.update(float(len(batch[0])))
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.told.append(("train", self.current_epoch, self.global_step, float(self.seen.compute())))
+        self.seen.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+        self.log("count", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        numbers = self.trainer.callback_metrics
+        if not self.trainer.sanity_checking:
+            self.told.append(("val", self.current_epoch, self.global_step, float(numbers.get("count", -1))))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        if self.interval == "epoch":
+            schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        else:
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS * EPOCHS)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+
+class Result:
+    """What a worker's run came to."""
+
+    def __init__(self, module: Module, trainer: Any) -> None:
+        self.weights = {name: each.detach().clone() for name, each in module.net.named_parameters()}
+        self.steps, self.epochs, self.told = trainer.global_step, trainer.current_epoch, module.told
+        self.rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        self.callbacks = trainer.callbacks
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def fit(elastic: bool, make: Callable[[], Module] = Module, loader: Any = None, **options: Any) -> Result:
+    """Train as one would."""
+    module = make()
+    MODULES.append(module)
+    wanted = options.pop("strategy", {})
+    if elastic:
+        options = {"use_distributed_sampler": False, "devices": 1, **options, "strategy": ElasticRayStrategy(**wanted)}
+    options = {"max_epochs": EPOCHS, "enable_checkpointing": False, **QUIET, **options}
+    callbacks = options.pop("callbacks", list)()
+    trainer = L.Trainer(**options, callbacks=callbacks)
+    data = dataset()
+    trainer.fit(module, loader() if loader else DataLoader(data, BATCH), DataLoader(data, 16))
+    return Result(module, trainer)
+
+
+MODULES: list[Module] = []
+
+
+def job(script: Sequence[Any], first: Sequence[int], **options: Any) -> tuple[dict[int, Result], Any]:
+    """The same as an elastic job; its results by worker."""
+    MODULES.clear()
+    outcome = run_job(lambda: fit(True, **options), script, first=first)
+    return outcome.results, outcome
+
+
+def check_alike(results: dict[int, Result], alone: Result) -> None:
+    for result in results.values():
+        for name, value in alone.weights.items():
+            torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
+        assert (result.steps, result.epochs, result.batches) == (alone.steps, alone.epochs, alone.batches)
+        assert math.isclose(result.rate, alone.rate, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def uses() -> collections.Counter[int]:
+    """How many samples were used how often in their epoch."""
+    used = collections.Counter((epoch, each) for module in MODULES for epoch, batch in module.used for each in batch)
+    assert len(used) == SAMPLES * EPOCHS
+    return collections.Counter(used.values())
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize(("script", "first"), [((), (1,)), ((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
+def test_training_is_that_of_one_device(interval: str, script: Any, first: Any) -> None:
+    alone = fit(False, lambda: Module(interval))
+    results, outcome = job(script, first, make=lambda: Module(interval))
+    check_alike(results, alone)
+    assert len(outcome.groups) == 1 + len(script)
+    if script != LOSES:
+        assert uses() == {1: SAMPLES * EPOCHS}
+    kinds = [told for told in results[1].told if told[0] == "val"]
+    assert kinds == [("val", epoch, STEPS * (epoch + 1), float(SAMPLES)) for epoch in range(EPOCHS)]
+
+
+def test_what_is_logged_is_of_all_workers_samples() -> None:
+    alone = fit(False)
+    for script, first in (((), (1, 2)), ((Change(2, (1, 2)), Change(2 * STEPS + 2, (1, 2, 3))), (1,))):
+        results, _ = job(script, first)
+        for result in results.values():
+            assert math.isclose(result.metrics["loss_epoch"], alone.metrics["loss_epoch"], rel_tol=1e-4)
+        assert [each for each in results[1].told if each[0] == "train"] == [
+            ("train", epoch, STEPS * (epoch + 1), float(SAMPLES)) for epoch in range(EPOCHS)
+        ]
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "optimizer_step", "after_step", "edge"])
+@pytest.mark.parametrize("step", [1, STEPS - 1, STEPS])
+def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int) -> None:
+    alone = fit(False)
+    results, outcome = job([Kill(step, 2, moment, joins=(3,))], (1, 2))
+    check_alike(results, alone)
+    assert outcome.groups == [(1, 2), (1, 3)] and set(results) == {1, 3}
+
+
+class Counts(Callback):  # type: ignore[misc]
+    """Counts batches and epochs, as a callback with a state of its own."""
+
+    def __init__(self) -> None:
+        self.batches = self.epochs = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches, self.epochs = state["batches"], state["epochs"]
+
+
+@pytest.mark.parametrize(
+    ("script", "first"),
+    [(GROWS, (1,)), ([Kill(2, 2, "backward")], (1, 2)), ([Kill(STEPS, 2, "backward", joins=(3,))], (1, 2))],
+)
+def test_callbacks_count_once_and_reach_joiners(script: Any, first: Any) -> None:
+    results, _ = job(script, first, callbacks=lambda: [Counts()])
+    for result in results.values():
+        counts = next(each for each in result.callbacks if isinstance(each, Counts))
+        assert (counts.batches, counts.epochs) == (STEPS * EPOCHS, EPOCHS)
+
+
+def test_one_checkpoint_at_a_time_and_any_trainer_reads_it(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        return [ModelCheckpoint(tmp_path, monitor="val", save_top_k=2, filename="{epoch}-{step}"), Counts()]
+
+    results, _ = job(GROWS, (1,), callbacks=callbacks, enable_checkpointing=True)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert len(files) == 2, files
+    keepers = [next(c for c in r.callbacks if isinstance(c, ModelCheckpoint)) for r in results.values()]
+    assert len({each.best_model_path for each in keepers}) == 1
+    assert Path(keepers[0].best_model_path).name in files
+    saved = torch.load(keepers[0].best_model_path, weights_only=False)
+    plain = Module()
+    plain.load_state_dict(saved["state_dict"])
+    assert saved["callbacks"] and saved["optimizer_states"]
+
+
+@pytest.mark.parametrize("by", ["epochs", "steps"])
+def test_going_on_from_a_checkpoint(tmp_path: Path, by: str) -> None:
+    """As Lightning's users do it, ``fit(ckpt_path=)``: at the epoch and the batch where it stands."""
+    every = {"every_n_epochs": 1} if by == "epochs" else {"every_n_train_steps": STEPS + 2}
+    alone = fit(False)
+
+    def callbacks() -> list[Any]:
+        return [ModelCheckpoint(tmp_path, save_top_k=-1, **every)]
+
+    job((), (1, 2), callbacks=callbacks, enable_checkpointing=True)
+    first = min(tmp_path.iterdir(), key=lambda path: torch.load(path, weights_only=False)["global_step"])
+
+    def go_on() -> Result:
+        module = Module()
+        MODULES.append(module)
+        trainer = L.Trainer(
+            strategy=ElasticRayStrategy(),
+            use_distributed_sampler=False,
+            max_epochs=EPOCHS,
+            enable_checkpointing=False,
+            **QUIET,
+        )
+        data = dataset()
+        trainer.fit(module, DataLoader(data, BATCH), DataLoader(data, 16), ckpt_path=first)
+        return Result(module, trainer)
+
+    MODULES.clear()
+    outcome = run_job(go_on, [Change(STEPS + 4, (1, 2))], first=(1,))
+    check_alike(outcome.results, alone)
+    used = collections.Counter(each for module in MODULES for epoch, batch in module.used for each in batch)
+    begun = STEPS if by == "epochs" else STEPS + 2
+    assert sum(used.values()) == (EPOCHS * STEPS - begun) * BATCH
+
+
+def test_early_stopping_stops_all() -> None:
+    results, _ = job((), (1, 2), callbacks=lambda: [EarlyStopping("val", patience=1, min_delta=10.0)], max_epochs=9)
+    assert {(result.epochs, result.steps) for result in results.values()} == {(2, 2 * STEPS)}
+
+
+@pytest.mark.parametrize(("limits", "steps"), [({"max_steps": 8}, 8), ({"limit_train_batches": 4}, 12)])
+def test_limits_of_lightning(limits: dict[str, Any], steps: int) -> None:
+    alone = fit(False, **limits)
+    results, _ = job([Change(2, (1, 2))], (1,), **limits)
+    assert alone.steps == steps
+    check_alike(results, alone)
+
+
+def test_validation_within_an_epoch_sees_the_same_buffers() -> None:
+    results, _ = job([Change(2, (1, 2))], (1,), make=lambda: Module(norm=True), val_check_interval=0.5)
+    assert [told[2] for told in results[1].told if told[0] == "val"] == [3, 6, 9, 12, 15, 18]
+    assert results[1].metrics["val"] == results[2].metrics["val"]
+
+
+def test_clipping_and_accumulation() -> None:
+    """Micro-batches are ours; gradients are clipped once they are whole, and counted once."""
+    alone = fit(False, gradient_clip_val=0.1)
+    options = {"gradient_clip_val": 0.1}
+    results, _ = job(GROWS, (1,), **options)
+    check_alike(results, alone)
+    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
+    results, _ = job((), (1,), strategy=wanted, **options)
+    (result,) = results.values()
+    assert result.steps == STEPS * EPOCHS and result.batches == 2 * STEPS * EPOCHS
+    for name, value in alone.weights.items():
+        torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+class Manual(Module):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.used.append((self.current_epoch, batch[2].tolist()))
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        if self.trainer.is_last_batch:
+            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+
+
+def test_manual_optimisation() -> None:
+    alone = fit(False, Manual)
+    for script, first in ((GROWS, (1,)), ([Kill(3, 2, "backward")], (1, 2))):
+        results, _ = job(script, first, make=Manual)
+        check_alike(results, alone)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dataset())
+
+
+def test_a_stream_without_a_length() -> None:
+    alone = fit(False, loader=lambda: DataLoader(Stream(), BATCH))
+    results, _ = job([Change(3, (1, 2))], (1,), loader=lambda: DataLoader(Stream(), BATCH))
+    check_alike(results, alone)
+    assert uses() == {1: SAMPLES * EPOCHS}
+
+
+def test_bfloat16() -> None:
+    alone = fit(False, precision="bf16-mixed")
+    results, _ = job((), (1, 2), precision="bf16-mixed")
+    for name, value in alone.weights.items():
+        torch.testing.assert_close(results[1].weights[name], value, rtol=0.1, atol=0.05)
+
+
+class Lbfgs(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Two(Manual):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.1) for p in self.net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"use_distributed_sampler": True}, "use_distributed_sampler=False"),
+        ({"accumulate_grad_batches": 2}, "gradient_accumulation=True"),
+        ({"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]}, "gradient_accumulation=True"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "on_epoch="),
+        ({"devices": 2}, "devices must be 1"),
+        ({"num_nodes": 2}, "num_nodes must be 1"),
+        ({"make": Lbfgs}, "needs one gradient a step"),
+        ({"make": Two}, "one optimizer"),
+        ({"max_epochs": -1}, "max_epochs=-1"),
+        ({"strategy": {"gradient_accumulation": True}}, "max_batch_size"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=says):
+        fit(True, **options)
+
+
+def test_of_several_loaders_it_is_said() -> None:
+    def loaders() -> list[Any]:
+        return [DataLoader(dataset(), BATCH), DataLoader(dataset(), BATCH)]
+
+    with pytest.raises(ValueError, match="one loader over a dataset that gives an item of each"):
+        fit(True, loader=loaders)
+
+
+def test_alone_without_a_job() -> None:
+    """In a notebook: the same code trains on one worker."""
+    alone, elastic = fit(False), fit(True)
+    check_alike({1: elastic}, alone)
+    assert er.get_context().get_world_size() == 1
