@@ -33,10 +33,14 @@ SMOKE = {
     "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
     "custom_policy.py": r"decided by least_left_first",
     "autoscaling.py": r"large +last epoch 0, 512 samples in it",
+    "lightning_digits.py": r"good enough: yes",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }
+
+# Packages that may be missing, and the extra that has them.
+NEEDS = {"nni_digits.py": ("nni", "nni"), "lightning_digits.py": ("lightning", "lightning")}
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
 SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}
@@ -48,14 +52,15 @@ SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}
     [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in sorted(SMOKE)],
 )
 def test_a_smoke_run_takes_seconds_and_does_what_the_example_does(example: str) -> None:
-    if example == "nni_digits.py" and importlib.util.find_spec("nni") is None:
-        pytest.skip("NNI is not installed: pip install -e '.[nni]'")
+    needs, extra = NEEDS.get(example, ("torch", ""))
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed: pip install -e '.[{extra}]'")
     output = run(sys.executable, f"examples/{example}", "--smoke", timeout_s=280)
     assert re.search(SMOKE[example], output), output
 
 
 def test_every_example_has_a_smoke_run_or_needs_none() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SMOKE, "plot_sizes.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SMOKE, "plot_sizes.py", "watched_job.py"}
 
 
 def test_the_events_of_jobs_are_drawn(tmp_path: Path) -> None:

@@ -235,8 +235,8 @@ def test_a_loader_shows_what_a_data_loader_shows() -> None:
     plain = DataLoader(numbers(6))
     for name in ("pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor"):
         assert getattr(loader, name) == getattr(plain, name), name
-    with pytest.raises(AttributeError, match="no attribute 'batches'"):
-        _ = loader.batches
+    with pytest.raises(AttributeError, match="no attribute 'steps'"):
+        _ = loader.steps
 
 
 @pytest.mark.parametrize("world", [None, 2])

@@ -138,6 +138,7 @@ class ElasticRayStrategy(ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        become_elastic(trainer)
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
@@ -157,7 +158,6 @@ class ElasticRayStrategy(ParallelStrategy):
             **self._options,
         )
         self.setup_precision_plugin()
-        become_elastic(trainer)
         for module in self.lightning_module.modules() if self.lightning_module is not None else ():
             if isinstance(module, torchmetrics.Metric):
                 self._synchronise(module)
