@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -13,6 +12,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import RunningStage
 
 import elastic_ray as er
+from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.lightning.fetcher import ElasticFetcher, UnreadStream
 from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
@@ -39,6 +39,8 @@ class ElasticFitLoop(_FitLoop):
     """Counts the job's epochs in place of its own. A trainer's loop becomes one by its class."""
 
     _epochs: er.Epochs | None = None
+    _data_fetcher: Any
+    _combined_loader_states_to_load: Any
 
     def setup_data(self) -> None:
         """As Lightning's; batches then come from our loader alone."""
@@ -195,17 +197,8 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         """Validate if it is time, with buffers that are the same everywhere."""
         session = current_session()
         if session.ledger.step is not None and self._should_check_val_fx(data_fetcher):
-            self._share_buffers()
+            share_buffers(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)
-
-    def _share_buffers(self) -> None:
-        """Within a pass each rank has its own: running averages of batch normalisation."""
-        module = self.trainer.lightning_module
-        buffers = {name: each for name, each in module.named_buffers() if each.numel()}
-        if buffers:
-            for name, value in er.broadcast({k: v.detach() for k, v in buffers.items()}).items():
-                with torch.no_grad():
-                    buffers[name].copy_(value)
 
     def _should_accumulate(self) -> bool:
         """Whether the step goes on after this micro-batch: the job says it."""

@@ -61,6 +61,8 @@ class ElasticRayStrategy(ParallelStrategy):
     """
 
     strategy_name = "elastic_ray"
+    model: Any
+    _model: Any
     is_distributed = True  # else Lightning leaves out self.log(sync_dist=True)
 
     def __init__(

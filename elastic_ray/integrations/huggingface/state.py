@@ -1,0 +1,98 @@
+"""What of a Trainer's run joiners, checkpoints and steps that are drawn again need."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+# Of this process only, or written anew at every use.
+_OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", "log_history")
+
+
+class TrainerProgress:
+    """The state of a trainer that is the same on all ranks: ``state_dict`` and ``load_state_dict``.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        trainer = self._trainer
+        return {**scalars(trainer), "log_history": copy.deepcopy(trainer.state.log_history)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over another rank's."""
+        set_scalars(self._trainer, state)
+        theirs = self._trainer.state
+        theirs.log_history = list(state["log_history"])
+
+
+class StepProgress:
+    """What a step that is drawn again takes back, on each rank its own.
+
+    Args:
+        trainer: whose.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def remember(self) -> dict[str, Any]:
+        """The present values."""
+        trainer = self._trainer
+        return {
+            **scalars(trainer),
+            "logs": len(trainer.state.log_history),
+            "tr_loss": float(trainer._tr_loss),
+            "tr_weight": trainer.tr_weight,
+            "flos": trainer.current_flos,
+        }
+
+    def roll_back(self, remembered: dict[str, Any]) -> None:
+        """Return to values that were remembered."""
+        set_scalars(self._trainer, remembered)
+        del self._trainer.state.log_history[remembered["logs"] :]
+        theirs = self._trainer
+        theirs._tr_loss.fill_(remembered["tr_loss"])
+        theirs.tr_weight = remembered["tr_weight"]
+        theirs.current_flos = remembered["flos"]
+
+
+def scalars(trainer: Any) -> dict[str, Any]:
+    """Counters, flags and the states of callbacks."""
+    state = {each.name: getattr(trainer.state, each.name) for each in dataclasses.fields(trainer.state)}
+    return {
+        "state": {name: value for name, value in state.items() if name not in _OWN},
+        "control": trainer.control.state()["args"],
+        "callbacks": {key: copy.deepcopy(each.state()["attributes"]) for key, each in _callbacks(trainer)},
+        "total_loss": trainer._total_loss_scalar,
+        "last_logged": trainer._globalstep_last_logged,
+        "initial_steps": trainer.initial_steps,
+    }
+
+
+def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
+    """Return to values of :func:`scalars`."""
+    vars(trainer.state).update(values["state"])
+    vars(trainer.control).update(values["control"])
+    for key, each in _callbacks(trainer):
+        vars(each).update(values["callbacks"].get(key, {}))
+    theirs = trainer
+    theirs._total_loss_scalar = values["total_loss"]
+    theirs._globalstep_last_logged = values["last_logged"]
+    theirs.initial_steps = values["initial_steps"]
+
+
+def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
+    """Callbacks that have a state, by name and number."""
+    for number, each in enumerate(trainer.callback_handler.callbacks):
+        if isinstance(each, ExportableState):
+            yield f"{number}:{type(each).__name__}", each

@@ -1,0 +1,365 @@
+"""``transformers.Trainer`` as an elastic job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+
+import elastic_ray as er
+from elastic_ray.integrations.buffers import share_buffers
+from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
+from elastic_ray.integrations.huggingface.data import train_loader
+from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
+from elastic_ray.integrations.overridden import check_overridden
+from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.tree import DictState
+from elastic_ray.steps.step import LoaderStep
+
+check_overridden(
+    "transformers",
+    "huggingface",
+    {
+        transformers.Trainer: [
+            *("_inner_training_loop", "_prepare_for_training", "_init_training_state", "set_initial_training_values"),
+            *("_finalize_training", "_maybe_log_save_evaluate", "_save_checkpoint", "_get_num_items_in_batch"),
+            *("get_train_dataloader", "_get_train_sampler", "_get_collator_with_removed_columns", "training_step"),
+            *("_remove_unused_columns", "_clip_grad_norm", "_get_grad_norm", "_get_learning_rate", "store_flos"),
+            *("_track_num_input_tokens", "_get_output_dir", "_evaluate", "evaluate", "is_world_process_zero"),
+        ],
+    },
+)
+
+_Theirs: Any = transformers.Trainer if TYPE_CHECKING else object
+
+_END = object()
+_POSITION_FILE = "elastic_ray_position.json"
+_PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
+
+
+class ElasticTrainerMixin(_Theirs):
+    """Makes ``transformers.Trainer``, or a subclass of it, train as an elastic job: put it first among the bases.
+
+    ``per_device_train_batch_size`` is then that of all workers together, whose number changes. Every worker evaluates
+    on all of the data; rank 0 saves and logs. A causal-LM loss is weighted by tokens, exactly, over ranks and
+    micro-batches. ``max_steps`` and schedulers count steps of the initial batch, so that they end where they should
+    however the batch grows.
+
+    Args:
+        max_batch_size, local_bsz_bounds, gradient_accumulation: as ``AdaptiveDataLoader.autoscale_batch_size`` takes
+            them; without ``max_batch_size`` the batch stays.
+        elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
+        args, kwargs: of the class that is extended.
+
+    Raises:
+        ValueError: an argument that cannot be kept when workers come and go; the message says the way out.
+    """
+
+    control: Any
+    current_flos: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        max_batch_size: int | None = None,
+        local_bsz_bounds: tuple[int | None, int | None] | None = None,
+        gradient_accumulation: bool = False,
+        elastic_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
+            raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+        super().__init__(*args, **kwargs)
+        check_arguments(self.args)
+        elastic(self.args)
+        self._batch_options: dict[str, Any] = {
+            "max_batch_size": max_batch_size,
+            "local_bsz_bounds": local_bsz_bounds,
+            "gradient_accumulation": gradient_accumulation,
+        }
+        self._elastic_options = elastic_options or {}
+        self.tr_weight = 0.0
+        self.initial_steps = 0
+        self._losses: list[torch.Tensor] = []
+        self._saves_alone = False
+        self._unwrap_ours()
+
+    def _unwrap_ours(self) -> None:
+        """Have ``accelerator.unwrap_model`` know our wrapper: label smoothing asks it for the model's name."""
+        theirs: Any = self.accelerator
+        original = theirs.unwrap_model
+
+        def unwrap_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+            plain = model.module if isinstance(model, er.AdaptiveDataParallel) else model
+            result: torch.nn.Module = original(plain, *args, **kwargs)
+            return result
+
+        theirs.unwrap_model = unwrap_model
+
+    # --- data
+
+    def get_train_dataloader(self) -> er.AdaptiveDataLoader:
+        """A loader whose batches all workers share."""
+        return train_loader(self, self._batch_options)
+
+    # --- the loop
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """As theirs; the model and its optimizer are then the job's."""
+        super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        model = er.AdaptiveDataParallel(
+            self.model,
+            optimizer,
+            lr_scheduler=self.lr_scheduler,
+            grad_scaler=self.accelerator.scaler,
+            **self._elastic_options,
+        )
+        self.model_wrapped = model
+        return model, train_dataloader
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Their loop over epochs, with the job's in place of its own."""
+        self.accelerator.free_memory()
+        loader = self.get_train_dataloader()
+        epochs, per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)
+        done, within = self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+        model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
+        begin_s = time.time()
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._tr_loss, self._total_loss_scalar, self.tr_weight = torch.tensor(0.0, device=args.device), 0.0, 0.0
+        self.initial_steps = self.state.global_step
+        job = er.Epochs(int(epochs) if has_length(loader) else max_steps)
+        session = current_session()
+        session.states.register("transformers", DictState(TrainerProgress(self)))
+        step = StepProgress(self)
+        session.states.register_rollback(step.remember, step.roll_back)
+        if resume_from_checkpoint is not None:
+            self._resume(Path(resume_from_checkpoint), loader, done, within)
+        job.join()
+        self._take_rank()
+        model.zero_grad()
+        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+        if args.eval_on_start:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        while not (job.done or self.control.should_training_stop):
+            epoch = job.begin_epoch()
+            self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
+            self._train_epoch(model, loader, epoch, trial, ignore_keys_for_eval, begin_s)
+            job.end_epoch()
+        self._average_loss()
+        return self._finalize_training(trial, samples, begin_s)
+
+    def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> None:
+        """Go on where a checkpoint of theirs stands, unless the job has one of its own."""
+        position = folder / _POSITION_FILE
+        if position.exists():
+            loader.load_state_dict(json.loads(position.read_text()))
+            return
+        states = current_session().states
+        if not (states.progress.steps or states.progress.epoch or states.progress.passes):
+            begun = RunProgress(epoch=epochs, steps=self.state.global_step)
+            if batches:
+                begun.begin_pass(0)
+                begun.passes[0].advance(batches * self._train_batch_size)
+            states.start_from(begun)
+
+    def _train_epoch(
+        self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
+    ) -> None:
+        """One pass over the data, from where the job is in it."""
+        batches: Any = loader.batches(joined_later=True)
+        last: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
+        while (inputs := next(batches, _END)) is not _END:
+            self._take_rank()
+            if self._micro_step(model, loader, inputs, last):
+                self._after_step(loader, epoch)
+                self._maybe_log_save_evaluate(
+                    self._tr_loss,
+                    last["grad_norm"],
+                    model,
+                    trial,
+                    epoch,
+                    ignored,
+                    begin_s,
+                    learning_rate=last["learning_rate"],
+                )
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                batches.close()
+                current_session().passes.settle()
+                break
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(
+            self._tr_loss, last["grad_norm"], model, trial, epoch, ignored, begin_s, learning_rate=last["learning_rate"]
+        )
+
+    def _micro_step(self, model: Any, loader: er.AdaptiveDataLoader, inputs: Any, last: dict[str, Any]) -> bool:
+        """One micro-batch; whether it ends a step that counts."""
+        ledger = current_session().ledger
+        step = current_session().passes.step
+        assert step is not None, "a batch was drawn"
+        ends = not ledger.accumulating
+        self.accelerator.gradient_state._set_sync_gradients(ends)
+        self.current_gradient_accumulation_steps = 1
+        if step.micro == 0:
+            self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        count = self._weigh(loader, inputs)
+        if step.micro == 0:
+            self._losses = []
+        self._losses.append(self.training_step(model, inputs, count))
+        self.current_flos += float(self.floating_point_ops(inputs))
+        self._track_num_input_tokens(inputs)
+        if not ends:
+            model.zero_grad()  # the step has them already
+            self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+            return False
+        last["grad_norm"] = self._get_grad_norm(
+            model, grad_norm=self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        )
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.optimizer.step()
+        if ledger.failed:  # drawn again: nobody is told of it
+            model.zero_grad()
+            return False
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        last["learning_rate"] = self._get_learning_rate()
+        if not self.accelerator.optimizer_step_was_skipped and not isinstance(self.lr_scheduler, _plateaus()):
+            self.lr_scheduler.step()
+        model.zero_grad()
+        return True
+
+    def _weigh(self, loader: er.AdaptiveDataLoader, inputs: Any) -> Any:
+        """What the micro-batch's loss is divided by, where that is not its samples; it is weighted by as much."""
+        count = self._get_num_items_in_batch([inputs], self.args.device)
+        if count is not None:
+            loader.weigh(float(count))
+        return count
+
+    def _add_losses(self, step: LoaderStep) -> None:
+        """Add up the step's losses by this worker's part in its gradient; over all workers the parts make 1."""
+        work = step.work
+        total = sum(map(sum, work))
+        for loss, count in zip(self._losses, work[get_context().get_world_rank()], strict=True):
+            if count and (not self.args.logging_nan_inf_filter or bool(torch.isfinite(loss))):
+                self._tr_loss += loss.to(self._tr_loss.device) * (count / total)
+                self.tr_weight += count / total
+
+    def _after_step(self, loader: er.AdaptiveDataLoader, epoch: int) -> None:
+        """A step was applied: count it, and stop where progress says so."""
+        session = current_session()
+        step = session.passes.step
+        assert step is not None, "its batch was drawn"
+        self._add_losses(step)
+        self.initial_steps += session.ledger.initial_steps
+        theirs = self.state
+        theirs.global_step += 1
+        theirs.epoch = epoch + (step.loader_pass.position + step.count) / max(step.total, 1)
+        if loader.on_last_batch:
+            theirs.epoch = float(epoch + 1)
+        if self.initial_steps >= theirs.max_steps:
+            theirs = self.control
+            theirs.should_training_stop = True
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+
+    def _take_rank(self) -> None:
+        theirs = self.state
+        theirs.is_local_process_zero, theirs.is_world_process_zero = (
+            self.is_local_process_zero(),
+            self.is_world_process_zero(),
+        )
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this worker saves and logs."""
+        return get_context().get_world_rank() == 0
+
+    def is_local_process_zero(self) -> bool:
+        """Whether it is the first on its node."""
+        return get_context().get_local_rank() == 0
+
+    # --- logs, evaluation, checkpoints
+
+    def _average_loss(self) -> None:
+        """Put into ``_tr_loss`` what theirs divides by the steps: the mean over the workers' parts."""
+        total, weight = er.all_reduce(
+            torch.tensor([float(self._tr_loss), self.tr_weight], dtype=torch.float64)
+        ).tolist()
+        steps = self.state.global_step - self._globalstep_last_logged
+        self._tr_loss.fill_(total / weight * steps if weight else 0.0)
+        self.tr_weight = 0.0
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
+        """As theirs, with the loss of all workers, and buffers that are the same everywself."""
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._average_loss()
+        if self.control.should_evaluate and current_session().ledger.step is not None:
+            share_buffers(self.model)
+        super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As theirs, on all of the data on every worker; what follows from the numbers follows from rank 0's."""
+        metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        return er.broadcast(metrics) if self.is_in_train else metrics
+
+    def store_flos(self) -> None:
+        """As theirs, of all workers."""
+        if not self._saves_alone:
+            self.current_flos = er.all_reduce(float(self.current_flos))
+        super().store_flos()
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        theirs = self.state
+        before = theirs.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        theirs.num_input_tokens_seen = before + er.all_reduce(theirs.num_input_tokens_seen - before)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As theirs, on rank 0, with the place in the data."""
+        if trial is None:
+            self.store_flos()
+        if self.is_world_process_zero():
+            with self._alone():
+                super()._save_checkpoint(model, trial)
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            if folder.is_dir():
+                place = current_session().resume_point().to_json()
+                (folder / _POSITION_FILE).write_text(json.dumps(place))
+        theirs = self.state
+        theirs.best_model_checkpoint = er.broadcast(theirs.best_model_checkpoint)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is called within meets no other worker."""
+        self._saves_alone = True
+        try:
+            yield
+        finally:
+            self._saves_alone = False
+
+
+class Trainer(ElasticTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` as an elastic job, within a train function; see :class:`ElasticTrainerMixin`."""
+
+
+def _plateaus() -> tuple[type, ...]:
+    """Schedulers that step by a metric."""
+    greedy = getattr(transformers.optimization, "GreedyLR", None)
+    return _PLATEAU if greedy is None else (*_PLATEAU, greedy)

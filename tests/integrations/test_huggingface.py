@@ -1,0 +1,409 @@
+"""transformers' Trainer and accelerate's Accelerator as elastic jobs: the same training as in one process."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import math
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Change, Kill, run_job
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from elastic_ray.integrations.huggingface import Accelerator, ElasticTrainerMixin, Trainer  # noqa: E402
+
+TEXTS, BATCH, EPOCHS, VOCABULARY = 48, 8, 3, 32
+STEPS = TEXTS // BATCH
+GROWS = (Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2)))
+LOSES = (Kill(2, 2, "backward"), Kill(STEPS, 3, "edge"))
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
+    for name in ("AcceleratorState", "PartialState"):
+        monkeypatch.setattr(getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None))
+
+
+class Texts(Dataset):  # type: ignore[type-arg]
+    """Made texts of unequal lengths, each with its number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        lengths = torch.randint(3, 12, (TEXTS,), generator=generator).tolist()
+        self.texts = [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+    def __len__(self) -> int:
+        return TEXTS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.texts[index], "number": index}
+
+
+def collate(texts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded, with labels that leave the padding out."""
+    longest = max(len(each["input_ids"]) for each in texts)
+    ids = torch.tensor([each["input_ids"] + [0] * (longest - len(each["input_ids"])) for each in texts])
+    labels = ids.masked_fill(ids == 0, -100)
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != 0).long(),
+        "labels": labels,
+        "numbers": torch.tensor([each["number"] for each in texts]),
+    }
+
+
+def gpt() -> Any:
+    transformers.set_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=1,
+        eos_token_id=1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Notes(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc, name-defined]
+    """Counts steps and epochs, as a callback with a state."""
+
+    def __init__(self) -> None:
+        self.steps = self.epochs = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.epochs += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps, "epochs": self.epochs}}
+
+
+USED: list[tuple[int, list[int]]] = []
+
+
+def noting(base: type) -> type:
+    """A trainer that writes down which texts it uses."""
+
+    class Noting(base):  # type: ignore[valid-type, misc]
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            numbers = inputs.pop("numbers").tolist()
+            USED.append((int(self.state.epoch + 1e-9) if self.state.epoch else 0, numbers))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            inputs.pop("numbers")
+            return super().prediction_step(model, inputs, *args, **kwargs)
+
+    return Noting
+
+
+def fit(
+    folder: Path, elastic: bool = True, resume: Any = None, trainer: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """Train; returns the trainer."""
+    for name in ("transformers.trainer", "elastic_ray.integrations.huggingface.trainer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    given = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH,
+        "num_train_epochs": EPOCHS,
+        "optim": "sgd",
+        "learning_rate": 0.2,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 4,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.5,
+        **options,
+    }
+    kind = noting(Trainer if elastic else transformers.Trainer)
+    args = transformers.TrainingArguments(**given)
+    made = kind(
+        model=gpt(),
+        args=args,
+        train_dataset=Texts(),
+        eval_dataset=Texts(),
+        data_collator=collate,
+        callbacks=[Notes()],
+        **(trainer or {}),
+    )
+    made.remove_callback(transformers.PrinterCallback)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+class Result:
+    """What a worker's run came to."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        self.steps, self.epoch = trainer.state.global_step, trainer.state.epoch
+        self.losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        self.rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
+        self.evaluations = [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
+        notes = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Notes))
+        self.counts = notes.steps, notes.epochs
+        self.train_loss = next(e["train_loss"] for e in reversed(trainer.state.log_history) if "train_loss" in e)
+
+
+def job(folder: Path, script: Sequence[Any], first: Sequence[int], **options: Any) -> tuple[dict[int, Result], Any]:
+    USED.clear()
+    outcome = run_job(lambda: Result(fit(folder, **options)), script, first=first)
+    return outcome.results, outcome
+
+
+def check_alike(results: dict[int, Result], alone: Result, counts: bool = True) -> None:
+    for result in results.values():
+        for name, value in alone.weights.items():
+            torch.testing.assert_close(result.weights[name], value, rtol=1e-3, atol=2e-5)
+        assert (result.steps, result.epoch) == (alone.steps, alone.epoch)
+        assert not counts or result.counts == alone.counts
+        assert result.rates == pytest.approx(alone.rates)
+
+
+@pytest.mark.parametrize(("script", "first"), [((), (1,)), ((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
+def test_a_causal_model_trains_as_in_one_process(script: Any, first: Any, tmp_path: Path) -> None:
+    alone = Result(fit(tmp_path, elastic=False))
+    results, outcome = job(tmp_path, script, first)
+    check_alike(results, alone)
+    assert len(outcome.groups) == 1 + len(script)
+    for result in results.values():
+        if script != GROWS and script != LOSES:
+            assert result.losses == pytest.approx(alone.losses, rel=1e-3)
+            assert result.train_loss == pytest.approx(alone.train_loss, rel=1e-3)
+    if script != LOSES:
+        used = collections.Counter(number for _, batch in USED for number in batch)
+        assert used == dict.fromkeys(range(TEXTS), EPOCHS)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "optimizer_step", "after_step", "edge"])
+@pytest.mark.parametrize("step", [1, STEPS - 1, STEPS])
+def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int, tmp_path: Path) -> None:
+    options = {"logging_steps": 1, "eval_strategy": "epoch"}
+    alone = Result(fit(tmp_path, elastic=False, **options))
+    results, outcome = job(tmp_path, [Kill(step, 2, moment, joins=(3,))], (1, 2), **options)
+    check_alike(results, alone)
+    assert outcome.groups == [(1, 2), (1, 3)] and set(results) == {1, 3}
+    for result in results.values():
+        assert len(result.losses) == STEPS * EPOCHS
+        assert result.evaluations == pytest.approx(alone.evaluations, rel=1e-3)
+
+
+def test_max_steps_and_schedules_end_where_they_should(tmp_path: Path) -> None:
+    alone = Result(fit(tmp_path, elastic=False, max_steps=STEPS + 2))
+    results, _ = job(tmp_path, [Change(2, (1, 2))], (1,), max_steps=STEPS + 2)
+    check_alike(results, alone)
+    wanted = {"max_batch_size": 2 * BATCH, "elastic_options": {"policy": er.adaptation.BatchSchedule({0: 2 * BATCH})}}
+    results, _ = job(tmp_path, (), (1,), max_steps=2 * STEPS, trainer=wanted, logging_steps=1)
+    (result,) = results.values()
+    assert STEPS <= result.steps <= STEPS + 1 and result.epoch == 2.0, "half as many steps of twice the batch"
+    assert result.rates[-1] <= 0.2 * 2 / (2 * STEPS) + 1e-9, "the linear schedule has come to its end"
+
+
+def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None:
+    alone = Result(fit(tmp_path, elastic=False))
+    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
+    results, _ = job(tmp_path, (), (1,), trainer=wanted)
+    check_alike(results, alone)
+    assert max(len(batch) for _, batch in USED) == 4
+
+
+def test_a_checkpoint_of_rank_0_goes_on_at_its_batch(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": STEPS + 2, "save_total_limit": 3}
+    alone = Result(fit(tmp_path / "alone", elastic=False))
+    results, _ = job(tmp_path / "job", (), (1,), **options)
+    check_alike(results, alone)
+    saved = sorted((tmp_path / "job").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
+    assert [path.name for path in saved] == [f"checkpoint-{STEPS + 2}", f"checkpoint-{2 * (STEPS + 2)}"]
+    assert json.loads((saved[0] / "elastic_ray_position.json").read_text())["steps"] == STEPS + 2
+    assert type(torch.load(saved[0] / "training_args.bin", weights_only=False)) is transformers.TrainingArguments
+    results, _ = job(tmp_path / "job", [Change(STEPS + 4, (1, 2))], (1,), resume=str(saved[0]))
+    check_alike(results, alone, counts=False)
+    assert sum(len(batch) for _, batch in USED) == (EPOCHS * STEPS - STEPS - 2) * BATCH
+
+
+def test_a_checkpoint_of_transformers_own_goes_on_too(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": STEPS + 2}
+    alone = Result(fit(tmp_path, elastic=False, **options))
+    results, _ = job(tmp_path / "job", (), (1, 2), resume=str(tmp_path / f"checkpoint-{STEPS + 2}"))
+    check_alike(results, alone, counts=False)
+
+
+def test_a_classifier_is_weighted_by_samples(tmp_path: Path) -> None:
+    def classify(elastic: bool) -> Any:
+        transformers.set_seed(2)
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=BATCH,
+            num_train_epochs=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+            train_sampling_strategy="sequential",
+            label_smoothing_factor=0.1,
+        )
+        ids = torch.randint(0, VOCABULARY, (TEXTS, 8), generator=torch.Generator().manual_seed(0))
+        rows = [{"input_ids": row, "labels": int(row.sum()) % 2} for row in ids]
+        kind = Trainer if elastic else transformers.Trainer
+        made = kind(model=transformers.BertForSequenceClassification(config), args=args, train_dataset=rows)
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+        return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+
+    alone = classify(elastic=False)
+    for script, first in ([(), (1, 2, 3)], [(Change(3, (1, 2)),), (1,)]):
+        for weights in run_job(lambda: classify(elastic=True), script, first=first).results.values():
+            for name, value in alone.items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 cannot be kept"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
+        ({"trainer": {"gradient_accumulation": True}}, "max_batch_size"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        fit(tmp_path, **options)
+
+
+def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
+    class Own(ElasticTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    args = transformers.Seq2SeqTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    made = Own(model=gpt(), args=args, train_dataset=Texts(), data_collator=collate)
+    assert type(pickle.loads(pickle.dumps(made.args))) is transformers.Seq2SeqTrainingArguments
+    assert made.args.process_index == 0
+
+
+# --- Accelerate
+
+
+def numbers() -> TensorDataset:
+    x = torch.randn(TEXTS, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(TEXTS))
+
+
+def loop(elastic: bool, folder: Path, used: Any = None, **options: Any) -> dict[str, Any]:
+    """A loop of Accelerate's documentation style."""
+    kind = Accelerator if elastic else accelerate.Accelerator
+    accelerator = kind(cpu=True, **options)
+    torch.manual_seed(1)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS * EPOCHS)
+    loader: Any = DataLoader(numbers(), BATCH)
+    check: Any = DataLoader(numbers(), 16)
+    model, optimizer, loader, check, scheduler = accelerator.prepare(model, optimizer, loader, check, scheduler)
+    seen = []
+    for epoch in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
+        for x, y, index in loader:
+            with accelerator.accumulate(model):
+                loss = (model(x) - y).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if used is not None:
+                used.update((epoch, each) for each in index.tolist())
+        with torch.no_grad():
+            found = [accelerator.gather_for_metrics(index) for _, _, index in check]
+        seen.append(sorted(torch.cat(found).tolist()))
+        accelerator.wait_for_everyone()
+    accelerator.save(accelerator.get_state_dict(model), folder / "model.pt")
+    total = accelerator.reduce(torch.tensor(1.0))
+    plain = accelerator.unwrap_model(model)
+    return {
+        "weights": {name: p.detach().clone() for name, p in plain.named_parameters()},
+        "lr": scheduler.get_last_lr()[0],
+        "seen": seen,
+        "total": float(total),
+        "main": accelerator.is_main_process,
+    }
+
+
+@pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
+def test_a_loop_of_accelerate(script: Any, first: Any, tmp_path: Path) -> None:
+    alone = loop(False, tmp_path)
+    used: collections.Counter[tuple[int, int]] = collections.Counter()
+    outcome = run_job(lambda: loop(True, tmp_path, used), script, first=first)
+    for result in outcome.results.values():
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+        assert result["total"] == len(outcome.groups[-1])
+    assert [sorted(set(each)) for each in outcome.results[1]["seen"]] == [list(range(TEXTS))] * EPOCHS
+    if script != LOSES:
+        assert outcome.results[1]["seen"] == [list(range(TEXTS))] * EPOCHS
+        assert set(used.values()) == {1} and len(used) == TEXTS * EPOCHS
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert set(saved) == set(alone["weights"])
+
+
+def test_accelerate_accumulates_by_our_micro_batches(tmp_path: Path) -> None:
+    alone = loop(False, tmp_path)
+    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
+    (result,) = run_job(lambda: loop(True, tmp_path, **wanted), ()).results.values()
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+    assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+
+
+def test_what_accelerate_cannot_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        Accelerator(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="max_batch_size"):
+        Accelerator(gradient_accumulation=True)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ValueError, match="together with its optimizer"):
+        accelerator.prepare(model)
+    with pytest.raises(ValueError, match="together with its model"):
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(NotImplementedError, match="shuffle=False"):
+        accelerator.split_between_processes([1, 2])
+    with pytest.raises(ValueError, match="reduction must be"):
+        accelerator.reduce(torch.ones(1), "max")
