@@ -33,6 +33,7 @@ SMOKE = {
     "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
     "custom_policy.py": r"decided by least_left_first",
     "autoscaling.py": r"large +last epoch 0, 512 samples in it",
+    "huggingface_text.py": r"good enough: yes",
     "lightning_digits.py": r"good enough: yes",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
@@ -40,7 +41,11 @@ SMOKE = {
 }
 
 # Packages that may be missing, and the extra that has them.
-NEEDS = {"nni_digits.py": ("nni", "nni"), "lightning_digits.py": ("lightning", "lightning")}
+NEEDS = {
+    "nni_digits.py": ("nni", "nni"),
+    "lightning_digits.py": ("lightning", "lightning"),
+    "huggingface_text.py": ("transformers", "huggingface"),
+}
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
 SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}

@@ -35,7 +35,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
     for name in ("AcceleratorState", "PartialState"):
-        monkeypatch.setattr(getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None))
+        monkeypatch.setattr(
+            getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None)
+        )
 
 
 class Texts(Dataset):  # type: ignore[type-arg]
