@@ -1,0 +1,1 @@
+"""Data and loops of other libraries in an elastic job; each module is loaded only when it is asked for."""
