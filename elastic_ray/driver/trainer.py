@@ -176,7 +176,8 @@ class ElasticTrainer:
         if spec.datasets:
             from elastic_ray.integrations.ray_data_coordinator import start_coordinator
 
-            start_coordinator(spec.datasets, pack_datasets(self._datasets, spec.job), controller)
+            most = {name: amount * spec.max_workers for name, amount in spec.bundle.items()}
+            start_coordinator(spec.datasets, pack_datasets(self._datasets, spec.job, most), controller)
         return JobHandle(controller, spec)
 
     def fit(self) -> Result:

@@ -1,1 +1,1 @@
-"""Data and loops of other libraries in an elastic job; each module is loaded only when it is asked for."""
+"""Data and loops of other libraries in an elastic job: that library is loaded only when it is asked for."""

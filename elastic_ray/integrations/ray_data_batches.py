@@ -142,7 +142,7 @@ class RayDataBatches:
 
     def _hear(self, found: RowsFound) -> None:
         """Take up where further rows are; blocks that are elsewhere set out for this node."""
-        fresh = [span for span in found.spans if span.first >= self._end]
+        fresh = [span for span in found.spans if span.end > self._end]
         for span in fresh:
             self._spans.append(span)
             self._end = span.end

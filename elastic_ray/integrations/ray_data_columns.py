@@ -32,7 +32,7 @@ def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any
     accessor = BlockAccessor.for_block(table)
     if isinstance(collate, PandasBatchCollateFn):
         return collate(accessor.to_pandas())
-    columns: dict[str, Any] = accessor.to_numpy()
+    columns: Any = accessor.to_numpy()
     if collate is not None:
         return collate(columns)
     return {name: tensor(values) for name, values in columns.items()}

@@ -28,6 +28,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 10.0
 _SLOW_S = 30.0  # after which the wait for rows is explained
 _POLL_S = 0.1
+_TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.progress": "Progress bars disabled"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,8 @@ class DatasetCoordinator:
 
     def __init__(self, packed: PackedDatasets, controller: Any) -> None:
         log_plainly(logging.WARNING)
-        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        for name in _TALKATIVE:
+            logging.getLogger(name).addFilter(_says_something)
         self._packed, self._controller = packed, controller
         self._datasets = unpack(packed)
         self._streams: dict[str, list[RowStream]] = {name: [] for name in self._datasets}
@@ -104,7 +106,7 @@ class DatasetCoordinator:
         """
         if dataset not in self._datasets:
             raise KeyError(f"no dataset named {dataset!r}; the job has {sorted(self._datasets)}")
-        theirs = ray.cloudpickle.loads(self._datasets[dataset])  # type: ignore[no-untyped-call]
+        theirs = ray.cloudpickle.loads(self._datasets[dataset])
         rows = await asyncio.to_thread(theirs._meta_count)
         return None if rows is None else int(rows)
 
@@ -152,6 +154,7 @@ class DatasetCoordinator:
                 self._datasets[wanted.dataset],
                 epoch=wanted.epoch,
                 seed=self._packed.seed,
+                left=self._packed.left,
                 floor=max(0, min(wanted.first, reader.position) - slack),
                 changed=lambda: self._loop.call_soon_threadsafe(self._tell),
             )
@@ -192,8 +195,13 @@ class DatasetCoordinator:
             return False
 
 
+def _says_something(record: logging.LogRecord) -> bool:
+    """Not what Ray says of every such actor: executions have threads of their own, and show no progress."""
+    return _TALKATIVE[record.name] not in record.getMessage()
+
+
 def _slow(dataset: str) -> str:
-    free = ray.available_resources().get("CPU", 0.0)
+    free = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
     return (
         f"dataset {dataset!r}: no rows for {_SLOW_S:g} s; {free:g} CPUs of the cluster are free. Ray Data's tasks need "
         "CPUs beside those of the workers: leave some (fewer workers at most in ScalingConfig(num_workers), or fewer "

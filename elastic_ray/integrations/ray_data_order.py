@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ray.data import FileShuffleConfig, RandomSeedConfig
+import ray
+from ray.data import ExecutionResources, FileShuffleConfig, RandomSeedConfig
 
 
 def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
@@ -29,6 +30,18 @@ def hold_order(dataset: Any, *, epoch: int, seed: int) -> None:
     theirs.preserve_order = True
 
 
+def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
+    """Let the dataset's executions leave these CPUs and GPUs of the cluster to the job's workers, but not the last CPU.
+
+    Otherwise Ray Data's tasks would take every CPU that is free, and the job could not grow. What the user has excluded
+    himself holds as well.
+    """
+    theirs: Any = dataset.context.execution_options
+    cpus = max(0.0, min(left.get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0) - 1.0))
+    room = ExecutionResources(cpu=cpus, gpu=left.get("GPU", 0.0))
+    theirs._set_exclude_resources(theirs.exclude_resources.add(room))
+
+
 def _seed_operator(operator: Any, seed: int) -> None:
     """Give an operator of Ray Data's plan this seed, where it draws without one."""
     for theirs in _seeds(operator):
@@ -37,7 +50,7 @@ def _seed_operator(operator: Any, seed: int) -> None:
     make = getattr(operator, "shuffle_config_factory", None)
     if make is not None and _draws_anew(make):
         object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
-    theirs = getattr(operator, "datasource", None)
+    theirs: Any = getattr(operator, "datasource", None)
     shuffle = getattr(theirs, "_shuffle", None)
     if shuffle == "files" or (isinstance(shuffle, FileShuffleConfig) and shuffle.seed is None):
         theirs._shuffle = FileShuffleConfig(seed=seed)

@@ -27,12 +27,14 @@ class PackedDatasets:
         stored: where that is kept instead if it is large, in Ray's control store; else empty.
         in_memory: datasets whose blocks are in the cluster's memory, which live as long as their owner.
         seed: for shuffles that have none.
+        left: CPUs and GPUs that are left to the job's workers, as many as it may ever have.
     """
 
     pickled: bytes = b""
     stored: str = ""
     in_memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
+    left: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
@@ -50,9 +52,9 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset):
             raise TypeError(
-                f"datasets[{name!r}] must be a ray.data.Dataset, but is a {type(dataset).__name__}; wrap what PyTorch "
-                "reads in elastic_ray.AdaptiveDataLoader in the train function, or make one with ray.data.read_parquet, "
-                "ray.data.from_torch..."
+                f"datasets[{name!r}] must be a ray.data.Dataset, but is a {type(dataset).__name__}; make one "
+                "with ray.data.read_parquet, ray.data.from_torch..., or wrap what PyTorch reads in "
+                "elastic_ray.AdaptiveDataLoader in the train function"
             )
     try:
         _pickled(_readable(datasets))
@@ -66,10 +68,15 @@ def name_coordinator(job: str) -> str:
     return f"data:{job}:{secrets.token_hex(4)}"
 
 
-def pack_datasets(datasets: Mapping[str, Any], job: str) -> PackedDatasets:
+def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
     """Datasets that :func:`check_datasets` gave, for :func:`unpack` in another process. Ray is to be connected.
 
     The seed depends on the job's name, so that a job that is submitted again goes on in the same order.
+
+    Args:
+        datasets: by name.
+        job: name of the job.
+        left: amounts of resources that Ray Data is to leave to the job's workers.
     """
     readable = _readable(datasets)
     pickled, stored = _pickled(readable), ""
@@ -78,7 +85,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str) -> PackedDatasets:
         internal_kv._internal_kv_put(stored.encode(), pickled, overwrite=True, namespace=NAMESPACE)
         pickled = b""
     in_memory = {name: each for name, each in datasets.items() if name not in readable}
-    return PackedDatasets(pickled=pickled, stored=stored, in_memory=in_memory, seed=zlib.crc32(job.encode()))
+    return PackedDatasets(pickled=pickled, stored=stored, in_memory=in_memory, seed=zlib.crc32(job.encode()), left=left)
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray.cloudpickle
 
-from elastic_ray.integrations.ray_data_order import hold_order
+from elastic_ray.integrations.ray_data_order import hold_order, leave_room
 from elastic_ray.integrations.row_window import Reader, RowWindow, Span
 
 logger = logging.getLogger("elastic_ray.data")
@@ -25,13 +25,23 @@ class RowStream:
         epoch: which epoch; a seeded shuffle of Ray Data that draws another order in each execution draws the same one
             for the same epoch.
         seed: for shuffles that have none.
+        left: amounts of resources that are left to the job's workers.
         floor: rows before this one are let go as they come.
         changed: called, in the reading thread, when there is something new.
     """
 
-    def __init__(self, packed: bytes, *, epoch: int, seed: int, floor: int, changed: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        packed: bytes,
+        *,
+        epoch: int,
+        seed: int,
+        left: Mapping[str, float],
+        floor: int,
+        changed: Callable[[], object],
+    ) -> None:
         self.epoch = epoch
-        self._seed = seed
+        self._seed, self._left = seed, left
         self._packed = packed
         self._changed = changed
         self._window = RowWindow(floor)
@@ -109,6 +119,7 @@ class RowStream:
         """Hand each block of the execution to the window, as soon as it may run so far ahead."""
         theirs: Any = ray.cloudpickle.loads(self._packed)
         hold_order(theirs, epoch=self.epoch, seed=self._seed)
+        leave_room(theirs, self._left)
         bundles, _, self._executor = theirs._execute_to_iterator()
         for bundle in bundles:
             for entry, piece in zip(bundle.blocks, bundle.slices, strict=True):

@@ -49,7 +49,9 @@ def train(config: dict[str, Any]) -> None:
                 model(batch["x"].float()[:, None]).square().mean().backward()
                 step = er.get_context().get_global_step()
                 optimizer.step()
-                used = {"epoch": epoch, "step": step, "rank": er.get_context().get_world_rank()}
+                context = er.get_context()
+                used = {"epoch": epoch, "step": step, "rank": context.get_world_rank()}
+                used["generation"] = context.get_generation()
                 written.write(json.dumps({**used, "rows": batch["id"].tolist()}) + "\n")
                 if pause.exists():
                     time.sleep(float(pause.read_text() or 0))
@@ -57,18 +59,19 @@ def train(config: dict[str, Any]) -> None:
 
 
 def used_rows(trace: Path) -> dict[int, dict[int, list[int]]]:
-    """Rows of each step of each epoch, as the last run of that step used them, sorted by rank."""
-    newest: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
+    """Rows of each step of each epoch, by rank: as the newest group that took the step has used them."""
+    newest: dict[tuple[int, int], tuple[int, dict[int, list[int]]]] = {}
     for file in trace.glob("*-*"):
-        began = int(file.name.split("-")[1])
         for line in file.read_text().splitlines():
             note = json.loads(line)
-            key = note["epoch"], note["step"], note["rank"]
-            if key not in newest or newest[key][0] < began:
-                newest[key] = began, note["rows"]
-    steps: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-    for (epoch, step, _), (_, rows) in sorted(newest.items()):
-        steps[epoch][step] += rows
+            step = note["epoch"], note["step"]
+            if step not in newest or newest[step][0] < note["generation"]:
+                newest[step] = note["generation"], {}
+            if newest[step][0] == note["generation"]:
+                newest[step][1][note["rank"]] = note["rows"]
+    steps: dict[int, dict[int, list[int]]] = collections.defaultdict(dict)
+    for (epoch, step), (_, ranks) in newest.items():
+        steps[epoch][step] = [row for rank in sorted(ranks) for row in ranks[rank]]
     return steps
 
 
