@@ -34,12 +34,13 @@ SMOKE = {
     "custom_policy.py": r"decided by least_left_first",
     "autoscaling.py": r"large +last epoch 0, 512 samples in it",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
+    "ray_data_parquet.py": r"(?s)grown to 2.*killed.*epoch 0: 1600 rows, each once: yes.*epoch 1: 1600 rows, each once: yes",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
-SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}
+SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "ray_data_parquet.py"}
 
 
 @pytest.mark.timeout(300)

@@ -86,6 +86,7 @@ class DatasetCoordinator:
 
     def __init__(self, packed: PackedDatasets, controller: Any) -> None:
         log_plainly(logging.WARNING)
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
         for name in _TALKATIVE:
             logging.getLogger(name).addFilter(_says_something)
         self._packed, self._controller = packed, controller
