@@ -110,6 +110,7 @@ def main() -> None:
         wait_until(lambda: any(event.kind is er.EventKind.FAILURE for event in handle.events()), handle)
         print("a worker was killed (kill -9), and the job goes on", flush=True)
         result = handle.result(timeout=TIME_LIMIT_S)
+        assert result.metrics_dataframe is not None
         for _, row in result.metrics_dataframe.iterrows():
             once = row["rows"] == ROWS and row["numbers"] == sum(range(ROWS))
             print(

@@ -115,6 +115,7 @@ class RayDataBatches:
             self._asked = self._ask(self._end + 1, ahead)
 
     def _ask(self, end: int, ahead: int) -> Any:
+        """Call the coordinator; returns at once."""
         return self._coordinator.rows.remote(
             RowsWanted(
                 dataset=self._dataset,

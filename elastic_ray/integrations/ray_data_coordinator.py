@@ -185,6 +185,8 @@ class DatasetCoordinator:
         ray.kill(self._handle)
 
     async def _is_over(self) -> bool:
+        """Whether the job has ended, or nobody is left who could say so."""
+
         async def phase() -> Any:
             return (await self._controller.status.remote()).phase
 

@@ -37,20 +37,22 @@ def leave_room(dataset: Any, left: Mapping[str, float]) -> None:
     himself holds as well.
     """
     theirs: Any = dataset.context.execution_options
-    cpus = max(0.0, min(left.get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0) - 1.0))
+    there: Mapping[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    cpus = max(0.0, min(left.get("CPU", 0.0), there.get("CPU", 0.0) - 1.0))
     room = ExecutionResources(cpu=cpus, gpu=left.get("GPU", 0.0))
     theirs._set_exclude_resources(theirs.exclude_resources.add(room))
 
 
 def _seed_operator(operator: Any, seed: int) -> None:
     """Give an operator of Ray Data's plan this seed, where it draws without one."""
+    theirs: Any
     for theirs in _seeds(operator):
         if theirs.seed is None:
             theirs.seed, theirs.reseed_after_execution = seed, True
     make = getattr(operator, "shuffle_config_factory", None)
     if make is not None and _draws_anew(make):
         object.__setattr__(operator, "shuffle_config_factory", lambda: FileShuffleConfig(seed=seed))
-    theirs: Any = getattr(operator, "datasource", None)
+    theirs = getattr(operator, "datasource", None)
     shuffle = getattr(theirs, "_shuffle", None)
     if shuffle == "files" or (isinstance(shuffle, FileShuffleConfig) and shuffle.seed is None):
         theirs._shuffle = FileShuffleConfig(seed=seed)
