@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
     from elastic_ray.faults import Faults
+    from elastic_ray.integrations.ray_data import get_dataset_shard
     from elastic_ray.loop.accumulator import Accumulator
     from elastic_ray.loop.api import (
         current_epoch,
@@ -87,6 +88,7 @@ _HOMES = {
     "current_epoch": "elastic_ray.loop.api",
     "get_checkpoint": "elastic_ray.loop.api",
     "get_context": "elastic_ray.loop.api",
+    "get_dataset_shard": "elastic_ray.integrations.ray_data",
     "get_tracker_dir": "elastic_ray.loop.api",
     "register_state": "elastic_ray.loop.api",
     "remaining_epochs_until": "elastic_ray.loop.epochs",
@@ -134,6 +136,7 @@ __all__ = [
     "current_epoch",
     "get_checkpoint",
     "get_context",
+    "get_dataset_shard",
     "get_tracker_dir",
     "register_state",
     "remaining_epochs_until",

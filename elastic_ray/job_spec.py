@@ -97,6 +97,7 @@ class JobSpec(RunSettings):
             that Ray starts again has it again. Never shown.
         callbacks: cloudpickle of the user's callbacks with what they are told of the run; empty for none.
         callback_names: names of their classes, in order.
+        datasets: name of the actor that reads the job's Ray datasets; empty for none.
         shown: its driver shows what happens to it, so that the controller's log need not.
     """
 
@@ -118,6 +119,7 @@ class JobSpec(RunSettings):
     stored_train_loop: str = ""
     callbacks: bytes = dataclasses.field(default=b"", repr=False)
     callback_names: tuple[str, ...] = ()
+    datasets: str = ""
 
     @property
     def states_kept(self) -> int:

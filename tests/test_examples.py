@@ -36,6 +36,7 @@ SMOKE = {
     "huggingface_text.py": r"good enough: yes",
     "lightning_digits.py": r"good enough: yes",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
+    "ray_data_parquet.py": r"(?s)grown to 2.*killed.*epoch 0: 1600 rows, each once: yes.*epoch 1: 1600 rows, .* yes",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }
@@ -48,7 +49,7 @@ NEEDS = {
 }
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
-SLOW = {"digits.py", "autoscaling.py", "custom_policy.py"}
+SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "ray_data_parquet.py"}
 
 
 @pytest.mark.timeout(300)

@@ -130,12 +130,18 @@ def make_template(
             scheduling_config=scheduling_config,
             model_fingerprint=model_fingerprint,
         )
+    spec = trainer.spec()
+    if spec.datasets:
+        raise ValueError(
+            "an ElasticTrainer with datasets= cannot be tried out: each trial would need a reader of its own. Read the "
+            "data in the train function, from Parquet files with elastic_ray.ArrowDataset"
+        )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
     if sweep is not None and not re.fullmatch(_NAME, sweep):
         raise ValueError(f"sweep must be letters, digits or ._=,+- (it names an actor), but got {sweep!r}")
     return Template(
-        spec=trainer.spec(),
+        spec=spec,
         promise=promise,
         reports_ahead=reports_ahead,
         keep_s=keep_s,

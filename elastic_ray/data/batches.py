@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
@@ -87,6 +87,39 @@ class StepBatches:
     sizes: Sequence[Sequence[int]] = ()
     fetches: Sequence[Callable[[], Any]] = ()
     sample_tag: int = 0
+
+
+class BatchSource(Protocol):
+    """What a loader takes the batches of one rank from."""
+
+    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+        """(Re)start at ``position`` of the epoch: at a pass's beginning, and when group or batch have changed."""
+
+    def end(self) -> None:
+        """The pass is over."""
+
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """The step at ``position``; also again, where one was voided."""
+
+    def commit(self) -> None:
+        """The step was used."""
+
+    def can_switch(self, position: int, total: int, world_size: int) -> bool:
+        """Whether a group of ``world_size`` may begin at ``position``, with ``total`` samples in the pass."""
+
+
+@runtime_checkable
+class BringsBatches(Protocol):
+    """An iterable dataset that shares its samples out among the ranks by itself.
+
+    Attributes:
+        known_rows: samples of an epoch; None where they are not known.
+    """
+
+    known_rows: int | None
+
+    def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
+        """Where a loader's batches come from, with the user's ``collate_fn``."""
 
 
 class _PlannedBatches:
@@ -278,6 +311,3 @@ class StreamBatches:
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""
         return self._stream is not None and self._stream.can_switch(world_size)
-
-
-BatchSource = MapBatches | StreamBatches

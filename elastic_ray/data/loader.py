@@ -13,7 +13,7 @@ from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
-from elastic_ray.data.batches import StepSplit
+from elastic_ray.data.batches import BringsBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.ramp import read_ramp
@@ -121,7 +121,7 @@ class AdaptiveDataLoader(ResumableLoader):
         """Samples of a pass now, for a dataset may change between epochs; None where they are not known."""
         given = self._given
         if isinstance(given.dataset, IterableDataset):
-            return None
+            return given.dataset.known_rows if isinstance(given.dataset, BringsBatches) else None
         sampler: Any = given.sampler
         drawn = isinstance(sampler, Sized) and isinstance(order_of(given), SamplerOrder)
         return len(sampler if drawn else given.dataset)  # a weighted sampler draws as often as it was told to

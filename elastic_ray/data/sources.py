@@ -7,7 +7,7 @@ import functools
 from torch.utils.data import IterableDataset
 
 from elastic_ray.data.arguments import LoaderArguments
-from elastic_ray.data.batches import BatchSource, Fetching, MapBatches, StreamBatches
+from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StreamBatches
 from elastic_ray.data.order import EpochOrder, order_for
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 
@@ -23,6 +23,8 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     Raises:
         ValueError: nothing would be left of an epoch.
     """
+    if isinstance(given.dataset, BringsBatches):
+        return given.dataset.batch_source(given.options.get("collate_fn"))
     if isinstance(given.dataset, IterableDataset):
         return StreamBatches(given.dataset, seed=seed, collate=given.options.get("collate_fn"))
     fetching = Fetching(

@@ -273,11 +273,6 @@ def _log_level(config: Any) -> str:
 
 
 _ELSEWHERE = {
-    "datasets": (
-        "an elastic job shards samples itself, as its size changes: in the train function, wrap a map-style dataset in "
-        "elastic_ray.AdaptiveDataLoader, or read Parquet files with elastic_ray.ArrowDataset (of a Ray Dataset, "
-        "ds.write_parquet(...) makes them)"
-    ),
     "dataset_config": "it says how Ray Data is split among ranks, and elastic_ray.AdaptiveDataLoader splits by itself",
     "torch_config": (
         "the job forms its process groups itself, with NCCL for CUDA tensors and gloo for others; time limits are "

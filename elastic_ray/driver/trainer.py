@@ -29,6 +29,13 @@ from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import read_overrides, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
+from elastic_ray.integrations.ray_data_packing import (
+    check_datasets,
+    name_coordinator,
+    pack_datasets,
+    with_datasets,
+)
+from elastic_ray.integrations.ray_data_run import DatasetsOfJob
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
@@ -47,6 +54,7 @@ _ARGUMENTS = (
     "run_config",
     "elastic_config",
     "scheduling_config",
+    "datasets",
     "model_fingerprint",
     "policy",
 )
@@ -78,6 +86,7 @@ class ElasticTrainer:
         run_config: RunConfig | None = None,
         elastic_config: ElasticConfig | None = None,
         scheduling_config: SchedulingConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
         model_fingerprint: str | None = None,
         policy: Any = None,
         adaptation: Policy | Sequence[Policy] | None = None,
@@ -92,6 +101,7 @@ class ElasticTrainer:
             run_config: name, storage, failures, checkpoints.
             elastic_config: how the job changes size and how fast it notices trouble.
             scheduling_config: priority, tenant, deadline: how the allocator treats the job beside others.
+            datasets: ``ray.data.Dataset`` by name, for ``elastic_ray.get_dataset_shard(name)`` in the train function.
             model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
                 whose workers have the same resources, share how long their steps take, also beyond their end. By
                 default it is derived from the model, see ``elastic_ray.record.fingerprint``.
@@ -109,6 +119,7 @@ class ElasticTrainer:
         refuse_arguments(unsupported, _ARGUMENTS)
         _check_config("elastic_config", elastic_config, ElasticConfig)
         _check_config("scheduling_config", scheduling_config, SchedulingConfig)
+        self._datasets = check_datasets(datasets)
         self._train_loop = pack(train_loop_per_worker, train_loop_config, check_policies(adaptation))
         told = read_overrides(os.environ)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
@@ -157,11 +168,17 @@ class ElasticTrainer:
         storage.create_within(spec.elastic.storage_timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
         try:
-            return JobHandle(start(spec), spec)
+            controller = start(spec)
         except ValueError as error:
             if find_controller(spec.job) is None:
                 raise
             raise JobNameTakenError(_name_taken(spec.job)) from error  # another driver was faster
+        if spec.datasets:
+            from elastic_ray.integrations.ray_data_coordinator import start_coordinator
+
+            most = {name: amount * spec.max_workers for name, amount in spec.bundle.items()}
+            start_coordinator(spec.datasets, pack_datasets(self._datasets, spec.job, most), controller)
+        return JobHandle(controller, spec)
 
     def fit(self) -> Result:
         """Run the job to its end, showing its progress; Ctrl-C stops it.
@@ -186,9 +203,14 @@ class ElasticTrainer:
     def spec(self) -> JobSpec:
         """The job as it would be submitted, with a fresh name if the user gave none."""
         job = self._name or _fresh_name()
+        train_loop, reader = self._train_loop, ""
+        if self._datasets:
+            reader = name_coordinator(job)
+            train_loop = with_datasets(train_loop, DatasetsOfJob(reader, tuple(self._datasets)))
         return JobSpec(
             job=job,
-            train_loop=self._train_loop,
+            train_loop=train_loop,
+            datasets=reader,
             min_workers=self._scaling.min_workers,
             max_workers=self._scaling.max_workers,
             bundle=self._scaling.bundle,

@@ -1,1 +1,1 @@
-"""Loops that others have written, under elastic-ray: each module is loaded only when it is asked for."""
+"""Loops and data of other libraries in elastic jobs: each module is loaded only when it is asked for."""

@@ -15,8 +15,6 @@ _PREPARED = {
     "prepare_data_loader": "pass it to elastic_ray.AdaptiveDataLoader(...)",
 }
 _REFUSED = {
-    "get_dataset_shard": "pass what each worker reads to elastic_ray.AdaptiveDataLoader (elastic_ray.ArrowDataset for "
-    "Parquet files)",
     "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
     "one to go on from",
     "get_preemption_info": "an elastic job saves itself when its nodes go (ElasticConfig.automatic_checkpoints)",
@@ -48,6 +46,11 @@ class _TrainFnUtils:
         import elastic_ray
 
         return elastic_ray.get_checkpoint()
+
+    def get_dataset_shard(self, dataset_info: Any) -> Any:
+        import elastic_ray
+
+        return elastic_ray.get_dataset_shard(dataset_info.dataset_name)
 
     def get_context(self) -> _Context:
         asking = sys._getframe()

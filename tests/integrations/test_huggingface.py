@@ -241,7 +241,8 @@ def test_a_checkpoint_of_rank_0_goes_on_at_its_batch(tmp_path: Path) -> None:
     results, _ = job(tmp_path / "job", (), (1,), **options)
     check_alike(results, alone)
     saved = sorted((tmp_path / "job").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
-    assert [path.name for path in saved] == [f"checkpoint-{STEPS + 2}", f"checkpoint-{2 * (STEPS + 2)}"]
+    ends = STEPS * EPOCHS
+    assert [path.name for path in saved] == [f"checkpoint-{n}" for n in (STEPS + 2, 2 * (STEPS + 2), ends)]
     assert json.loads((saved[0] / "elastic_ray_position.json").read_text())["steps"] == STEPS + 2
     assert type(torch.load(saved[0] / "training_args.bin", weights_only=False)) is transformers.TrainingArguments
     results, _ = job(tmp_path / "job", [Change(STEPS + 4, (1, 2))], (1,), resume=str(saved[0]))

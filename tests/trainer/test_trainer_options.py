@@ -307,7 +307,7 @@ def test_every_argument_of_torch_trainer_is_taken_or_answered() -> None:
     own = set(inspect.signature(ElasticTrainer.__init__).parameters)
     assert set(_ARGUMENTS) == own - {"self", "unsupported"}
     others = TORCH_TRAINERS - own
-    assert {"datasets", "torch_config", "metadata", "resume_from_checkpoint", "dataset_config"} <= others
+    assert {"dataset_config", "torch_config", "metadata", "resume_from_checkpoint"} <= others
     for name in sorted(others):
         with pytest.raises(TypeError, match=rf"ElasticTrainer\({name}=\.\.\.\) is not supported: \w+"):
             ElasticTrainer(print, **{name: object()})

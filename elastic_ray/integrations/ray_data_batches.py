@@ -1,0 +1,179 @@
+"""SHELL over Ray Data: a loader's batches from the rows that the job's coordinator tells of."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError
+
+from elastic_ray.data.batches import StepBatches, StepSplit
+from elastic_ray.data.sharding import can_switch
+from elastic_ray.integrations.ray_data_columns import cut, to_batch
+from elastic_ray.integrations.ray_data_coordinator import RowsFound, RowsWanted
+from elastic_ray.integrations.row_window import Reader, Span
+from elastic_ray.loop.api import get_context
+from elastic_ray.worker.actor_controller_client import insist
+
+_STEPS_AHEAD = 3  # places of rows are known for so many steps
+_TRIES = 20
+_PAUSE_S = 0.25
+
+
+class RayDataBatches:
+    """Batches of one dataset for one rank (see ``elastic_ray.data.batches.BatchSource``).
+
+    It knows where the rows of the next steps are, fetches those blocks that hold rows of its own, and cuts them.
+
+    Args:
+        dataset: its name.
+        coordinator: who reads it.
+        known_rows: rows of an epoch; None where they are not known.
+        collate: what makes a batch; None for a dict of tensors by column.
+    """
+
+    def __init__(
+        self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None
+    ) -> None:
+        self._dataset, self._coordinator, self._collate = dataset, coordinator, collate
+        self._known_rows = known_rows
+        self._client = secrets.token_hex(8)
+        self._epoch = -1
+        self._rank, self._world_size, self._generation = 0, 1, 0
+        self._forget(0)
+
+    def _forget(self, position: int) -> None:
+        """Know nothing of the epoch's rows from ``position`` on."""
+        self._position = self._end = position
+        self._spans: deque[Span] = deque()
+        self._blocks: dict[int, Any] = {}
+        self._total: int | None = None
+        self._asked: Any = None
+
+    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+        """Go to ``position`` of the epoch, in a group that may be another one."""
+        self._generation = get_context().get_generation()
+        self._rank, self._world_size = cut.rank, cut.world_size
+        if new_pass or epoch != self._epoch or position < self._position:
+            self._forget(position)
+        self._epoch = epoch
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._forget(0)
+        self._epoch = -1
+        self._coordinator.leave.remote(self._client)
+
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """The step at ``position``; of the pass's samples those are told that are known to be there."""
+        self._advance(position)
+        batch_size = max(cut.batch_size, cut.world_size)
+        reach = batch_size + 2 * cut.world_size  # what the size of a step may depend on
+        self._know(position + reach, ahead=position + _STEPS_AHEAD * reach)
+        count = cut.count(position, min(self._end, position + reach) if self._total is None else self._total)
+        if not count:
+            if self._end == 0:
+                raise ValueError(f"a dataset must have at least 1 row, but {self._dataset!r} has none")
+            return StepBatches(total=position)
+        total = self._total
+        if total is None:
+            total = max(self._known_rows or 0, position + 2 * count)
+        fetches = [
+            functools.partial(self._batch, position + piece.start, position + piece.stop) for piece in cut.slices(count)
+        ]
+        return StepBatches(total=total, sizes=cut.sizes(count), fetches=fetches)
+
+    def commit(self) -> None:
+        """The step was used; the next one says so to the coordinator."""
+
+    def can_switch(self, position: int, total: int, world_size: int) -> bool:
+        """Whether a group of ``world_size`` may begin here."""
+        self._know(position + 2 * world_size, ahead=0)
+        known = self._end if self._total is None else self._total
+        return can_switch(position=position, total=known, world_size=world_size)
+
+    def _advance(self, position: int) -> None:
+        """Rows before ``position`` are not needed again."""
+        if position < self._position:
+            self._forget(position)
+        self._position = position
+        while self._spans and self._spans[0].end <= position:
+            self._blocks.pop(self._spans.popleft().first, None)
+
+    def _know(self, end: int, *, ahead: int) -> None:
+        """Know where rows are up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
+        while self._total is None and self._end < end:
+            call = self._asked if self._asked is not None else self._ask(end, ahead)
+            self._asked = None
+            self._hear(self._answer(call, end, ahead))
+        if self._total is None and self._end < ahead and self._asked is None:
+            self._asked = self._ask(self._end + 1, ahead)
+
+    def _ask(self, end: int, ahead: int) -> Any:
+        """Call the coordinator; returns at once."""
+        return self._coordinator.rows.remote(
+            RowsWanted(
+                dataset=self._dataset,
+                epoch=self._epoch,
+                first=self._end,
+                end=end,
+                ahead=ahead,
+                reader=Reader(
+                    client=self._client,
+                    generation=self._generation,
+                    world_size=self._world_size,
+                    rank=self._rank,
+                    position=self._position,
+                ),
+            )
+        )
+
+    def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
+        """What a call gives; it is made anew for a coordinator that Ray has restarted."""
+        try:
+            found: RowsFound = ray.get(call)
+        except RayActorError:
+            found = insist(lambda: self._ask(end, ahead), timeout_s=None)
+        return found
+
+    def _hear(self, found: RowsFound) -> None:
+        """Take up where further rows are; blocks that are elsewhere set out for this node."""
+        fresh = [span for span in found.spans if span.end > self._end]
+        for span in fresh:
+            self._spans.append(span)
+            self._end = span.end
+        if fresh:
+            ray.wait([span.block for span in fresh], num_returns=len(fresh), timeout=0, fetch_local=True)
+        if found.total is not None and self._end >= found.total:
+            self._total = found.total
+
+    def _batch(self, first: int, end: int) -> Any:
+        """The batch of these rows."""
+        for attempt in range(_TRIES):
+            try:
+                pieces = self._pieces(first, end)
+                break
+            except ObjectLostError:  # with the coordinator, or with a node: another execution has them again
+                if attempt + 1 == _TRIES:
+                    raise
+                time.sleep(_PAUSE_S)
+                self._forget(self._position)
+                self._know(end, ahead=0)
+        return to_batch(pieces, self._collate)
+
+    def _pieces(self, first: int, end: int) -> Sequence[Any]:
+        """Tables of these rows, in order."""
+        found = []
+        for span in self._spans:
+            if span.end > first and span.first < end:
+                if span.first not in self._blocks:
+                    self._blocks[span.first] = ray.get(span.block)
+                low, high = max(first, span.first), min(end, span.end)
+                shift = span.offset - span.first
+                found.append(cut(self._blocks[span.first], low + shift, high + shift))
+        return found

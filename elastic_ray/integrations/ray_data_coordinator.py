@@ -1,0 +1,212 @@
+"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where the rows are that they ask for.
+
+There is one for a job, on the head node. It holds references only: workers fetch the blocks themselves. It is soft
+state: where its process dies, Ray starts another, which executes the epoch anew and skips what the group has used. It
+ends when the job has ended, or the job's controller is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from elastic_ray.integrations.ray_data_packing import PackedDatasets, forget, unpack
+from elastic_ray.integrations.ray_data_stream import RowStream
+from elastic_ray.integrations.row_window import Reader, Span
+from placement.ray_cluster.named_actors import create_on_head, find_actor
+from placement.text import log_plainly
+
+logger = logging.getLogger("elastic_ray.data")
+
+_LOOK_S = 1.0
+_ANSWER_S = 10.0
+_SLOW_S = 30.0  # after which the wait for rows is explained
+_POLL_S = 0.1
+_TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.progress": "Progress bars disabled"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowsWanted:
+    """A worker's question.
+
+    Attributes:
+        dataset: name of the dataset.
+        epoch: which epoch's rows.
+        first: the first row that it does not know yet.
+        end: rows up to this one are to be told of, the last not included, as far as there are so many.
+        ahead: rows up to this one it will ask for soon.
+        reader: who asks, and where it stands.
+    """
+
+    dataset: str
+    epoch: int
+    first: int
+    end: int
+    ahead: int
+    reader: Reader
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowsFound:
+    """Where rows are: spans in order, and the rows of the whole epoch (None until its end has been read)."""
+
+    spans: tuple[Span, ...]
+    total: int | None
+
+
+def start_coordinator(name: str, packed: PackedDatasets, controller: Any) -> None:
+    """Make a job's coordinator; ``controller`` is the handle of the job's."""
+    create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1)
+
+
+def find_coordinator(name: str, patience_s: float) -> Any:
+    """The coordinator of this name, which may be a moment later than the workers.
+
+    Raises:
+        RuntimeError: there is none within that time.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while (found := find_actor(name)) is None:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(
+                f"the process that reads the job's datasets ({name}) was not there within {patience_s:g} s"
+            )
+        time.sleep(_POLL_S)
+    return found
+
+
+class DatasetCoordinator:
+    """Actor class; see the module's text. Methods are coroutines of one event loop; streams have a thread each."""
+
+    def __init__(self, packed: PackedDatasets, controller: Any) -> None:
+        log_plainly(logging.WARNING)
+        logging.getLogger("ray.data").setLevel(logging.WARNING)
+        for name in _TALKATIVE:
+            logging.getLogger(name).addFilter(_says_something)
+        self._packed, self._controller = packed, controller
+        self._datasets = unpack(packed)
+        self._streams: dict[str, list[RowStream]] = {name: [] for name in self._datasets}
+        self._lengths: dict[str, int] = {}
+        self._read: dict[str, RowStream] = {}
+        self._handle = ray.get_runtime_context().current_actor
+        self._loop = asyncio.get_event_loop()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._main = self._loop.create_task(self._watch())
+
+    async def describe(self, dataset: str) -> int | None:
+        """Rows of an epoch, where Ray Data knows them without reading; None where it does not.
+
+        Raises:
+            KeyError: the job has no dataset of this name.
+        """
+        if dataset not in self._datasets:
+            raise KeyError(f"no dataset named {dataset!r}; the job has {sorted(self._datasets)}")
+        theirs = ray.cloudpickle.loads(self._datasets[dataset])
+        rows = await asyncio.to_thread(theirs._meta_count)
+        return None if rows is None else int(rows)
+
+    async def rows(self, wanted: RowsWanted) -> RowsFound:
+        """Where these rows are, once they are there.
+
+        Raises:
+            Exception: the dataset could not be read.
+        """
+        stream = self._stream_for(wanted)
+        stream.want(wanted.reader, max(wanted.end, wanted.ahead))
+        while not stream.has(wanted.end):
+            news = self._loop.create_future()
+            self._waiting.add(news)
+            _, silent = await asyncio.wait({news}, timeout=_SLOW_S)
+            if silent:
+                logger.warning(await asyncio.to_thread(_slow, wanted.dataset))
+        spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
+        return RowsFound(spans=spans, total=stream.total)
+
+    async def leave(self, client: str) -> None:
+        """A reader's pass is over."""
+        stream = self._read.pop(client, None)
+        if stream is not None and stream.leave(client):
+            self._close(stream)
+
+    def _tell(self) -> None:
+        """There is something new for those that wait."""
+        waiting, self._waiting = self._waiting, set()
+        for news in waiting:
+            if not news.done():
+                news.set_result(None)
+
+    def _stream_for(self, wanted: RowsWanted) -> RowStream:
+        """The stream that still has the rows; another one is started where none has."""
+        reader, streams = wanted.reader, self._streams[wanted.dataset]
+        fitting = [each for each in streams if each.epoch == wanted.epoch and each.floor <= wanted.first]
+        if fitting:
+            stream = max(fitting, key=lambda each: each.floor)
+        else:
+            for each in [each for each in streams if each.generation < reader.generation]:
+                self._close(each)  # of a group that is gone: the job goes on from a checkpoint
+            slack = wanted.end - wanted.first  # another rank may stand a step behind
+            stream = RowStream(
+                self._datasets[wanted.dataset],
+                epoch=wanted.epoch,
+                seed=self._packed.seed,
+                left=self._packed.left,
+                floor=max(0, min(wanted.first, reader.position) - slack),
+                changed=lambda: self._loop.call_soon_threadsafe(self._tell),
+            )
+            streams.append(stream)
+        before = self._read.get(reader.client)
+        self._read[reader.client] = stream
+        if before is not None and before is not stream and before.leave(reader.client):
+            self._close(before)
+        return stream
+
+    def _close(self, stream: RowStream) -> None:
+        stream.close()
+        for streams in self._streams.values():
+            if stream in streams:
+                streams.remove(stream)
+        self._read = {client: each for client, each in self._read.items() if each is not stream}
+
+    async def _watch(self) -> None:
+        """End with the job."""
+        while not await self._is_over():
+            await asyncio.sleep(_LOOK_S)
+        for streams in tuple(self._streams.values()):
+            for stream in tuple(streams):
+                self._close(stream)
+        await asyncio.sleep(_POLL_S)  # executions that end give back what they have
+        await asyncio.to_thread(forget, self._packed)
+        ray.kill(self._handle)
+
+    async def _is_over(self) -> bool:
+        """Whether the job has ended, or nobody is left who could say so."""
+
+        async def phase() -> Any:
+            return (await self._controller.status.remote()).phase
+
+        try:
+            return bool((await asyncio.wait_for(phase(), _ANSWER_S)).ended)
+        except ActorDiedError:
+            return True
+        except (RayError, asyncio.TimeoutError):  # it may be on its way back
+            return False
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """Not what Ray says of every such actor: executions have threads of their own, and show no progress."""
+    return _TALKATIVE[record.name] not in record.getMessage()
+
+
+def _slow(dataset: str) -> str:
+    free = ray.available_resources().get("CPU", 0.0)  # type: ignore[no-untyped-call]
+    return (
+        f"dataset {dataset!r}: no rows for {_SLOW_S:g} s; {free:g} CPUs of the cluster are free. Ray Data's tasks need "
+        "CPUs beside those of the workers: leave some (fewer workers at most in ScalingConfig(num_workers), or fewer "
+        "CPUs in resources_per_worker), or let reading need none (ray_remote_args={'num_cpus': 0})"
+    )

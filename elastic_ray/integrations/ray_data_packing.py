@@ -1,0 +1,135 @@
+"""SHELL over Ray Data: a job's datasets on their way from the driver to the actor that executes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import secrets
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import ray.cloudpickle
+from ray.experimental import internal_kv
+
+from elastic_ray.integrations.ray_data_run import DatasetsOfJob
+from placement.ray_cluster.notes import NAMESPACE
+
+_MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PackedDatasets:
+    """Datasets of a job.
+
+    Attributes:
+        pickled: datasets that can be read from where they are stored, by name, as one pickle.
+        stored: where that is kept instead if it is large, in Ray's control store; else empty.
+        in_memory: datasets whose blocks are in the cluster's memory, which live as long as their owner.
+        seed: for shuffles that have none.
+        left: CPUs and GPUs that are left to the job's workers, as many as it may ever have.
+    """
+
+    pickled: bytes = b""
+    stored: str = ""
+    in_memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    left: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def check_datasets(datasets: Any) -> dict[str, Any]:
+    """A job's datasets, checked; none at all is no dataset.
+
+    Raises:
+        TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
+    """
+    if datasets is None:
+        return {}
+    if not isinstance(datasets, Mapping) or not all(isinstance(name, str) and name for name in datasets):
+        raise TypeError(f"datasets must be a dict from names to ray.data.Dataset, but got {datasets!r}")
+    from ray.data import Dataset
+
+    for name, dataset in datasets.items():
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"datasets[{name!r}] must be a ray.data.Dataset, but is a {type(dataset).__name__}; make one "
+                "with ray.data.read_parquet, ray.data.from_torch..., or wrap what PyTorch reads in "
+                "elastic_ray.AdaptiveDataLoader in the train function"
+            )
+    try:
+        _pickled(_readable(datasets))
+    except Exception as error:
+        raise TypeError(f"datasets cannot be sent to the cluster: {error}") from error
+    return dict(datasets)
+
+
+def name_coordinator(job: str) -> str:
+    """A name for the actor that reads a job's datasets; another one for each run of the job."""
+    return f"data:{job}:{secrets.token_hex(4)}"
+
+
+def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
+    """Datasets that :func:`check_datasets` gave, for :func:`unpack` in another process. Ray is to be connected.
+
+    The seed depends on the job's name, so that a job that is submitted again goes on in the same order.
+
+    Args:
+        datasets: by name.
+        job: name of the job.
+        left: amounts of resources that Ray Data is to leave to the job's workers.
+    """
+    readable = _readable(datasets)
+    pickled, stored = _pickled(readable), ""
+    if len(pickled) > _MOST_INLINE_BYTES:
+        stored = f"datasets/{secrets.token_hex(8)}"
+        internal_kv._internal_kv_put(stored.encode(), pickled, overwrite=True, namespace=NAMESPACE)
+        pickled = b""
+    in_memory = {name: each for name, each in datasets.items() if name not in readable}
+    return PackedDatasets(pickled=pickled, stored=stored, in_memory=in_memory, seed=zlib.crc32(job.encode()), left=left)
+
+
+def unpack(packed: PackedDatasets) -> dict[str, bytes]:
+    """Each dataset, pickled for itself: every execution takes a copy of its own.
+
+    Raises:
+        LookupError: they are not in Ray's control store any more.
+    """
+    pickled: bytes | None = packed.pickled
+    if packed.stored:
+        pickled = internal_kv._internal_kv_get(packed.stored.encode(), namespace=NAMESPACE)
+    if pickled is None:
+        raise LookupError(f"the datasets are not in Ray's control store any more ({packed.stored})")
+    found = {**pickle.loads(pickled), **packed.in_memory}
+    return {name: _pickled(dataset) for name, dataset in found.items()}
+
+
+def forget(packed: PackedDatasets) -> None:
+    """They are not wanted any more."""
+    if packed.stored:
+        internal_kv._internal_kv_del(packed.stored.encode(), namespace=NAMESPACE)
+
+
+def with_datasets(train_loop: bytes, run: DatasetsOfJob) -> bytes:
+    """The packed train function, which finds these datasets when it is called."""
+    return _pickled((TrainLoopWithDatasets(train_loop, run), None))
+
+
+class TrainLoopWithDatasets:
+    """A packed train function whose run has datasets."""
+
+    def __init__(self, packed: bytes, run: DatasetsOfJob) -> None:
+        self._packed, self._run = packed, run
+
+    def __call__(self) -> Any:
+        with self._run:
+            train_loop, config = pickle.loads(self._packed)
+            return train_loop() if config is None else train_loop(config)
+
+
+def _readable(datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that can be read again from where they are stored."""
+    return {name: each for name, each in datasets.items() if each.has_serializable_lineage()}
+
+
+def _pickled(value: Any) -> bytes:
+    return bytes(ray.cloudpickle.dumps(value))  # type: ignore[no-untyped-call]

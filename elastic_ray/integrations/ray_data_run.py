@@ -1,0 +1,32 @@
+"""Which datasets the train function of this thread has been given."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import Any
+
+_run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("elastic_ray_datasets", default=None)
+
+
+class DatasetsOfJob:
+    """Names of a job's datasets, and the actor that reads them; as a context, the train function's in this thread.
+
+    Args:
+        coordinator: name of the actor.
+        names: of the datasets.
+    """
+
+    def __init__(self, coordinator: str, names: tuple[str, ...]) -> None:
+        self.coordinator, self.names = coordinator, names
+
+    def __enter__(self) -> DatasetsOfJob:
+        _run.set(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _run.set(None)
+
+
+def datasets_of_thread() -> DatasetsOfJob | None:
+    """Those of the train function that runs in this thread; None where it has none."""
+    return _run.get()

@@ -1,0 +1,143 @@
+"""SHELL over Ray Data: one ordered execution of a dataset, read by a thread as far as its readers want it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray.cloudpickle
+
+from elastic_ray.integrations.ray_data_order import hold_order, leave_room
+from elastic_ray.integrations.row_window import Reader, RowWindow, Span
+
+logger = logging.getLogger("elastic_ray.data")
+
+_AHEAD = 2  # blocks read beyond what readers want: the next ones are there when they ask
+
+
+class RowStream:
+    """Rows of one epoch of a dataset, in order.
+
+    Args:
+        packed: the pickled dataset.
+        epoch: which epoch; a seeded shuffle of Ray Data that draws another order in each execution draws the same one
+            for the same epoch.
+        seed: for shuffles that have none.
+        left: amounts of resources that are left to the job's workers.
+        floor: rows before this one are let go as they come.
+        changed: called, in the reading thread, when there is something new.
+    """
+
+    def __init__(
+        self,
+        packed: bytes,
+        *,
+        epoch: int,
+        seed: int,
+        left: Mapping[str, float],
+        floor: int,
+        changed: Callable[[], object],
+    ) -> None:
+        self.epoch = epoch
+        self._seed, self._left = seed, left
+        self._packed = packed
+        self._changed = changed
+        self._window = RowWindow(floor)
+        self._wanted = 0
+        self._executor: Any = None
+        self._error: Exception | None = None
+        self._closed = False
+        self._lock = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"ray data, epoch {epoch}", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> int:
+        """Of the newest group that reads it."""
+        return self._window.generation
+
+    @property
+    def floor(self) -> int:
+        """Rows from this one on are still there."""
+        return self._window.floor
+
+    @property
+    def total(self) -> int | None:
+        """Rows of the whole epoch; None until its end has been read."""
+        return self._window.end if self._window.ended else None
+
+    def want(self, reader: Reader, end: int) -> None:
+        """A reader needs rows up to ``end``, and none before its position."""
+        with self._lock:
+            self._window.note(reader)
+            self._wanted = max(self._wanted, end)
+            self._lock.notify_all()
+
+    def has(self, end: int) -> bool:
+        """Whether rows up to ``end`` have been read, or all there are.
+
+        Raises:
+            Exception: the dataset could not be read further.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._window.ended or self._window.end >= end
+
+    def spans(self, first: int, end: int) -> tuple[Span, ...]:
+        """The spans that hold any row from ``first`` to ``end``."""
+        with self._lock:
+            return self._window.spans(first, end)
+
+    def leave(self, client: str) -> bool:
+        """A reader has no further questions; whether it was the last one."""
+        with self._lock:
+            return self._window.leave(client)
+
+    def close(self) -> None:
+        """End the execution; the blocks go with this object."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        executor = self._executor
+        if executor is not None:
+            threading.Thread(target=executor.shutdown, args=(True,), daemon=True).start()
+
+    def _run(self) -> None:
+        """The thread: read to the end, or until the stream is closed."""
+        try:
+            self._read()
+        except Exception as error:
+            with self._lock:
+                if not self._closed:
+                    self._error = error
+        self._changed()
+
+    def _read(self) -> None:
+        """Hand each block of the execution to the window, as soon as it may run so far ahead."""
+        theirs: Any = ray.cloudpickle.loads(self._packed)
+        hold_order(theirs, epoch=self.epoch, seed=self._seed)
+        leave_room(theirs, self._left)
+        bundles, _, self._executor = theirs._execute_to_iterator()
+        for bundle in bundles:
+            for entry, piece in zip(bundle.blocks, bundle.slices, strict=True):
+                first, end = (0, _rows(entry)) if piece is None else (piece.start_offset, piece.end_offset)
+                with self._lock:
+                    self._window.add(end - first, entry.ref, first)
+            self._changed()
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed or self._window.ahead(self._wanted) < _AHEAD)
+                if self._closed:
+                    return
+        with self._lock:
+            self._window.finish()
+
+
+def _rows(entry: Any) -> int:
+    """Rows of a block."""
+    rows = entry.metadata.num_rows
+    if rows is None:
+        raise RuntimeError("Ray Data has not told how many rows a block has, without which none can be dealt out")
+    return int(rows)

@@ -1,0 +1,117 @@
+"""Rows of one ordered stream that some reader may still need, and who reads them (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive rows of a stream that lie in one block.
+
+    Attributes:
+        first: position of its first row in the stream, from 0.
+        rows: how many, at least 1.
+        block: what holds them: a reference.
+        offset: of the first one within the block.
+    """
+
+    first: int
+    rows: int
+    block: Any
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after its last row."""
+        return self.first + self.rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Where one rank stands in a stream.
+
+    Attributes:
+        client: who asks; unique over all processes of the job.
+        generation: of the group that it belongs to.
+        world_size: ranks of that group.
+        rank: its rank there.
+        position: rows before this one are not asked for again.
+    """
+
+    client: str
+    generation: int
+    world_size: int
+    rank: int
+    position: int
+
+
+class RowWindow:
+    """The spans between the slowest reader and the newest block, found by position.
+
+    Args:
+        floor: rows before this one are let go as they come.
+    """
+
+    def __init__(self, floor: int = 0) -> None:
+        self._spans: deque[Span] = deque()
+        self._readers: dict[str, Reader] = {}
+        self.floor = floor
+        self.end = 0
+        self.ended = False
+
+    @property
+    def held(self) -> tuple[Span, ...]:
+        """What is kept, in order."""
+        return tuple(self._spans)
+
+    @property
+    def generation(self) -> int:
+        """Of its newest reader; -1 without any."""
+        return max((each.generation for each in self._readers.values()), default=-1)
+
+    def add(self, rows: int, block: Any, offset: int = 0) -> None:
+        """The stream goes on with these rows; none at all is nothing."""
+        if rows:
+            span = Span(first=self.end, rows=rows, block=block, offset=offset)
+            self.end = span.end
+            self._spans.append(span)
+            self._drop()
+
+    def finish(self) -> None:
+        """The stream has no further rows."""
+        self.ended = True
+
+    def note(self, reader: Reader) -> None:
+        """A reader asks: rows that every rank of the newest group has passed are let go.
+
+        A rank of that group that has not asked yet may need all that is there, so nothing is let go before it has.
+        """
+        if reader.generation < self.generation:
+            return
+        there = {**self._readers, reader.client: reader}
+        self._readers = {client: each for client, each in there.items() if each.generation == reader.generation}
+        if len({each.rank for each in self._readers.values()}) == reader.world_size:
+            self.floor = max(self.floor, min(each.position for each in self._readers.values()))
+            self._drop()
+
+    def leave(self, client: str) -> bool:
+        """A reader has no further questions; whether it was the last one."""
+        known = self._readers.pop(client, None) is not None
+        return known and not self._readers
+
+    def spans(self, first: int, end: int) -> tuple[Span, ...]:
+        """Those that hold any row from ``first`` to ``end``, the latter not included."""
+        later = itertools.dropwhile(lambda each: each.end <= first, self._spans)
+        return tuple(itertools.takewhile(lambda each: each.first < end, later))
+
+    def ahead(self, row: int) -> int:
+        """Spans that begin at ``row`` or later."""
+        return sum(1 for _ in itertools.takewhile(lambda each: each.first >= row, reversed(self._spans)))
+
+    def _drop(self) -> None:
+        while self._spans and self._spans[0].end <= self.floor:
+            self._spans.popleft()
