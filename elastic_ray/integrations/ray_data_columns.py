@@ -29,13 +29,34 @@ def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any
     table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default")
     if isinstance(collate, ArrowBatchCollateFn):
         return collate(table)
-    accessor = BlockAccessor.for_block(table)
     if isinstance(collate, PandasBatchCollateFn):
-        return collate(accessor.to_pandas())
-    columns: Any = accessor.to_numpy()
+        return collate(BlockAccessor.for_block(table).to_pandas())
     if collate is not None:
-        return collate(columns)
-    return {name: tensor(values) for name, values in columns.items()}
+        return collate(BlockAccessor.for_block(table).to_numpy())
+    return {name: _column(table, name) for name in table.column_names}
+
+
+def _column(table: Any, name: str) -> Any:
+    """A column of an Arrow table, as :func:`tensor` makes it; lists of one length in one go."""
+    column = table.column(name)
+    chunks = [_matrix(chunk) for chunk in column.chunks if len(chunk)]
+    if chunks and all(chunk is not None and chunk.shape[1] == chunks[0].shape[1] for chunk in chunks):
+        return torch.from_numpy(np.concatenate(chunks))  # a copy, also of a single one
+    values: Any = BlockAccessor.for_block(table).to_numpy(name)
+    return tensor(values)
+
+
+def _matrix(chunk: Any) -> Any:
+    """Lists of numbers, all of one length, as an array [rows, length]; None for anything else."""
+    kind = chunk.type
+    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
+    if chunk.null_count or not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        return None
+    numbers = chunk.flatten()
+    if not pa.types.is_fixed_size_list(kind) and len(np.unique(np.diff(chunk.offsets))) > 1:
+        return None
+    return None if numbers.null_count else numbers.to_numpy().reshape(len(chunk), -1)
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
