@@ -203,6 +203,7 @@ def test_a_causal_model_trains_as_in_one_process(script: Any, first: Any, tmp_pa
         assert used == dict.fromkeys(range(TEXTS), EPOCHS)
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer_step", "after_step", "edge"])
 @pytest.mark.parametrize("step", [1, STEPS - 1, STEPS])
 def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int, tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def test_what_is_logged_is_of_all_workers_samples() -> None:
         ]
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer_step", "after_step", "edge"])
 @pytest.mark.parametrize("step", [1, STEPS - 1, STEPS])
 def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int) -> None:

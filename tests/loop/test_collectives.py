@@ -154,6 +154,7 @@ class Counter:
         self.count = state["count"]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("passes", [0, 1, 2])
 @pytest.mark.parametrize("when", [0, 2])
 def test_what_a_newcomer_repeats_counts_once(when: int, passes: int) -> None:
