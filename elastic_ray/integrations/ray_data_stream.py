@@ -113,6 +113,9 @@ class RowStream:
             with self._lock:
                 if not self._closed:
                     self._error = error
+        finally:
+            if self._closed and self._executor is not None:
+                self._executor.shutdown(True)  # it may have come after the stream was closed
         self._changed()
 
     def _read(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections import deque
 from typing import Any
+
+_PAST = sys.maxsize  # position of a reader that has left
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +97,16 @@ class RowWindow:
             return
         there = {**self._readers, reader.client: reader}
         self._readers = {client: each for client, each in there.items() if each.generation == reader.generation}
-        if len({each.rank for each in self._readers.values()}) == reader.world_size:
-            self.floor = max(self.floor, min(each.position for each in self._readers.values()))
-            self._drop()
+        self._raise_floor()
 
     def leave(self, client: str) -> bool:
         """A reader has no further questions; whether it was the last one."""
-        known = self._readers.pop(client, None) is not None
-        return known and not self._readers
+        known = self._readers.get(client)
+        if known is None:
+            return False
+        self._readers[client] = dataclasses.replace(known, position=_PAST)
+        self._raise_floor()
+        return all(each.position == _PAST for each in self._readers.values())
 
     def spans(self, first: int, end: int) -> tuple[Span, ...]:
         """Those that hold any row from ``first`` to ``end``, the latter not included."""
@@ -111,6 +116,12 @@ class RowWindow:
     def ahead(self, row: int) -> int:
         """Spans that begin at ``row`` or later."""
         return sum(1 for _ in itertools.takewhile(lambda each: each.first >= row, reversed(self._spans)))
+
+    def _raise_floor(self) -> None:
+        readers = self._readers.values()
+        if {each.rank for each in readers} == set(range(max(each.world_size for each in readers))):
+            self.floor = max(self.floor, min(each.position for each in readers))
+            self._drop()
 
     def _drop(self) -> None:
         while self._spans and self._spans[0].end <= self.floor:

@@ -55,7 +55,18 @@ def train(config: dict[str, Any]) -> None:
                 written.write(json.dumps({**used, "rows": batch["id"].tolist()}) + "\n")
                 if pause.exists():
                     time.sleep(float(pause.read_text() or 0))
-            er.report({"epoch": epoch})
+            found = {"epoch": epoch, **(evaluate() if config["valid"] else {})}
+            er.report(found)
+
+
+def evaluate() -> dict[str, float]:
+    """A pass over the other dataset, shared among the workers: how many rows, and the sum of their numbers."""
+    held_out = er.AdaptiveDataLoader(er.get_dataset_shard("valid"), batch_size=4, shuffle=False)
+    sums = er.Accumulator()
+    for batch in held_out:
+        sums["rows"] += len(batch["id"])
+        sums["sum"] += float(batch["id"].sum())
+    return {"rows": sums["rows"], "sum": sums["sum"], "steps": len(held_out)}
 
 
 def used_rows(trace: Path) -> dict[int, dict[int, list[int]]]:

@@ -25,24 +25,34 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
 
 
 def submit(
-    folder: Path, dataset: Any, *, workers: int | tuple[int, int], epochs: int = 2, max_failures: int = 0, **more: Any
+    folder: Path,
+    dataset: Any,
+    *,
+    workers: int | tuple[int, int],
+    epochs: int = 2,
+    max_failures: int = 0,
+    valid: Any = None,
+    **more: Any,
 ) -> er.JobHandle:
     trace = folder / "trace"
     trace.mkdir(exist_ok=True)
     failures = ray.train.FailureConfig(max_failures=max_failures)
     return er.ElasticTrainer(
         train,
-        train_loop_config={"trace": str(trace), "epochs": epochs},
+        train_loop_config={"trace": str(trace), "epochs": epochs, "valid": valid is not None},
         scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
         run_config=ray.train.RunConfig(storage_path=str(folder / "runs"), failure_config=failures),
-        datasets={"train": dataset},
+        datasets={"train": dataset} if valid is None else {"train": dataset, "valid": valid},
         **more,
     ).submit()
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_rows_in_the_dataset_s_order(ray_cluster: Any, tmp_path: Path) -> None:
-    handle = submit(tmp_path, ray.data.read_parquet(write_files(tmp_path / "data")), workers=2)
-    handle.result(timeout=150)
+    valid = ray.data.from_items([{"id": number} for number in range(10)])
+    handle = submit(tmp_path, ray.data.read_parquet(write_files(tmp_path / "data")), workers=2, valid=valid)
+    metrics = handle.result(timeout=350).metrics
+    assert metrics == {"epoch": 1, "rows": 10, "sum": 45, "steps": 3}
     steps = used_rows(tmp_path / "trace")
     assert [order(steps[epoch]) for epoch in sorted(steps)] == [list(range(240))] * 2
 

@@ -63,6 +63,15 @@ def test_the_last_reader_is_told_that_it_is() -> None:
     assert [made.leave("1/0"), made.leave("1/0"), made.leave("1/1")] == [False, False, True]
 
 
+def test_a_rank_that_has_left_holds_nothing_back() -> None:
+    made = window(4, 4)
+    made.note(reader(0, 0))
+    made.note(reader(1, 0))
+    made.leave("1/0")
+    made.note(reader(1, 4))
+    assert blocks(made) == ["block 1"]
+
+
 def test_what_a_restart_skips_is_let_go_at_once() -> None:
     assert blocks(window(4, 4, 4, floor=6)) == ["block 1", "block 2"]
 
