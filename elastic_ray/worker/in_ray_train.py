@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_ray.worker.lazy_patch import patched
 
 _HOME = "ray.train.v2._internal.execution.train_fn_utils"
-_PREPARED = {
-    "prepare_model": "wrap it in elastic_ray.AdaptiveDataParallel(model, optimizer)",
-    "prepare_data_loader": "pass it to elastic_ray.AdaptiveDataLoader(...)",
-}
+_TORCH_HOME = "ray.train.v2.torch.train_loop_utils"
+_PREPARED = "elastic_ray.integrations.ray_train"  # by its name: this floor knows nothing of that one
+# How many workers Ray's own functions are to find, so that they wrap a model, and leave a loader's sampler alone.
+_WORKERS_FOUND_BY = {"prepare_model": 2, "prepare_data_loader": 1}
 _REFUSED = {
     "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
     "one to go on from",
     "get_preemption_info": "an elastic job saves itself when its nodes go (ElasticConfig.automatic_checkpoints)",
-    "barrier": "workers come and go between two steps, which every loader's loop takes together",
-    "broadcast_from_rank_zero": "what AdaptiveDataParallel knows reaches every worker, and Accumulator adds up",
 }
 
 
-def in_ray_train() -> contextlib.AbstractContextManager[None]:
-    """Within it ``ray.train.report``, ``get_checkpoint`` and ``get_context`` do what ours do; else they would raise."""
-    return patched(_HOME, "_train_fn_utils", _TrainFnUtils())
+@contextlib.contextmanager
+def in_ray_train() -> Iterator[None]:
+    """Within it ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do."""
+    with (
+        patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
+        patched(_TORCH_HOME, "DistributedDataParallel", lambda *args, **options: _prepared().model(*args, **options)),
+        patched(_TORCH_HOME, "_WrappedDataLoader", lambda *args: _prepared().loader(*args)),
+    ):
+        yield
+
+
+def _prepared() -> Any:
+    return importlib.import_module(_PREPARED)
 
 
 class _TrainFnUtils:
@@ -55,12 +64,21 @@ class _TrainFnUtils:
     def get_context(self) -> _Context:
         asking = sys._getframe()
         while asking.f_back is not None and asking.f_globals["__name__"].startswith(("ray.train", __name__)):
-            if (function := asking.f_code.co_name) in _PREPARED:
-                raise RuntimeError(
-                    f"ray.train.torch.{function} has no meaning in an elastic job: {_PREPARED[function]}"
-                )
+            if (function := asking.f_code.co_name) in _WORKERS_FOUND_BY:
+                _prepared().check(function, asking.f_locals)
+                return _Context(_WORKERS_FOUND_BY[function])
             asking = asking.f_back
         return _Context()
+
+    def barrier(self) -> None:
+        import elastic_ray
+
+        elastic_ray.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        import elastic_ray
+
+        return elastic_ray.broadcast(data)
 
     def is_distributed(self) -> bool:
         return False  # what asks this wants the device: the worker's own, cuda:0 of those that it sees
@@ -74,6 +92,15 @@ class _TrainFnUtils:
 
 class _Context:
     """``ray.train.get_context()``: values are those of the moment, as ``elastic_ray.get_context()``'s."""
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers
+
+    def get_world_size(self) -> int:
+        """Workers of the present group, or as many as Ray's function is to find."""
+        import elastic_ray
+
+        return self._workers or elastic_ray.get_context().get_world_size()
 
     def __getattr__(self, name: str) -> Any:
         import elastic_ray

@@ -16,10 +16,16 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
     Args:
         home: full name of a module.
-        name: of a variable in it that is None otherwise.
+        name: of a variable in it.
         value: what it is within the context.
     """
-    late = _WhenImported(home, lambda module: setattr(module, name, value))
+    before: list[object] = []
+
+    def put(module: ModuleType) -> None:
+        before.append(getattr(module, name))
+        setattr(module, name, value)
+
+    late = _WhenImported(home, put)
     if home in sys.modules:
         late.then(sys.modules[home])
     else:
@@ -29,8 +35,8 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
     finally:
         if late in sys.meta_path:
             sys.meta_path.remove(late)
-        if home in sys.modules:
-            setattr(sys.modules[home], name, None)
+        if before:
+            setattr(sys.modules[home], name, before[0])
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

@@ -49,8 +49,17 @@ def test_a_loop_in_ray_train_s_words() -> None:
 @pytest.mark.parametrize(
     ("asks", "error", "words"),
     [
-        (lambda: ray.train.torch.prepare_model(nn.Linear(1, 1)), RuntimeError, "AdaptiveDataParallel"),
-        (lambda: ray.train.torch.prepare_data_loader(DataLoader([1])), RuntimeError, "AdaptiveDataLoader"),  # type: ignore[arg-type]
+        (
+            lambda: ray.train.torch.prepare_model(nn.Linear(1, 1), parallel_strategy="fsdp"),
+            RuntimeError,
+            "hold the whole model",
+        ),
+        (
+            lambda: ray.train.torch.prepare_data_loader(DataLoader([1]), move_to_device=False),  # type: ignore[arg-type]
+            RuntimeError,
+            "elastic_ray.AdaptiveDataLoader",
+        ),
+        (lambda: trains_without_optimizer(), RuntimeError, "there are 0: make it before the loop over epochs"),
         (lambda: ray.train.get_dataset_shard("train"), RuntimeError, r"datasets=\{\.\.\.\}\): without a trainer"),
         (lambda: ray.train.report({}, checkpoint_dir_name="mine"), ValueError, "checkpoint_dir_name"),
         (lambda: ray.train.get_context().get_storage(), AttributeError, "'get_storage' in an elastic job; it has get_"),
@@ -59,6 +68,12 @@ def test_a_loop_in_ray_train_s_words() -> None:
 def test_what_has_no_meaning_is_refused(asks: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call(pack(lambda: asks(), None))
+
+
+def trains_without_optimizer() -> None:
+    ray.train.torch.prepare_model(nn.Linear(1, 1))
+    for _ in er.remaining_epochs_until(1):
+        pass
 
 
 _FIRST_IMPORT = """

@@ -1,0 +1,224 @@
+"""What ``ray.train.torch.prepare_model`` and ``prepare_data_loader`` give in an elastic job."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import elastic_ray as er
+from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.session.registry import HookPoint
+
+logger = logging.getLogger(__name__)
+
+_OF_DDP = ("device_ids", "output_device")  # what Ray passes of its own
+_WAY_OUT = "wrap the model yourself: elastic_ray.AdaptiveDataParallel(model, optimizer, lr_scheduler=...)"
+
+
+def check(function: str, given: Mapping[str, Any]) -> None:
+    """Whether a call of Ray Train's function can be kept.
+
+    Args:
+        function: its name.
+        given: its arguments.
+
+    Raises:
+        RuntimeError: not so; the message says the way out.
+    """
+    if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
+        raise RuntimeError(
+            f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) cannot be kept in an elastic job, whose "
+            "workers each hold the whole model: leave it out"
+        )
+    if function == "prepare_data_loader" and not given.get("move_to_device", True):
+        raise RuntimeError(
+            "prepare_data_loader(move_to_device=False) cannot be kept in an elastic job: leave it out, or pass the "
+            "DataLoader to elastic_ray.AdaptiveDataLoader"
+        )
+
+
+def model(module: torch.nn.Module, **options: Any) -> PreparedModel:
+    """What ``prepare_model`` wraps a model in."""
+    return PreparedModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
+
+
+def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> PreparedLoader:
+    """What ``prepare_data_loader`` wraps a loader in."""
+    return PreparedLoader(data_loader, device)
+
+
+class PreparedModel(torch.nn.Module):
+    """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
+
+    Args:
+        module: the model.
+        options: of ``DistributedDataParallel``, as the user has passed them.
+
+    Raises:
+        RuntimeError: training has begun.
+    """
+
+    def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._options = options
+        self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
+        session = current_session()
+        if session.synced:
+            raise RuntimeError(
+                "prepare_model() must be called before the first epoch, so that all workers have the model"
+            )
+        session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._wrap)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._wrapped[0](*args, **kwargs) if self._wrapped else self.module(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
+
+    def _wrap(self) -> None:
+        optimizer = _optimizer_of(self.module)
+        self._wrapped.append(
+            er.AdaptiveDataParallel(
+                self.module, optimizer, lr_scheduler=_schedulers_of(optimizer), grad_scaler=_scaler(), **self._options
+            )
+        )
+
+
+class PreparedLoader:
+    """An ``AdaptiveDataLoader`` whose batches come on the worker's device, for as many samples a step as all workers of
+    the job at its largest would take; whatever it has is to be had here.
+
+    Args:
+        data_loader: with the batch size of one worker.
+        device: the worker's.
+
+    Raises:
+        RuntimeError: its batches are cut by a sampler of batches.
+    """
+
+    def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:
+        if data_loader.batch_size is None:
+            raise RuntimeError(
+                "prepare_data_loader() of a DataLoader with a batch_sampler cannot be kept in an elastic job, which "
+                "cuts batches by itself: give it batch_size, and a sampler if need be"
+            )
+        workers = current_session().group.most_workers
+        self.loader = er.AdaptiveDataLoader(_of_batch(data_loader, data_loader.batch_size * workers))
+        self.sampler = _Sampler(self.loader.sampler)
+        self._device = device
+        if get_context().get_world_rank() == 0:
+            logger.info(
+                "a step takes %d samples, as %d workers of %d would, however many there are",
+                self.loader.batch_size,
+                workers,
+                data_loader.batch_size,
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        # A worker that came behind the last step would run code after the loop without having run the loop's body.
+        for batch in self.loader.batches(joined_later=True):
+            yield _moved(batch, self._device)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+class _Sampler:
+    """The loader's sampler; the order of an epoch follows the epoch by itself."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Nothing: the loader knows the epoch."""
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+def _of_batch(given: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
+    """The same loader with another batch size."""
+    workers: dict[str, Any] = {"persistent_workers": given.persistent_workers, "prefetch_factor": given.prefetch_factor}
+    order: dict[str, Any] = (
+        {} if isinstance(given.dataset, torch.utils.data.IterableDataset) else {"sampler": given.sampler}
+    )
+    return DataLoader(
+        given.dataset,
+        batch_size=batch_size,
+        num_workers=given.num_workers,
+        collate_fn=given.collate_fn,
+        pin_memory=given.pin_memory,
+        drop_last=given.drop_last,
+        timeout=given.timeout,
+        worker_init_fn=given.worker_init_fn,
+        generator=given.generator,
+        **order,
+        **(workers if given.num_workers else {}),
+    )
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device: tensors in lists, tuples and dicts."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: _moved(each, device) for key, each in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        moved = [_moved(each, device) for each in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch
+
+
+def _objects(*kinds: type) -> list[Any]:
+    """Everything of these types that this process holds. Asked once, when the first epoch begins."""
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+
+
+def _optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """The one that steps the model; raises RuntimeError where there is none, or several."""
+    own = {id(p) for p in module.parameters()}
+    found = [
+        each
+        for each in _objects(torch.optim.Optimizer)
+        if any(id(p) in own for group in each.param_groups for p in group["params"])
+    ]
+    if len(found) == 1:
+        return found[0]
+    raise RuntimeError(
+        f"prepare_model() needs one optimizer for the model when the first epoch begins, but there are {len(found)}: "
+        + (_WAY_OUT if found else f"make it before the loop over epochs, or {_WAY_OUT}")
+    )
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The outermost schedulers of an optimizer."""
+    kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    found = [each for each in _objects(*kinds) if getattr(each, "optimizer", None) is optimizer]
+    inner = {id(part) for each in found for part in getattr(each, "_schedulers", ())}
+    return [each for each in found if id(each) not in inner]
+
+
+def _scaler() -> Any:
+    """AMP's gradient scaler, where there is one."""
+    found = _objects(torch.amp.GradScaler)
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,109 @@
+"""Ray Train's ``prepare_model`` and ``prepare_data_loader`` in an elastic job: the training of one process."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ray.train
+import ray.train.torch
+import torch
+from ray.train.collective import barrier, broadcast_from_rank_zero
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_ray as er
+from elastic_ray.worker.in_ray_train import in_ray_train
+from tests.loop.changing import Change, Kill, run_job
+
+SAMPLES, BATCH, EPOCHS = 48, 8, 3
+STEPS = SAMPLES // BATCH
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+
+
+def net() -> torch.nn.Module:
+    made = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
+    return made
+
+
+def script(epochs: Any, used: Any = None) -> dict[str, Any]:
+    """A train function in the style of Ray Train's documentation."""
+    model: Any = ray.train.torch.prepare_model(net())
+    loader: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seed = broadcast_from_rank_zero({"seed": 3})
+    for epoch in epochs():
+        if ray.train.get_context().get_world_size() > 1:
+            loader.sampler.set_epoch(epoch)
+        for x, y, index in loader:
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if used is not None:
+                used.update((epoch, each) for each in index.tolist())
+        scheduler.step()
+        barrier()
+        ray.train.report({"epoch": epoch})
+    state = model.module.state_dict()
+    return {"weights": {k: v.clone() for k, v in state.items()}, "lr": scheduler.get_last_lr()[0], **seed}
+
+
+def alone() -> dict[str, Any]:
+    """The same without Ray."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(EPOCHS):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * 0.5**epoch
+        for x, y, _ in DataLoader(rows(), BATCH):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    return {k: v.clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ((), (1,)),
+        ((Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2))), (1,)),
+        ((Kill(2, 2, "backward"), Kill(STEPS, 3, "edge", joins=(4,))), (1, 2, 3)),
+        ((Kill(STEPS, 2, "collective", joins=(3,)),), (1, 2)),
+    ],
+)
+def test_it_trains_as_one_process_does(changes: Sequence[Any], first: Sequence[int]) -> None:
+    used: collections.Counter[tuple[int, int]] = collections.Counter()
+    with in_ray_train():
+        outcome = run_job(lambda: script(lambda: er.remaining_epochs_until(EPOCHS), used), changes, first=first)
+    expected = alone()
+    for result in outcome.results.values():
+        for name, value in expected.items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert result["lr"] == 0.1 * 0.5**EPOCHS and result["seed"] == 3
+    if not any(isinstance(each, Kill) for each in changes):
+        assert used == {(epoch, each): 1 for epoch in range(EPOCHS) for each in range(SAMPLES)}
+
+
+def test_a_loop_over_a_plain_range_is_told_the_way_out() -> None:
+    with in_ray_train(), pytest.raises(RuntimeError, match=r"remaining_epochs_until\(n\)"):
+        run_job(lambda: script(lambda: range(EPOCHS)), (), first=(1,))
+
+
+def test_ray_s_own_functions_are_as_before_afterwards() -> None:
+    from ray.train.v2.torch import train_loop_utils
+
+    before = train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader
+    with in_ray_train():
+        assert train_loop_utils.DistributedDataParallel is not before[0]
+    assert (train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader) == before
