@@ -1,4 +1,4 @@
-"""Step time of Lightning's Trainer and transformers' Trainer under elastic-ray, against their own DDP, two ranks on gloo.
+"""Step time of Lightning and transformers under elastic-ray, against their own DDP, two ranks on gloo.
 
 Each side runs under ``torchrun`` in turns, on the same model, data and global batch, one thread a rank; the medians of
 the turns' median steps are compared. Bar: at most 1.05 x the step of the framework's own DDP.
