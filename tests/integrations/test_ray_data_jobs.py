@@ -105,9 +105,9 @@ def test_rows_are_used_once_and_read_once_while_workers_come_and_go(ray_cluster:
 
 @pytest.mark.slow
 def test_a_reader_that_dies_goes_on_in_the_same_order(ray_cluster: Any, tmp_path: Path) -> None:
-    dataset = ray.data.read_parquet(write_files(tmp_path / "data")).random_shuffle()
+    dataset = ray.data.read_parquet(write_files(tmp_path / "data")).random_shuffle().repartition(12)
     set_pause(tmp_path, 1.0)
-    handle = submit(tmp_path, dataset, workers=2)
+    handle = submit(tmp_path, dataset, workers=2)  # which know of few blocks in advance
     wait_until(lambda: handle.status().step >= 5, handle, 120)
     os.kill(ray.get(reader().__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     set_pause(tmp_path, 0.0)
