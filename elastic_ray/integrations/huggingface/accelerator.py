@@ -40,8 +40,10 @@ class Accelerator(accelerate.Accelerator):
     go through elastic-ray's collectives: tensors and plain values, never pickled.
 
     Args:
-        max_batch_size, local_bsz_bounds, gradient_accumulation: of the first loader, as
-            ``AdaptiveDataLoader.autoscale_batch_size`` takes them; without ``max_batch_size`` the batch stays.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
+            batch stays without.
+        local_bsz_bounds: least and largest samples that one worker takes at once.
+        gradient_accumulation: allow several micro-batches a step.
         elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
         options: of ``accelerate.Accelerator``.
 

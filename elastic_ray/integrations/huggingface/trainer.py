@@ -54,10 +54,13 @@ class ElasticTrainerMixin(_Theirs):
     however the batch grows.
 
     Args:
-        max_batch_size, local_bsz_bounds, gradient_accumulation: as ``AdaptiveDataLoader.autoscale_batch_size`` takes
-            them; without ``max_batch_size`` the batch stays.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
+            batch stays without.
+        local_bsz_bounds: least and largest samples that one worker takes at once.
+        gradient_accumulation: allow several micro-batches a step.
         elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
-        args, kwargs: of the class that is extended.
+        args: of the class that is extended.
+        kwargs: of the class that is extended.
 
     Raises:
         ValueError: an argument that cannot be kept when workers come and go; the message says the way out.

@@ -52,8 +52,10 @@ class ElasticRayFabricStrategy(ParallelStrategy):
     share: a ``batch_size`` is that of all together.
 
     Args:
-        max_batch_size, local_bsz_bounds, gradient_accumulation: of the first loader that is set up, as
-            ``AdaptiveDataLoader.autoscale_batch_size`` takes them; without ``max_batch_size`` the batch stays.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
+            batch stays without.
+        local_bsz_bounds: least and largest samples that one worker takes at once.
+        gradient_accumulation: allow several micro-batches a step.
         options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:

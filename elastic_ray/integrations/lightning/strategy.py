@@ -51,9 +51,12 @@ class ElasticRayStrategy(ParallelStrategy):
     of all workers together. In evaluation every worker goes through all data, so that all have the same numbers.
 
     Args:
-        max_batch_size, local_bsz_bounds, gradient_accumulation: as ``AdaptiveDataLoader.autoscale_batch_size`` takes
-            them; without ``max_batch_size`` the batch stays.
-        checkpoint_io, precision_plugin: as any strategy's.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
+            batch stays without.
+        local_bsz_bounds: least and largest samples that one worker takes at once.
+        gradient_accumulation: allow several micro-batches a step.
+        checkpoint_io: as any strategy's.
+        precision_plugin: as any strategy's.
         options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
 
     Raises:
