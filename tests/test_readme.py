@@ -64,7 +64,7 @@ def test_the_example_is_short_and_runs(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=180,
         env=environment,
     )
     built, loss = answer.stdout.split()

@@ -16,7 +16,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.job.test_controller_loss import kill_controller
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
 
 
 class Sizes(Policy):
@@ -81,7 +81,7 @@ def test_a_job_gets_the_sizes_that_it_asks_for_while_it_trains(ray_cluster: Any,
     handle.resize(3)  # the user outranks it
     wait_until(lambda: handle.status().workers == 3, handle)
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
     seen = sizes(handle)
     assert [size for size in seen if size == 3 or size == 1][:2] == [3, 1], seen
     assert not {EventKind.FAILURE, EventKind.RESTART} & set(kinds(handle))
@@ -104,13 +104,13 @@ def test_a_wish_waits_for_free_slots_beyond_the_loss_of_the_controller_and_yield
     kill_controller(handle)
     wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
     other.stop()
-    other.result(timeout=30)
+    other.result(timeout=180)
     wait_until(lambda: handle.status().workers == 3, handle, 90)
     last = start(tmp_path / "c", workers=3, epochs=10_000, pause_s=0.05)
     wait_until(lambda: last.status().workers == 3 and handle.status().workers == 1, last, 90)
     for each in (handle, last):
         each.stop()
-        each.result(timeout=30)
+        each.result(timeout=180)
     assert EventKind.FAILURE not in kinds(handle)
 
 
@@ -119,7 +119,7 @@ def test_a_policy_goes_on_from_an_automatic_checkpoint(ray_cluster: Any, tmp_pat
     """Its counter is that of the committed steps, also after all workers were lost."""
     faults = Faults().kill(rank=0, step=20, moment="backward", worker="w1")
     handle = adapted(tmp_path, Counts(), 1, faults=faults, epochs=5)
-    handle.result(timeout=120)
+    handle.result(timeout=180)
     assert EventKind.RESTART in kinds(handle) or EventKind.RESUMED in kinds(handle), kinds(handle)
     told = [event.detail["request"] for event in handle.events() if event.kind is EventKind.POLICY]
     reports = [each["metrics"] for each in told if each["kind"] == "Report"]

@@ -59,7 +59,7 @@ def start_head(folder: Path, mode: str) -> tuple[subprocess.Popen[bytes], Head]:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)  # with it end the processes that it has started
-    process.wait(timeout=30)
+    process.wait(timeout=180)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def both(*commands: tuple[list[str], dict[str, str]]) -> list[tuple[int, str, st
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
         for command, environment in commands
     ]
-    texts = [process.communicate(timeout=100) for process in running]
+    texts = [process.communicate(timeout=180) for process in running]
     return [(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
 
 

@@ -66,7 +66,7 @@ def kinds(handle: er.JobHandle) -> list[EventKind]:
     return [event.kind for event in handle.events()]
 
 
-def wait_until(condition: Callable[[], bool], handle: er.JobHandle, timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], handle: er.JobHandle, timeout_s: float = 180) -> None:
     """Wait for something to come true while the job runs."""
     deadline = time.monotonic() + timeout_s
     while not condition():

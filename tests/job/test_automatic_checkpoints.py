@@ -16,7 +16,7 @@ from elastic_ray.faults import Faults
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 OFTEN = {"checkpoint_interval_s": 0.05}
 
@@ -29,7 +29,7 @@ def resumed_at(handle: er.JobHandle) -> int:
 def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(rank=0, step=11, moment="forward").kill(rank=1, step=11, moment="forward")
     handle = start(tmp_path, workers=2, faults=faults, max_failures=1, elastic=OFTEN, pause_s=0.05)
-    result = handle.result(timeout=120)
+    result = handle.result(timeout=180)
     assert EventKind.RESTART in kinds(handle)
     starts = [event.to_workers for event in handle.events() if event.kind is EventKind.STARTED]
     assert starts == [2, 2], "the minimum holds also for a group whose members have loaded what was saved"
@@ -52,11 +52,11 @@ def test_a_job_goes_on_under_its_name_at_another_size_from_the_last_good_one(ray
     Path(newest.path).write_bytes(content)
 
     with pytest.raises(TrainFunctionError, match="another model"):
-        start(tmp_path, workers=1, name="again", width=17).result(timeout=60)
+        start(tmp_path, workers=1, name="again", width=17).result(timeout=180)
 
     (second := tmp_path / "second").mkdir()
     handle = start(tmp_path, workers=1, name="again", trace=str(second))
-    result = handle.result(timeout=120)
+    result = handle.result(timeout=180)
     assert resumed_at(handle) == older.steps
     assert "checksum" in next(event.reason for event in handle.events() if event.kind is EventKind.RESUMED)
     assert result.metrics is not None and result.metrics["samples"] == 192 and result.metrics["epoch"] == 3

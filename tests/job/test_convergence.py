@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.events import EventKind
 from tests.job.jobs import kinds, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
 
 EPOCHS = 20
 BATCH = 48  # 30 steps an epoch, the last one smaller
@@ -84,13 +84,13 @@ def test_a_run_resized_at_random_ends_with_the_loss_of_one_that_is_not(ray_clust
         set_pause(pause, 0.01)
         time.sleep(dice.uniform(0.1, 0.4))
     set_pause(pause, 0.0)
-    resized = handle.result(timeout=120).metrics
+    resized = handle.result(timeout=180).metrics
     sizes = [event.to_workers for event in handle.events() if event.kind is EventKind.RESIZE]
     assert len(sizes) >= CHANGES - 1, sizes
     assert EventKind.FAILURE not in kinds(handle)
 
     handle, _ = start(tmp_path / "fixed", workers=2, pause_s=0.0)
-    fixed = handle.result(timeout=120).metrics
+    fixed = handle.result(timeout=180).metrics
     assert EventKind.RESIZE not in kinds(handle)
 
     assert resized is not None

@@ -22,7 +22,7 @@ from elastic_ray.events import EventKind, JobPhase
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
     attached = JobHandle.attach("one")
     assert attached.status().workers == 2
     attached.stop()
-    assert handle.result(timeout=20).error is None
+    assert handle.result(timeout=180).error is None
     assert handle.done() and handle.status().phase is JobPhase.STOPPED
     assert kinds(handle)[-1] is EventKind.FINISHED
     assert handle.events(since=len(handle.events())) == ()
@@ -49,7 +49,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
     handle.stop()
     for thread in threading.enumerate():
         if thread.name == "elastic_ray-lease-one":  # nothing is left to do for it
-            thread.join(timeout=10)
+            thread.join(timeout=180)
             assert not thread.is_alive()
     with pytest.raises(ValueError, match="no job 'nobody' to attach to"):
         JobHandle.attach("nobody")
@@ -60,7 +60,7 @@ def test_a_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, t
     wait_until(lambda: handle.status().step > 3, handle)
     ray.kill(ray.get_actor("job:lost", namespace="elastic_ray"))
     with pytest.raises(JobLostError, match=r"job 'lost' was lost.*Last known state: running, 2 worker"):
-        handle.result(timeout=60)
+        handle.result(timeout=180)
     assert handle.status().phase is JobPhase.FAILED
 
 
@@ -109,7 +109,7 @@ def test_ctrl_c_stops_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     assert driver.stdout is not None
     assert any("running" in line for line in driver.stdout), "it shows that it runs"
     driver.send_signal(signal.SIGINT)
-    _output, errors = driver.communicate(timeout=40)
+    _output, errors = driver.communicate(timeout=180)
     assert driver.returncode != 0 and "KeyboardInterrupt" in errors
     events = (tmp_path / "runs" / "interrupted" / "events.jsonl").read_text()
     assert "the job has stopped" in events

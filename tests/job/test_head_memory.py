@@ -16,7 +16,7 @@ from placement.ray_cluster.named_actors import NAMESPACE
 from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(400)]
 
 MOST_MB = 90.0
 HEAVY = ("torch", "scipy", "pandas", "ray.train", "ray.tune", "ray.data")
@@ -56,7 +56,7 @@ def private_mb(actor: Any) -> tuple[float, list[str]]:
 
         return psutil.Process().memory_full_info().uss / 1e6, [name for name in HEAVY if name in sys.modules]
 
-    found: tuple[float, list[str]] = ray.get(actor.__ray_call__.remote(look), timeout=30)
+    found: tuple[float, list[str]] = ray.get(actor.__ray_call__.remote(look), timeout=180)
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_hundred_jobs_fit_on_a_small_head(ray_cluster: LocalCluster, tmp_path:
     allocator = ray.get_actor(NAME, namespace=NAMESPACE)
     (floor_mb, _), (job_mb, of_job), (allocator_mb, of_allocator) = map(private_mb, (empty, controller, allocator))
     job.stop()
-    job.result(timeout=60)
+    job.result(timeout=180)
     figures = f"an empty actor has {floor_mb:.0f} MB, the controller {job_mb:.0f}, the allocator {allocator_mb:.0f}"
     print(figures)
     assert of_job == [] and of_allocator == []

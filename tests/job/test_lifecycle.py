@@ -23,13 +23,13 @@ from elastic_ray.faults import Faults
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, max_failures=3, raise_at=3)
     with pytest.raises(KeyError, match="the user's own mistake") as caught:
-        handle.result(timeout=60)
+        handle.result(timeout=180)
     assert isinstance(caught.value, TrainFunctionError)
     assert caught.value.rank == 1 and "traced.py" in str(caught.value)
     assert EventKind.RESTART not in kinds(handle)
@@ -42,7 +42,7 @@ def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp
     """8 steps an epoch: both die in the second epoch; the first one's checkpoint is where the job goes on."""
     faults = Faults().kill(rank=0, step=10, moment="forward").kill(rank=1, step=10, moment="forward")
     handle = start(tmp_path, workers=2, faults=faults, max_failures=1, checkpoint=True, epochs=3)
-    result = handle.result(timeout=120)
+    result = handle.result(timeout=180)
     assert EventKind.RESTART in kinds(handle)
     assert result.metrics is not None and result.metrics["epoch"] == 2
     assert result.checkpoint is not None
@@ -58,7 +58,7 @@ def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp
 def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=1, faults=Faults().kill(step=4, moment="backward"))
     with pytest.raises(WorkersLostError, match="max_failures"):
-        handle.result(timeout=60)
+        handle.result(timeout=180)
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -86,7 +86,7 @@ def test_ranks_that_disagree_end_the_job_with_who_did_what(
 ) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000, **{where: 6})
     with pytest.raises(RanksDisagreeError, match=what) as error:
-        handle.result(timeout=90)
+        handle.result(timeout=180)
     times_s = {event.kind: event.time_s for event in handle.events()}
     assert times_s[EventKind.FINISHED] - times_s[EventKind.STARTED] < 10.0
     assert "rank 0 reduces the gradients of model 0" in str(error.value)
@@ -102,7 +102,7 @@ def test_gradients_that_are_not_finite_are_told_and_can_be_left_out(ray_cluster:
     assert event.detail == {"step": 6, "ranks": [1], "model": 0}
     assert event.reason in handle.status().note
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluste
     handle.resize(2)
     wait_until(lambda: handle.status().workers == 2, handle)
     handle.stop()
-    handle.result(timeout=20)
+    handle.result(timeout=180)
     assert EventKind.FAILURE not in kinds(handle)
     assert sorted(path.name for path in starve.iterdir()) == ["first", "second"]
 
@@ -141,10 +141,10 @@ def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_c
     options: dict[str, Any] = {"name": "run", "samples": 28, "epochs": 20, "pause_s": 0.2}
     faults = Faults().kill(step=1, moment="forward")
     with pytest.raises(WorkersLostError):
-        start(tmp_path, workers=1, faults=faults, checkpoint_at=0, **options).result(timeout=60)
+        start(tmp_path, workers=1, faults=faults, checkpoint_at=0, **options).result(timeout=180)
     (tmp_path / "trace").rename(tmp_path / "before")
     handle = start(tmp_path, workers=4, **options)
-    handle.result(timeout=60)
+    handle.result(timeout=180)
     used = next(line["indices"] for line in traced.read(tmp_path / "before") if line["kind"] == "step")
     lines = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
     assert {line["world"] for line in lines if line["step"] == 1} == {2}
@@ -157,7 +157,7 @@ def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000)
     wait_until(lambda: handle.status().step > 5, handle)
     handle.stop()
-    result = handle.result(timeout=20)
+    result = handle.result(timeout=180)
     assert handle.status().phase is JobPhase.STOPPED and result.error is None
 
 
@@ -174,13 +174,13 @@ def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_p
     known: set[str] = set()
     while handle.job not in known and time.monotonic() < deadline:
         try:
-            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=5).jobs)
+            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs)
         except ray.exceptions.RayError:
             time.sleep(0.2)
     assert handle.job in known
     assert EventKind.FAILURE not in kinds(handle) and EventKind.RESIZE not in kinds(handle)
     handle.stop()
-    handle.result(timeout=20)
+    handle.result(timeout=180)
 
 
 def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> None:
@@ -222,14 +222,14 @@ def test_events_are_written_beside_the_results(ray_cluster: Any, tmp_path: Path)
 def test_a_loop_without_a_loader_is_an_error(ray_cluster: Any, tmp_path: Path) -> None:
     trainer = er.ElasticTrainer(lambda: None, run_config=ray.train.RunConfig(storage_path=str(tmp_path)))
     with pytest.raises(RuntimeError, match="AdaptiveDataLoader"):
-        trainer.submit().result(timeout=60)
+        trainer.submit().result(timeout=180)
 
 
 def test_resources_that_appear_never_are_refused_within_seconds(ray_cluster: Any, tmp_path: Path) -> None:
     begun_s = time.monotonic()
     with pytest.raises(ValueError, match="unobtainium"):
         start(tmp_path, workers=1, bundle={"unobtainium": 1.0})
-    assert time.monotonic() - begun_s < 10
+    assert time.monotonic() - begun_s < 60
 
 
 def test_resize_beyond_what_the_loader_has_work_for(ray_cluster: Any, tmp_path: Path) -> None:
@@ -238,4 +238,4 @@ def test_resize_beyond_what_the_loader_has_work_for(ray_cluster: Any, tmp_path: 
     with pytest.raises(ValueError, match="between 1 and 4"):
         handle.resize(6)
     handle.stop()
-    handle.result(timeout=20)
+    handle.result(timeout=180)

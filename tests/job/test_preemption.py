@@ -14,7 +14,7 @@ from placement.cluster.jobs import JobView
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest.mark.timeout(400)]
 
 
 def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, int]:
@@ -41,11 +41,11 @@ def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: 
     long = start(tmp_path / "long", epochs=24, pause_s=0.05, elastic=often, **options)
     wait_until(lambda: long.status().step >= 10, long)
     short = start(tmp_path / "short", epochs=1, **options)
-    short.result(timeout=60)
+    short.result(timeout=180)
     preempted = [event for event in long.events() if event.kind is EventKind.PREEMPTED]
     assert [(event.from_workers, event.to_workers) for event in preempted] == [(2, 0)]
     assert preempted[0].pause_s < 5.0
-    long.result(timeout=100)
+    long.result(timeout=180)
     assert EventKind.RESTART not in kinds(long) and EventKind.FAILURE not in kinds(long)
     assert kinds(long).count(EventKind.STARTED) == 2 and EventKind.RESUMED in kinds(long)
     check_steps_once(tmp_path / "long" / "trace")
@@ -61,6 +61,6 @@ def test_a_job_whose_only_node_drains_is_off_it_and_goes_on_elsewhere(ray_cluste
     wait_until(lambda: EventKind.PREEMPTED in kinds(handle), handle, 10)
     ray_cluster.remove_node(spot)
     ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
-    handle.result(timeout=120)
+    handle.result(timeout=180)
     assert EventKind.RESTART not in kinds(handle)
     check_steps_once(tmp_path / "trace")

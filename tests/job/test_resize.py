@@ -12,7 +12,7 @@ from elastic_ray.events import EventKind
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_random_resizes_from_one_to_eight_workers(ray_cluster: Any, tmp_path: Pa
         handle.resize(size)
         wait_until(lambda size=size: handle.status().workers == size, handle, 90)  # type: ignore[misc]
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
     lines = traced.read(tmp_path / "trace")
     traced.check_identical(lines)
     resizes = [event for event in handle.events() if event.kind is EventKind.RESIZE]
@@ -67,7 +67,7 @@ def test_leaving_workers_return_to_the_warm_pool(ray_cluster: Any, tmp_path: Pat
     wait_until(lambda: handle.status().workers == 2, handle)
     assert handle.workers()[1].pid == left
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_without_a_pool_leavers_end(ray_cluster: Any, tmp_path: Path) -> None:
     wait_until(lambda: handle.status().workers == 1, handle)
     wait_until(lambda: not Path(f"/proc/{left}").exists(), handle, 10)
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
 
 
 def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_removed_node_costs_no_committed_step(ray_cluster: Any, tmp_path: Path
     wait_until(lambda: EventKind.FAILURE in kinds(handle), handle, 30)
     wait_until(lambda: handle.status().workers == 1, handle, 30)
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
     lines = traced.read(tmp_path / "trace")
     _check_epochs(lines, max(line["epoch"] for line in lines if line["kind"] == "step"))
     failure = next(event for event in handle.events() if event.kind is EventKind.FAILURE)
@@ -112,7 +112,7 @@ def test_a_job_moves_off_a_draining_node(ray_cluster: Any, tmp_path: Path) -> No
     wait_until(lambda: {w.node for w in handle.workers()} == {second.node_id}, handle, 60)
     assert handle.status().workers == 2
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
     lines = traced.read(tmp_path / "trace")
     traced.check_identical(lines)
     _check_epochs(lines, max(line["epoch"] for line in lines if line["kind"] == "step"))

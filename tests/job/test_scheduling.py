@@ -12,7 +12,7 @@ import elastic_ray as er
 from placement.allocator.actor import get_or_create_allocator
 from tests.job.jobs import start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(400)]
 
 
 def nodes(handle: er.JobHandle) -> list[str]:
@@ -82,13 +82,13 @@ def test_what_a_user_asks_for_reaches_the_allocator_and_is_kept(ray_cluster: Any
     ask = er.SchedulingConfig(priority=3, preemptible=False, deadline_s=3600, whole_nodes=True)
     high = start(tmp_path / "high", workers=1, bundle={"CPU": 7}, name="high", pause_s=0.2, epochs=4, scheduling=ask)
     wait_until(lambda: len(nodes(high)) == 1, high)
-    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=10)
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180)
     seen = state.jobs["high"].view
     assert (seen.priority, seen.tenant, seen.preemptible, seen.whole_nodes) == (3, "", False, True)
     assert seen.deadline_s == pytest.approx(seen.submitted_s + 3600)
     assert "deadline: not known yet how long the job takes" in state.jobs["high"].reason
     assert sum(state.jobs["low"].target.values()) == 1
     assert "after those of higher priority" in state.jobs["low"].reason
-    high.result(timeout=120)
+    high.result(timeout=180)
     low.stop()
     assert low.wait(30)

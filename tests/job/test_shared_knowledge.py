@@ -18,7 +18,7 @@ from tests.job.jobs import start, wait_until
 
 pytestmark = [
     pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4"}, _system_config={}),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 ADAPT = {"max_batch_size": 96, "local_bsz_bounds": (6, 96)}
@@ -34,7 +34,7 @@ NET = {
 
 def seen(job: str) -> JobView | None:
     """The job as the allocator sees it."""
-    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=20).jobs.get(job)
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs.get(job)
     return None if state is None else state.view
 
 
@@ -60,7 +60,7 @@ def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_die
     first.release()
     while not first.wait(0.2):
         watch(first, views)
-    first.result(timeout=30)
+    first.result(timeout=180)
     assert first.status().epoch == 20 and first.explain() is None
     told = [view.progress for view in views if view.progress is not None]
     assert told == sorted(told, key=lambda progress: (progress.done, progress.epoch_ends))
@@ -74,7 +74,7 @@ def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_die
     assert file.stat().st_size > 0
     ray.kill(get_or_create_allocator(), no_restart=True)
     second = start(tmp_path, name="second", epochs=2, **NET)
-    second.result(timeout=120)
+    second.result(timeout=180)
     started = next(event for event in second.events() if event.kind is EventKind.STARTED)
     assert "no model yet" not in started.reason, "its very first size is by what the other one measured"
     steps = [line for line in traced.read(tmp_path / "trace") if line["kind"] == "step" and line["step"] == 0]
@@ -90,4 +90,4 @@ def test_a_job_brings_its_policy_and_another_one_is_refused(ray_cluster: Any, tm
         start(tmp_path, workers=1, name="other", policy="goodput")
     assert not (tmp_path / "runs" / "other").exists()
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)

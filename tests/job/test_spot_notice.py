@@ -19,7 +19,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.metadata_server import MetadataServer
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -42,6 +42,6 @@ def test_a_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Pat
     metadata.notice = json.dumps({"action": "terminate", "time": end.strftime("%Y-%m-%dT%H:%M:%SZ")})
     wait_until(lambda: {worker.node for worker in handle.workers()} == {stays.node_id}, handle, 60)
     handle.stop()
-    handle.result(timeout=30)
+    handle.result(timeout=180)
     assert EventKind.FAILURE not in kinds(handle) and EventKind.RESTART not in kinds(handle)
     traced.check_identical(traced.read(tmp_path / "trace"))

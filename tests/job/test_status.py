@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.events import EventKind, JobPhase, JobStatus
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 def parts_of(status: JobStatus) -> list[float]:
@@ -103,7 +103,7 @@ def test_a_job_waits_for_slots_and_then_catches_up_with_what_a_restart_lost(ray_
     assert restart.detail["reached_steps"] > restart.detail.get("steps", 0)
     caught_up = check_sums(first, began_s, called_s)
     assert caught_up.catching_up_s > 0 and caught_up.starting_s > 0
-    first.result(timeout=120)
+    first.result(timeout=180)
     assert second.wait(120)
     done = second.status()
     assert done.progress == 1.0 and done.waits_for == "" and done.start_s is None

@@ -14,7 +14,7 @@ from elastic_ray.errors import TrainFunctionError
 from tests.job.jobs import wait_until
 from tests.job.test_controller_loss import controller_pid
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
 
 
 class Opened:
@@ -83,15 +83,15 @@ def test_a_controller_unpickles_nothing_of_the_users(ray_cluster: Any, tmp_path:
     (tmp_path / "go").touch()
     match how:
         case "return":
-            assert isinstance(handle.result(timeout=60).return_value, Opened)
+            assert isinstance(handle.result(timeout=180).return_value, Opened)
         case "raise":
             with pytest.raises(OpenedError) as caught:
-                handle.result(timeout=60)
+                handle.result(timeout=180)
             assert isinstance(caught.value, TrainFunctionError) and caught.value.rank == 0
             assert f"OpenedError: {tmp_path}" in handle.events()[-1].reason
         case "report":
             with pytest.raises(TypeError, match=r"metrics\['what'\] is a .*Opened"):
-                handle.result(timeout=60)
+                handle.result(timeout=180)
     opened, own = numbers(tmp_path, "opened-by"), numbers(tmp_path, "worker") | {os.getpid()}
     assert controller not in opened and opened <= own
     assert (os.getpid() in opened) == (how != "report")

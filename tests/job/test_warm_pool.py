@@ -25,7 +25,7 @@ from elastic_ray.worker.ownership import calling_owner
 from tests.job.specs import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = """
 import sys
@@ -120,7 +120,7 @@ def ready() -> dict[str, int]:
     pool = find_pool()
     if pool is None:
         return {}
-    names = {each.name for each in ray.get(pool.processes.remote(), timeout=60) if each.ready}
+    names = {each.name for each in ray.get(pool.processes.remote(), timeout=180) if each.ready}
     return {name: pid for name, pid in alive().items() if name in names}
 
 
@@ -157,7 +157,7 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
     assert seen(first)["pid"] not in warm.values(), "a job's own process came into the pool"
 
     with driver(pool_cluster, second, "second", epochs=1) as script:
-        output = script.communicate(timeout=120)[0]
+        output = script.communicate(timeout=180)[0]
     assert script.returncode == 0, output
     one, other = seen(first), seen(second)
     assert other["pid"] in warm.values(), "it did not run in a process of the pool"
@@ -187,11 +187,11 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
 
     mine, _ = asyncio.run(client.take(node))
     assert mine is not None and not before.keys() & ready().keys()
-    assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=60).pid in before.values()
-    assert not ray.get(mine.claim.remote(calling_owner("job:another")), timeout=60), "one process, two jobs"
+    assert ray.get(mine.prepare.remote(setup_of(spec())), timeout=180).pid in before.values()
+    assert not ray.get(mine.claim.remote(calling_owner("job:another")), timeout=180), "one process, two jobs"
     asyncio.run(client.order({node: 2}))
     close_pool()
     assert find_pool() is None
-    assert ray.get(mine.sees_running.remote(os.getpid()), timeout=60), "a job's process ended with the pool"
+    assert ray.get(mine.sees_running.remote(os.getpid()), timeout=180), "a job's process ended with the pool"
     ray.kill(mine)
     wait_for(lambda: not pool_cluster.leaks())

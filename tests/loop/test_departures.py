@@ -60,7 +60,7 @@ def test_the_others_are_told_which_rank_has_left(how: str, told: str) -> None:
         for rank in range(2)
     ]
     try:
-        errors = [process.communicate(timeout=80)[1] for process in processes]
+        errors = [process.communicate(timeout=180)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

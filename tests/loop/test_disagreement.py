@@ -180,7 +180,7 @@ def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Call
     for told, took_s in heard:
         for words in CASES[case]:
             assert words in told
-        assert took_s < 10
+        assert took_s < 30
 
 
 @pytest.mark.parametrize("models", [1, 2])

@@ -105,7 +105,7 @@ def test_one_file_runs_alone_and_under_torchrun(tmp_path: Path) -> None:
     printed = []
     for arguments in ([], torchrun):
         done = subprocess.run(
-            [sys.executable, *arguments, str(script)], env=environment, capture_output=True, text=True, timeout=100
+            [sys.executable, *arguments, str(script)], env=environment, capture_output=True, text=True, timeout=180
         )
         assert done.returncode == 0, done.stderr
         printed.append([line.split() for line in done.stdout.splitlines() if line.startswith("DONE")])

@@ -105,7 +105,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
-        [sys.executable, *torchrun, str(script)], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *torchrun, str(script)], env=environment, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("DONE")]

@@ -57,7 +57,7 @@ def test_who_waits_hears_all_that_is_known_once_it_is_there() -> None:
 def test_generations_do_not_hear_each_other_and_waits_end() -> None:
     begin_s = time.monotonic()
     first, second = meet(call(tells={"a": b"1"}), call("w2", generation=2, wants=("a",), wait_s=0.2))
-    assert first == {"a": b"1"} and second == {} and 0.15 < time.monotonic() - begin_s < 5.0
+    assert first == {"a": b"1"} and second == {} and 0.15 < time.monotonic() - begin_s < 25.0
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_group_with_an_operation_that_no_rank_waits_for_can_be_let_go_of_at_on
     begin_s = time.monotonic()
     retired.retire(mine)
     retired.drop_healthy(10.0)
-    assert time.monotonic() - begin_s < 2.0 and not work.is_completed()
+    assert time.monotonic() - begin_s < 9.0 and not work.is_completed()
     theirs.close()  # which ends the operation
     deadline = time.monotonic() + 10.0
     while not work.is_completed() and time.monotonic() < deadline:
@@ -180,7 +180,7 @@ print("GONE")
 
 def test_a_group_out_of_use_takes_its_threads_with_it_and_nobody_waits_for_that() -> None:
     """In a process of its own: others' groups end here, too."""
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert done.stdout.split()[-1:] == ["GONE"], done.stderr
 
 
@@ -290,7 +290,7 @@ def test_a_stranger_that_takes_a_peer_s_place_is_found_out_and_the_next_generati
         begin_s = time.monotonic()
         outcomes = [work.result(30) for work in works]
         assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
-        assert time.monotonic() - begin_s < 15.0
+        assert time.monotonic() - begin_s < 25.0
         second = list(pool.map(lambda rank: add_up(member(controller, rank, 2, generation=2)), range(2)))
         assert second == [[3.0] * 3] * 2
         for stranger in strangers:

@@ -19,7 +19,7 @@ from tests.job.jobs import kinds, wait_until
 from tests.job.test_controller_loss import kill_controller
 from tests.observe.listeners import Hangs, Listener, Logger, Raises, lines
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 def start(folder: Path, callbacks: Sequence[Any], *, elastic: Any = None, **config: Any) -> er.JobHandle:
@@ -53,7 +53,7 @@ def test_callbacks_hear_of_each_report_once_whatever_is_lost(ray_cluster: Any, t
     wait_until(lambda: any(line["kind"] == "exception" for line in lines(told)), handle)
     kill_controller(handle)
     wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
-    assert handle.result(timeout=120).error is None
+    assert handle.result(timeout=180).error is None
     heard = lines(told)
     reports = [line for line in heard if line["kind"] == "report"]
     check_once([line["metrics"][0]["epoch"] for line in reports], range(80))
@@ -75,7 +75,7 @@ def test_callbacks_that_raise_and_hang_are_told_of_and_cost_nothing(ray_cluster:
     told = tmp_path / "told"
     callbacks = [Raises(), Hangs(), Listener(told)]
     handle = start(tmp_path, callbacks, epochs=4, elastic={"tracker_timeout_s": 2.0}, checkpoint="final")
-    assert handle.result(timeout=60).error is None
+    assert handle.result(timeout=180).error is None
     warnings = [event.reason for event in handle.events() if event.kind is EventKind.WARNING]
     assert len(warnings) == 1, "said once"
     assert "callback Raises raised in report" in warnings[0] and "SystemExit: no more" in warnings[0]
@@ -87,7 +87,7 @@ def test_a_train_functions_error_is_told_with_its_rank(ray_cluster: Any, tmp_pat
     handle = start(tmp_path, [Listener(told), Logger(logged)], epochs=4, raise_at=10)
     handle.resize(2)
     with pytest.raises(er.TrainFunctionError):
-        handle.result(timeout=60)
+        handle.result(timeout=180)
     (exception,) = (line for line in lines(told) if line["kind"] == "exception")
     assert "the user's own mistake" in exception["errors"]["1"]
     assert lines(logged)[-1] == ["end", True]
@@ -111,7 +111,7 @@ def test_mlflow_has_one_run_with_every_report(ray_cluster: Any, tmp_path: Path) 
     handle = start(tmp_path, [MLflowLoggerCallback(uri, experiment_name="tracked")], epochs=40)
     wait_until(lambda: handle.status().step > 20, handle)
     kill_controller(handle)
-    assert handle.result(timeout=120).error is None
+    assert handle.result(timeout=180).error is None
     client = mlflow.tracking.MlflowClient(uri)
     experiment = client.get_experiment_by_name("tracked")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -131,7 +131,7 @@ def test_weights_and_biases_offline_keep_the_runs_id(
     folder = tmp_path / "runs" / "tracked" / "trackers" / "wandb"
     wait_until(lambda: handle.status().step > 20 and folder.exists(), handle)
     kill_controller(handle)
-    assert handle.result(timeout=120).error is None
+    assert handle.result(timeout=180).error is None
     runs = [path.name for path in folder.iterdir() if path.name.startswith("offline-run-")]
     assert len({name.rsplit("-", 1)[1] for name in runs}) == 1, runs
 

@@ -17,7 +17,7 @@ from tests.job.jobs import kinds, run, start, wait_until
 from tests.job.test_controller_loss import kill_controller
 from tests.observe.tb_files import Points, scalars, texts
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
 
 
 def board(folder: Path, handle: er.JobHandle) -> Path:
@@ -55,7 +55,7 @@ def test_a_job_with_a_lost_rank_0_and_a_lost_controller_is_one_run(ray_cluster: 
     wait_until(lambda: EventKind.FAILURE in kinds(handle), handle)
     kill_controller(handle)
     wait_until(lambda: EventKind.RECOVERED in kinds(handle), handle)
-    result = handle.result(timeout=120)
+    result = handle.result(timeout=180)
     assert result.error is None
     shown, marks = scalars(board(tmp_path, handle)), texts(board(tmp_path, handle))
     check_reports(shown, board(tmp_path, handle).parent, 60)

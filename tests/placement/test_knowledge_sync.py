@@ -20,7 +20,7 @@ from tests.placement.test_knowledge_store import knowing
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
@@ -44,7 +44,7 @@ def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
         for job in "abcdefgh":  # more than any pool of threads has
             await keeper.open(job, away)
         await keeper.open("z", here)
-        assert time.monotonic() - begin_s < 10
+        assert time.monotonic() - begin_s < 60
         keeper.heard(measured("z", (1,)))
         keeper.ended("z")
         await keeper.save(now=True)
@@ -57,7 +57,7 @@ def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
         begin_s = time.monotonic()
         knowledge.learn(measured("old", (4,)), time.time())
         await keeper.save(now=True)
-        assert time.monotonic() - begin_s < 10, "who waits for it waits a little"
+        assert time.monotonic() - begin_s < 60, "who waits for it waits a little"
         hanging.answer()
         await until(lambda: (hanging.root / "runs" / FOLDER / "own.parquet").is_file())
 

@@ -57,7 +57,7 @@ def test_beside_an_elastic_run_of_ray_train_neither_undoes_the_other(ray_cluster
     become(lambda: SPOT[0] not in constraints() and {"CPU": 1.0} in constraints(), True)
     requests.ask([SPOT])
     end.touch()
-    ray.get(run, timeout=60)
+    ray.get(run, timeout=180)
     become(constraints, [SPOT[0]])
     requests.withdraw()
 

@@ -161,7 +161,7 @@ def test_what_is_no_answer_keeps_nobody_from_asking_on(handler: type[http.server
         assert asking.find_cloud() == "aws"
         with pytest.raises((OSError, http.client.HTTPException)):
             asking.look("gcp")
-        assert time.monotonic() - began_s < 10.0, "three questions without an answer, of a second each"
+        assert time.monotonic() - began_s < 14.0, "three questions without an answer, of a second each"
 
 
 def test_other_refusals_are_raised() -> None:

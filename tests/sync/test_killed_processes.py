@@ -16,7 +16,7 @@ from elastic_ray.faults import Faults
 from elastic_ray.sync import PS, SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
 from tests.sync.killed import STEPS, Account, account, by_torch, train
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(400)]
 
 EXACT: dict[str, Any] = {"ps": PS(), "parallax": Parallax()}
 COMPRESSED: dict[str, Any] = {"powersgd": PowerSGD(rank=1)}
@@ -62,7 +62,7 @@ def run(folder: Path, strategy: Any, workers: int, faults: Faults) -> tuple[Acco
         run_config=ray.train.RunConfig(storage_path=str(folder / "runs")),
         elastic_config=er.ElasticConfig(faults=faults),
     ).submit()
-    handle.result(timeout=100)
+    handle.result(timeout=180)
     return account(folder / "trace"), handle.events()
 
 

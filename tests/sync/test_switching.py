@@ -162,7 +162,7 @@ def test_ranks_that_differ_learn_it(ranks: Ranks, given: Any, named: Any) -> Non
     for kind, text, took_s in ranks.run(differing, given, world=2):
         assert all(f"rank {rank} reduces" in text and f"strategy {name!r}" in text for rank, name in enumerate(named))
         assert kind == "RanksDisagreeError" and "in step 5" in text and "strategy" in text
-        assert took_s < 20
+        assert took_s < 60
 
 
 def two_models() -> Any:

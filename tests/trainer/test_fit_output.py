@@ -37,7 +37,7 @@ er.ElasticTrainer(train, scaling_config=ray.train.ScalingConfig(num_workers=2), 
 def test_events_come_once_and_each_epoch_with_its_loss(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, check=False)
     lines = answer.stdout.splitlines()
     assert answer.returncode == 1 and "TrainFunctionError" in answer.stderr, answer.stderr
     both = answer.stdout + answer.stderr

@@ -121,7 +121,7 @@ assert get_session() is None
 
 @pytest.mark.slow
 def test_ray_tunes_report_is_ours_in_a_worker_also_where_the_loop_imports_it() -> None:
-    answer = subprocess.run([sys.executable, "-c", _IN_TUNE], capture_output=True, text=True, timeout=100, check=False)
+    answer = subprocess.run([sys.executable, "-c", _IN_TUNE], capture_output=True, text=True, timeout=180, check=False)
     assert answer.stdout.strip() == "{'lr': 1.5}", answer.stderr
 
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
 ]
 
 
@@ -49,7 +49,7 @@ def controller(folder: Path, trial: str) -> str:
 
 def process(name: str) -> int:
     found: Any = find_controller(name)
-    return int(ray.get(found.__ray_call__.remote(lambda _: os.getpid()), timeout=30))
+    return int(ray.get(found.__ray_call__.remote(lambda _: os.getpid()), timeout=180))
 
 
 def take_all(trial: TrialJob) -> list[tuple[int, float]]:

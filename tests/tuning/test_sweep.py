@@ -52,18 +52,18 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
     sweep, stalled = find_sweep("stalls", None), ray.remote(Stalled).options(num_cpus=0).remote()
-    ray.get(sweep.attached.remote(trial("first", tmp_path), stalled), timeout=60)
-    ray.get(stalled.spec.remote(), timeout=60)
-    vacating, _ = ray.get(sweep.lend.remote("first", node), timeout=10)
-    ray.get(sweep.closed.remote("first"), timeout=10)
+    ray.get(sweep.attached.remote(trial("first", tmp_path), stalled), timeout=180)
+    ray.get(stalled.spec.remote(), timeout=180)
+    vacating, _ = ray.get(sweep.lend.remote("first", node), timeout=180)
+    ray.get(sweep.closed.remote("first"), timeout=180)
     opening = sweep.open.remote(trial("second", tmp_path))
     taken, _ = _until_lent(sweep, "second", node)  # what it has borrowed meanwhile
-    controller, name, _ = ray.get(opening, timeout=60)
+    controller, name, _ = ray.get(opening, timeout=180)
     assert name == "second"
     for gone in (stalled.spec, vacating.memory_bytes, taken.memory_bytes):
         with pytest.raises(RayActorError):
-            ray.get(gone.remote(), timeout=10)
-    process, _ = ray.get(sweep.lend.remote("second", node), timeout=10)
+            ray.get(gone.remote(), timeout=180)
+    process, _ = ray.get(sweep.lend.remote("second", node), timeout=180)
     assert process not in (vacating, taken)
     for each in (controller, sweep):
         ray.kill(each)
@@ -74,10 +74,10 @@ def test_what_a_restarted_controller_has_not_given_back_ends_with_it(
 ) -> None:
     node = ray.get_runtime_context().get_node_id()
     sweep, restarted = find_sweep("restarts", None), ray.remote(Restarted).options(num_cpus=0).remote()
-    ray.get(sweep.attached.remote(trial("earlier", tmp_path), restarted), timeout=60)
-    lent, _ = ray.get(sweep.lend.remote("earlier", node), timeout=10)
-    ray.get(sweep.closed.remote("earlier"), timeout=10)
-    controller, name, _ = ray.get(sweep.open.remote(trial("later", tmp_path)), timeout=60)
+    ray.get(sweep.attached.remote(trial("earlier", tmp_path), restarted), timeout=180)
+    lent, _ = ray.get(sweep.lend.remote("earlier", node), timeout=180)
+    ray.get(sweep.closed.remote("earlier"), timeout=180)
+    controller, name, _ = ray.get(sweep.open.remote(trial("later", tmp_path)), timeout=180)
     assert name == "later"
     ray.kill(restarted)
     deadline = time.monotonic() + 10  # the sweep itself, without which nothing stays, ends some 20 s later
@@ -90,7 +90,7 @@ def test_what_a_restarted_controller_has_not_given_back_ends_with_it(
 
 def _until_lent(sweep: Any, run: str, node: str) -> Any:
     deadline = time.monotonic() + 30
-    while (lent := ray.get(sweep.lend.remote(run, node), timeout=10)) is None:
+    while (lent := ray.get(sweep.lend.remote(run, node), timeout=180)) is None:
         assert time.monotonic() < deadline, "nothing was lent within 30 s"
         time.sleep(0.02)
     return lent
@@ -98,7 +98,7 @@ def _until_lent(sweep: Any, run: str, node: str) -> Any:
 
 def _lives(process: Any) -> bool:
     try:
-        ray.get(process.memory_bytes.remote(), timeout=30)
+        ray.get(process.memory_bytes.remote(), timeout=180)
     except RayActorError:
         return False
     return True

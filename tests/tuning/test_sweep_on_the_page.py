@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason=missing()),
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(400),
 ]
 
 
@@ -48,7 +48,7 @@ def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_
             until(page, "document.querySelector('[data-sweep] h3').textContent.includes('0 running')", 120)
     finally:
         hold.touch()
-        sweep.join(timeout=60)
+        sweep.join(timeout=180)
     with dashboard("--from", str(tmp_path / "runs")) as (url, _):
         stored = read(f"{url}api/snapshot")["jobs"]
     assert len(stored) == 2 and {job["phase"] for job in stored} <= {"finished", "stopped"}

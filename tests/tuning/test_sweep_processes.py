@@ -26,20 +26,20 @@ def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shar
     assert lent is not None
     process, ready = lent
     assert not ready
-    pid = ray.get(process.prepare.remote(setup_of(kind)), timeout=60).pid
+    pid = ray.get(process.prepare.remote(setup_of(kind)), timeout=180).pid
     pool.settle("first", {process: True})
     assert asyncio.run(pool.lend("first", node)) is None, "a lend that comes after the run's end"
     pool.admit("second", kind)
     assert asyncio.run(pool.lend("second", node)) == (process, True)
     pool.settle("first")  # its controller waited for another trial in vain, and is gone
     pool.expire(time.monotonic() + 60.0)
-    assert ray.get(process.prepare.remote(setup_of(kind)), timeout=10).pid == pid
+    assert ray.get(process.prepare.remote(setup_of(kind)), timeout=180).pid == pid
     pool.take_back("second", process, fit=False)
 
     def ask_for_10_s() -> None:  # a kill takes a moment
         deadline_s = time.monotonic() + 10
         while time.monotonic() < deadline_s:
-            ray.get(process.prepare.remote(setup_of(kind)), timeout=10)
+            ray.get(process.prepare.remote(setup_of(kind)), timeout=180)
 
     with pytest.raises(RayActorError):
         ask_for_10_s()

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
     pytest.mark.slow,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
 ]
 ROOT = Path(__file__).parents[2]
 
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_trials_and_keeps_results(sweep_cluster: LocalCluster, tmp_p
     with driver(sweep_cluster, tmp_path, epochs=500) as running:
         wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 2, 100)
         running.send_signal(signal.SIGINT)
-        output, _ = running.communicate(timeout=60)
+        output, _ = running.communicate(timeout=180)
     assert "RESULTS" in output
     wait_for(lambda: not slots_of_trials(), 15)  # the lease, where Tune did not wait for a step to end
     assert min(reports(tmp_path)) >= 2

@@ -60,7 +60,7 @@ class Prometheus:
     def _ask(self, what: str, **arguments: str) -> list[dict[str, Any]]:
         url = f"http://127.0.0.1:{self._port}/api/v1/{what}?{urllib.parse.urlencode(arguments)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=180) as answer:
                 told = json.load(answer)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{arguments['query']}: {error.read().decode()}") from None
@@ -94,4 +94,4 @@ def prometheus(folder: Path, discovery: Path, *, honor_labels: bool = False) -> 
             yield Prometheus(port)
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=180)

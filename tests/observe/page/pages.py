@@ -40,7 +40,7 @@ def served(
         yield bound.getsockname()[1]
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(timeout=20)
+        thread.join(timeout=180)
         assert not thread.is_alive()
         loop.close()
 
@@ -84,7 +84,7 @@ def tab(started: Any, **options: Any) -> Iterator[tuple[Any, list[str]]]:
     assert not wrong
 
 
-def until(page: Any, expression: str, timeout_s: float = 60.0) -> None:
+def until(page: Any, expression: str, timeout_s: float = 180.0) -> None:
     """Wait until an expression is true; asked from outside, since the page's own policy forbids code from strings."""
     deadline = time.monotonic() + timeout_s
     while not page.evaluate(expression):
@@ -111,10 +111,10 @@ def dashboard(*arguments: str, address: str = "") -> Iterator[tuple[str, str]]:
         yield found[1], token[1] if token else ""
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=180)
         process.stdout.close()
 
 
 def read(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=180) as answer:
         return json.loads(answer.read())
