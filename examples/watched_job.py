@@ -82,6 +82,33 @@ def main(
         check: whether the last report is good enough, for a smoke run or not.
         options: further arguments of ``ElasticTrainer``, made once Ray runs.
     """
+
+    def make_trainer(folder: str, smoke: bool) -> er.ElasticTrainer:
+        return er.ElasticTrainer(
+            train,
+            train_loop_config=sizes(smoke),
+            scaling_config=ray.train.ScalingConfig(num_workers=(1, 3)),
+            run_config=ray.train.RunConfig(name=name, storage_path=folder),
+            **{option: make() for option, make in options.items()},
+        )
+
+    return run(description, name, make_trainer, check)
+
+
+def run(
+    description: str,
+    name: str,
+    make_trainer: Callable[[str, bool], er.ElasticTrainer],
+    check: Callable[[dict[str, Any], bool], bool],
+) -> int:
+    """The command line of an example that makes its trainer by itself; 0 when ``check`` is content.
+
+    Args:
+        description: of the example.
+        name: of the job.
+        make_trainer: makes the trainer once Ray runs, from where results go, for a smoke run or not.
+        check: whether the last report is good enough, for a smoke run or not.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a few steps, and no kill")
     smoke = parser.parse_args().smoke
@@ -91,14 +118,7 @@ def main(
     ):
         ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
         try:
-            trainer = er.ElasticTrainer(
-                train,
-                train_loop_config=sizes(smoke),
-                scaling_config=ray.train.ScalingConfig(num_workers=(1, 3)),
-                run_config=ray.train.RunConfig(name=name, storage_path=folder),
-                **{option: make() for option, make in options.items()},
-            )
-            handle = trainer.submit()
+            handle = make_trainer(folder, smoke).submit()
             handle.resize(1)
             watch(handle, kill=not smoke)
             metrics = handle.result().metrics or {}

@@ -37,6 +37,7 @@ SMOKE = {
     "lightning_digits.py": r"good enough: yes",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
     "ray_data_parquet.py": r"(?s)grown to 2.*killed.*epoch 0: 1600 rows, each once: yes.*epoch 1: 1600 rows, .* yes",
+    "torchtrainer_unchanged.py": r"good enough: yes",
     "tune_digits.py": r"best configuration: .*accuracy 0\.\d+",
     "nni_digits.py": r"best configuration: .*accuracy 0\.\d+",
 }

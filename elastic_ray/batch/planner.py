@@ -115,6 +115,11 @@ class BatchPlanner:
         return (self.latest.wish if self.latest is not None else None) or (None, None)
 
     @property
+    def epoch(self) -> int:
+        """Epoch that the workers are in, by their latest report; 0 before the first."""
+        return self.latest.epoch if self.latest is not None else 0
+
+    @property
     def models(self) -> dict[str, GoodputModel]:
         """The models that the job has measured itself, by GPU type."""
         own = {gpu: tuner.own_model for gpu, tuner in self._tuners.items() if gpu is not None}

@@ -227,22 +227,24 @@ def _check_failures(config: FailureConfig) -> None:
             "the controller of an elastic job is not restarted; leave it out, and submit the job again "
             "under its name to go on from its last checkpoint"
         )
-    default = FailureConfig()
-    refused = {
-        "max_preemption_failures": (
-            "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
-            "(only the loss of all workers counts, in max_failures); leave it out"
-        ),
-        "relax_collectives_on_preemption": (
-            "no collective of an elastic job waits for workers that are gone, so there is nothing to relax; "
-            "leave it out"
-        ),
-        "preemption_grace_s": (
-            "the surviving workers of an elastic job are never torn down, so they need no grace; leave it out"
-        ),
-    }
-    for name, reason in refused.items():
-        _refuse("FailureConfig", name, getattr(config, name), getattr(default, name), reason)
+    reason = (
+        "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
+        "(only the loss of all workers counts, in max_failures); leave it out"
+    )
+    given, default = config.max_preemption_failures, FailureConfig().max_preemption_failures
+    _refuse("FailureConfig", "max_preemption_failures", given, default, reason)
+    # What the other two ask for holds in every elastic job: no collective waits for workers that are gone, and no
+    # survivor is ever torn down.
+    if not isinstance(config.relax_collectives_on_preemption, bool):
+        raise ValueError(
+            "FailureConfig(relax_collectives_on_preemption) must be True or False, but got "
+            f"{config.relax_collectives_on_preemption!r}"
+        )
+    grace_s = config.preemption_grace_s
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
+        raise ValueError(
+            f"FailureConfig(preemption_grace_s) must be a finite number of seconds from 0, but got {grace_s!r}"
+        )
 
 
 def job_name(name: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.pass_epochs import epochs_of
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.session.registry import HookPoint
 
@@ -75,6 +77,7 @@ class PreparedModel(torch.nn.Module):
                 "prepare_model() must be called before the first epoch, so that all workers have the model"
             )
         session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._wrap)
+        epochs_of(session).add_model(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -114,7 +117,7 @@ class PreparedLoader:
         workers = current_session().group.most_workers
         self.loader = er.AdaptiveDataLoader(_of_batch(data_loader, data_loader.batch_size * workers))
         self.sampler = _Sampler(self.loader.sampler)
-        self._device = device
+        self._given, self._device = data_loader, device
         if get_context().get_world_rank() == 0:
             logger.info(
                 "a step takes %d samples, as %d workers of %d would, however many there are",
@@ -124,9 +127,24 @@ class PreparedLoader:
             )
 
     def __iter__(self) -> Iterator[Any]:
-        # A worker that came behind the last step would run code after the loop without having run the loop's body.
-        for batch in self.loader.batches(joined_later=True):
-            yield _moved(batch, self._device)
+        session = current_session()
+        epochs, replays = epochs_of(session), True
+        if not epochs.begin_pass(self):
+            # A worker that came behind the last step would run code after the loop without having run the loop's body.
+            for batch in self.loader.batches(joined_later=True):
+                replays = False
+                yield _moved(batch, self._device)
+            replays = replays and session.ledger.replays_passes
+        if replays:
+            with epochs.rehearsal():
+                yield from (_moved(batch, self._device) for batch in self._any_batch())
+
+    def _any_batch(self) -> Iterator[Any]:
+        """A batch of one worker, if there is any data."""
+        given = self._given
+        own = torch.Generator()  # else it would draw from torch's
+        one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
+        return itertools.islice(one, 1)
 
     def __len__(self) -> int:
         return len(self.loader)

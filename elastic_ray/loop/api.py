@@ -156,7 +156,7 @@ def get_checkpoint() -> Checkpoint | None:
 
     Workers that join a running job get their state from the others and need none.
     """
-    checkpoint: Checkpoint | None = current_session().checkpoint
+    checkpoint: Checkpoint | None = current_session().start.take_checkpoint()
     return checkpoint
 
 

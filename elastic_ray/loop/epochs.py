@@ -40,9 +40,17 @@ class Epochs:
         """Become part of the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
 
         Afterwards this worker has the job's state and knows its place in the group.
+
+        Raises:
+            RuntimeError: passes of a loader of ``ray.train.torch.prepare_data_loader`` are the epochs already.
         """
         if not self._begun:
             self._begun = True
+            if self._session.in_epochs and self._session.progress.epochs is None:
+                raise RuntimeError(
+                    "a loader of prepare_data_loader() was iterated before remaining_epochs_until(), and its passes "
+                    "count as epochs: use remaining_epochs_until() around all loops over loaders, or not at all"
+                )
             self._session.begin_epochs(self._epochs)
 
     @property

@@ -31,6 +31,7 @@ from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
+from elastic_ray.state.starting_point import StartingPoint
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
@@ -72,7 +73,7 @@ class Session:
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
-        checkpoint: what ``get_checkpoint`` gives.
+        start: what it finds when it begins.
         sizes: fewest and most workers of the job; None where the group cannot change.
         stragglers: what is done about slow workers.
 
@@ -96,16 +97,15 @@ class Session:
         job: str = "local",
         expected: RankInfo | None = None,
         explain: Callable[[str], str] = str,
-        checkpoint: Any = None,
+        start: StartingPoint | None = None,
         sizes: tuple[int, int] | None = None,
         stragglers: StragglerConfig = _IGNORED,
     ) -> None:
-        self.worker, self.job, self.elastic, self.checkpoint = worker, job, elastic, checkpoint
+        self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
         self._synced = self._in_epochs = False
         self._saved = saved
-        self._join_timeout_s = join_timeout_s
-        self._faults = faults
+        self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
         self._parts = make_run_state(
             Group(worker, membership, expected or RankInfo(), sizes[1] if sizes is not None else 1),
@@ -320,8 +320,8 @@ class Session:
         self.states.roll_back()
         return self.states.capture_to_keep(), self.progress
 
-    def begin_epochs(self, epochs: int) -> None:
-        """The loop asks for its remaining epochs.
+    def begin_epochs(self, epochs: int | None) -> None:
+        """The loop asks for its remaining epochs; None where it counts them by itself.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.

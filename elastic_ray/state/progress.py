@@ -82,8 +82,8 @@ class RunProgress:
     meeting: bool = False
     joined_at: int | None = None
 
-    def declare_epochs(self, epochs: int) -> None:
-        """The loop has said how many epochs it wants."""
+    def declare_epochs(self, epochs: int | None) -> None:
+        """The loop has said how many epochs it wants; None where it does not say."""
         self.epochs = epochs
 
     def end_epoch(self) -> None:

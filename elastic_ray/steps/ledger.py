@@ -141,10 +141,16 @@ class StepLedger:
         self._in_epoch = True
         self._ordinal = 0
 
-    def begin_replay(self) -> None:
-        """The others are within an epoch: what user code does up to their pass has had its effect already."""
-        if Replay.needed(self._progress):
-            self._replay = Replay(self._state)
+    def begin_replay(self, *, between_epochs: bool = False) -> None:
+        """What user code does up to where the others are has had its effect already.
+
+        Args:
+            between_epochs: up to the next pass that begins here; else up to their place within the epoch.
+        """
+        if between_epochs and self.replays_passes:
+            return
+        needed = between_epochs or Replay.needed(self._progress)
+        self._replay = Replay(self._state, between_epochs=between_epochs) if needed else None
 
     @property
     def replaying(self) -> bool:

@@ -26,16 +26,17 @@ class Replay:
 
     Args:
         state: it, fresh.
+        between_epochs: the code comes by passes of earlier epochs first.
     """
 
-    def __init__(self, state: ReplayedState) -> None:
+    def __init__(self, state: ReplayedState, *, between_epochs: bool = False) -> None:
         progress = state.progress
         state.snapshot()
         self._state = state
         self._ordinal = len(progress.passes) - 1
         self._collective = progress.joined_at
         self._effects = progress.effects()
-        self._before_pass = bool(progress.passes)
+        self._before_pass = between_epochs or bool(progress.passes)
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:

@@ -18,7 +18,6 @@ _WORKERS_FOUND_BY = {"prepare_model": 2, "prepare_data_loader": 1}
 _REFUSED = {
     "get_all_reported_checkpoints": "JobHandle.events() tells of checkpoints, elastic_ray.get_checkpoint() gives the "
     "one to go on from",
-    "get_preemption_info": "an elastic job saves itself when its nodes go (ElasticConfig.automatic_checkpoints)",
 }
 
 
@@ -79,6 +78,9 @@ class _TrainFnUtils:
         import elastic_ray
 
         return elastic_ray.broadcast(data)
+
+    def get_preemption_info(self) -> None:
+        """None: no preempted node interrupts the train function, whose job moves off it or saves itself in time."""
 
     def is_distributed(self) -> bool:
         return False  # what asks this wants the device: the worker's own, cuda:0 of those that it sees

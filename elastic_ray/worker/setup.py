@@ -72,6 +72,7 @@ class Assignment:
         group: hex id of the placement group that is its reservation.
         sizes: fewest and most workers that the job may have.
         expected: where it will stand in the group that it is to join.
+        others_at: epoch that the others are in, by their latest account; None where it starts with them.
     """
 
     worker: str
@@ -90,6 +91,7 @@ class Assignment:
     group: str = ""
     sizes: tuple[int, int] | None = None
     expected: RankInfo = dataclasses.field(default_factory=RankInfo)
+    others_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.session import SavedState, Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
+from elastic_ray.state.starting_point import StartingPoint
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -310,7 +311,12 @@ class Worker:
             job=assignment.job,
             expected=assignment.expected,
             stragglers=elastic.straggler_config,
-            checkpoint=checkpoint or _stored_checkpoint(assignment, link),
+            start=StartingPoint(
+                checkpoint or _stored_checkpoint(assignment, link),
+                epoch=assignment.resume_point.epoch if assignment.resume_point is not None else 0,
+                others_at=assignment.others_at,
+                has_state=saved is not None,
+            ),
             sizes=assignment.sizes,
         )
 

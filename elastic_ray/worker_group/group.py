@@ -326,6 +326,7 @@ class WorkerGroup:
             resume_point=point,
             states=self._record.states if forming else (),
             sizes=(self._spec.min_workers, self._spec.max_workers),
+            others_at=None if forming else self._planner.epoch,
             expected=self._places.of(
                 launch.worker,
                 {each.worker: each.node for each in self.machine.workers.values()},

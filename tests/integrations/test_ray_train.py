@@ -59,6 +59,37 @@ def script(epochs: Any, used: Any = None) -> dict[str, Any]:
     return {"weights": {k: v.clone() for k, v in state.items()}, "lr": scheduler.get_last_lr()[0], **seed}
 
 
+def plain_script(evaluates: bool, *, anew: bool = False) -> dict[str, Any]:
+    """The same over a plain range, as its author left it: what the loop's body sets is used behind it."""
+    model: Any = ray.train.torch.prepare_model(net())
+    loader: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
+    valid: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    epochs = []
+    for epoch in range(EPOCHS):
+        model.train()
+        if anew:
+            loader = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
+        for x, y, _ in loader:
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+        if evaluates:
+            model.eval()
+            total = 0.0
+            with torch.no_grad():
+                for x, y, _ in valid:
+                    total += (model(x) - y).square().sum().item()
+        barrier()
+        epochs.append(epoch)
+        ray.train.report({"epoch": epoch, "loss": loss.item()})
+    state = model.module.state_dict()
+    return {"weights": {k: v.clone() for k, v in state.items()}, "lr": scheduler.get_last_lr()[0], "epochs": epochs}
+
+
 def alone() -> dict[str, Any]:
     """The same without Ray."""
     model = net()
@@ -95,9 +126,46 @@ def test_it_trains_as_one_process_does(changes: Sequence[Any], first: Sequence[i
         assert used == {(epoch, each): 1 for epoch in range(EPOCHS) for each in range(SAMPLES)}
 
 
-def test_a_loop_over_a_plain_range_is_told_the_way_out() -> None:
-    with in_ray_train(), pytest.raises(RuntimeError, match=r"remaining_epochs_until\(n\)"):
-        run_job(lambda: script(lambda: range(EPOCHS)), (), first=(1,))
+@pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates too"])
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ((), (1, 2)),
+        ((Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2))), (1,)),
+        ((Change(2 * STEPS + 1, (1, 2, 3)), Change(3 * STEPS - 1, (2, 3))), (1,)),
+        ((Change(2 * STEPS, (1, 2)),), (1,)),
+        ((Kill(2, 2, "backward"), Kill(STEPS, 3, "edge", joins=(4,))), (1, 2, 3)),
+        ((Kill(2 * STEPS, 2, "collective", joins=(3,)),), (1, 2)),
+    ],
+)
+def test_an_unchanged_script_trains_as_one_process_does(
+    changes: Sequence[Any], first: Sequence[int], *, evaluates: bool
+) -> None:
+    with in_ray_train():
+        outcome = run_job(lambda: plain_script(evaluates), changes, first=first)
+    expected = alone()
+    assert outcome.results
+    for result in outcome.results.values():
+        for name, value in expected.items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert result["lr"] == 0.1 * 0.5**EPOCHS and result["epochs"] == list(range(EPOCHS))
+
+
+def test_a_script_that_makes_its_loader_in_each_epoch() -> None:
+    with in_ray_train():
+        outcome = run_job(lambda: plain_script(True, anew=True), (Change(2 * STEPS + 1, (1, 2)),), first=(1,))
+    for result in outcome.results.values():
+        for name, value in alone().items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_epochs_are_counted_in_one_way() -> None:
+    def mixed() -> None:
+        script(lambda: range(1))
+        list(er.remaining_epochs_until(1))
+
+    with in_ray_train(), pytest.raises(RuntimeError, match="or not at all"):
+        run_job(mixed, (), first=(1,))
 
 
 def test_ray_s_own_functions_are_as_before_afterwards() -> None:

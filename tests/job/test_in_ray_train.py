@@ -29,7 +29,7 @@ def own_session() -> Any:
 
 def test_a_loop_in_ray_train_s_words() -> None:
     def loop(config: dict[str, Any]) -> list[Any]:
-        assert ray.train.get_checkpoint() is None
+        assert ray.train.get_checkpoint() is None and ray.train.get_preemption_info() is None
         context = ray.train.get_context()
         for _ in er.remaining_epochs_until(1):
             for _batch in er.AdaptiveDataLoader(TensorDataset(torch.arange(4)), batch_size=2):

@@ -163,14 +163,18 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
         (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"from -1 \(no limit\), but got -2"),
         (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),
         (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),
-        (RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True)), "leave it out"),
-        (RunConfig(failure_config=FailureConfig(preemption_grace_s=1.0)), "preemption_grace_s=1.0"),
+        (RunConfig(failure_config=changed(FailureConfig(), relax_collectives_on_preemption=1)), "True or False"),
+        (RunConfig(failure_config=FailureConfig(preemption_grace_s=-1.0)), "from 0, but got -1.0"),
         (RunConfig(checkpoint_config=changed(CheckpointConfig(), num_to_keep=0)), "from 1, but got 0"),
     ],
 )
 def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_run(config)
+
+
+def test_what_holds_in_every_elastic_job_may_be_asked_for() -> None:
+    read_run(RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30)))
 
 
 def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
