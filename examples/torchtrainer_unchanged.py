@@ -81,7 +81,7 @@ def make_trainer(folder: str, smoke: bool) -> TorchTrainer:
     """The trainer, as the script has made it all along."""
     return TorchTrainer(
         train_loop,
-        train_loop_config={"epochs": 4 if smoke else 60},
+        train_loop_config={"epochs": 4 if smoke else 100},
         scaling_config=ray.train.ScalingConfig(num_workers=(1, 3)),
         run_config=ray.train.RunConfig(
             name="unchanged", storage_path=folder, checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2)

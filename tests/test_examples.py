@@ -50,7 +50,7 @@ NEEDS = {
 }
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
-SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "ray_data_parquet.py"}
+SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "ray_data_parquet.py", "tune_digits.py"}
 
 
 @pytest.mark.timeout(400)

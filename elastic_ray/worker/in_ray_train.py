@@ -26,14 +26,22 @@ def in_ray_train() -> Iterator[None]:
     """Within it ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do."""
     with (
         patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
-        patched(_TORCH_HOME, "DistributedDataParallel", lambda *args, **options: _prepared().model(*args, **options)),
-        patched(_TORCH_HOME, "_WrappedDataLoader", lambda *args: _prepared().loader(*args)),
+        patched(_TORCH_HOME, "DistributedDataParallel", _prepared_model),
+        patched(_TORCH_HOME, "_WrappedDataLoader", _prepared_loader),
     ):
         yield
 
 
 def _prepared() -> Any:
     return importlib.import_module(_PREPARED)
+
+
+def _prepared_model(*args: Any, **options: Any) -> Any:
+    return _prepared().model(*args, **options)
+
+
+def _prepared_loader(*args: Any) -> Any:
+    return _prepared().loader(*args)
 
 
 class _TrainFnUtils:

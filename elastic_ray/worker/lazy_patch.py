@@ -49,7 +49,12 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == self._home else None
+        if name != self._home:
+            return None
+        # Another of this kind may wait for the same module.
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        found = (each.find_spec(name, path, target) for each in later)
+        spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

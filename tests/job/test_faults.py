@@ -43,6 +43,7 @@ def test_rank_zero_and_its_neighbour_die_at_once(ray_cluster: Any, tmp_path: Pat
     assert handle.result().metrics["samples"] == 192
 
 
+@pytest.mark.slow
 def test_hung_worker_is_found_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().hang(rank=1, step=6, moment="allreduce")
     handle = start(tmp_path, workers=3, faults=faults, epochs=10_000, pause_s=0.03)

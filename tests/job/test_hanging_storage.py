@@ -43,6 +43,7 @@ def start(
     ).submit()
 
 
+@pytest.mark.slow
 def test_training_resizing_stopping_and_other_jobs_go_on(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
     handle = start(remote, tmp_path, "a", {"checkpoint_interval_s": 0.3}, most=2, epochs=10_000)
     wait_until(lambda: handle.status().step >= 5 and handle.status().workers == 2, handle, _START_S)

@@ -85,6 +85,13 @@ assert "ray.train" not in sys.modules, "this is to be the first import"
 with in_ray_train():
     import ray.train
     ray.train.report({"lr": 0.5})
+    import ray.train.torch
+    import torch
+    from torch.utils.data import DataLoader
+
+    model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
+    loader = ray.train.torch.prepare_data_loader(DataLoader([1.0]))
+    assert [type(each).__name__ for each in (model, loader)] == ["PreparedModel", "PreparedLoader"], (model, loader)
 print(elastic_ray.loop.api.current_session().controller.metrics)
 """
 

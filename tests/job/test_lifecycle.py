@@ -232,6 +232,7 @@ def test_resources_that_appear_never_are_refused_within_seconds(ray_cluster: Any
     assert time.monotonic() - begun_s < 60
 
 
+@pytest.mark.slow
 def test_resize_beyond_what_the_loader_has_work_for(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 8), batch_size=4, epochs=10_000)
     wait_until(lambda: handle.status().workers >= 1, handle)

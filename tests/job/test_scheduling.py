@@ -52,6 +52,7 @@ def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_clust
         assert handle.wait(60)
 
 
+@pytest.mark.slow
 def test_a_job_has_allowed_sizes_only(ray_cluster: Any, tmp_path: Path) -> None:
     ray_cluster.add_node(num_cpus=3, labels={"zone": "sized"})
     handle = start(

@@ -71,6 +71,7 @@ def test_callbacks_hear_of_each_report_once_whatever_is_lost(ray_cluster: Any, t
     assert len({line[2] for line in ends if line[0] == "start"}) == 1
 
 
+@pytest.mark.slow
 def test_callbacks_that_raise_and_hang_are_told_of_and_cost_nothing(ray_cluster: Any, tmp_path: Path) -> None:
     told = tmp_path / "told"
     callbacks = [Raises(), Hangs(), Listener(told)]

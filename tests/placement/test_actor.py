@@ -309,6 +309,7 @@ def test_one_policy_at_a_time(jobs: Jobs, ruled_by_one_each: None) -> None:
     assert snapshot().policy == "fair_share"
 
 
+@pytest.mark.slow
 def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
     """With jobs it stays, and that is said; without, a new one takes over, and a new policy leaves it alone."""
 
@@ -330,6 +331,7 @@ def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixtur
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
 
+@pytest.mark.slow
 def test_a_restart_beside_running_jobs_gives_up_no_node_of_theirs(jobs: Jobs) -> None:
     """Jobs that it has yet to hear of hold nodes that would look empty to its autoscaling."""
 

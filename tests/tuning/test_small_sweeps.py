@@ -83,6 +83,7 @@ def jobs() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
     shared_cluster: LocalCluster, tmp_path: Path
 ) -> None:
