@@ -30,13 +30,13 @@ def train_loop(config: dict[str, Any]) -> None:
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)
     training, held_out = TensorDataset(images[360:], labels[360:]), TensorDataset(images[:360], labels[:360])
-    train_loader = ray.train.torch.prepare_data_loader(DataLoader(training, batch_size=16, shuffle=True))
+    train_loader: Any = ray.train.torch.prepare_data_loader(DataLoader(training, batch_size=16, shuffle=True))
     test_loader = ray.train.torch.prepare_data_loader(DataLoader(held_out, batch_size=120))
     torch.manual_seed(0)
     net = torch.nn.Sequential(
         torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 10)
     )
-    model = ray.train.torch.prepare_model(net)
+    model: Any = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config["epochs"])
     first = 0

@@ -102,6 +102,7 @@ class PassEpochs:
         return False
 
     def _join(self, first: int) -> None:
+        """Become part of the job, and have the last epoch ended when the code returns."""
         session = self._session
         if get_context().get_world_rank() == 0:
             logger.info(

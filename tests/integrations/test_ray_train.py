@@ -14,6 +14,7 @@ from ray.train.collective import barrier, broadcast_from_rank_zero
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.session.group import Group
 from elastic_ray.worker.in_ray_train import in_ray_train
 from tests.loop.changing import Change, Kill, run_job
 
@@ -151,7 +152,8 @@ def test_an_unchanged_script_trains_as_one_process_does(
         assert result["lr"] == 0.1 * 0.5**EPOCHS and result["epochs"] == list(range(EPOCHS))
 
 
-def test_a_script_that_makes_its_loader_in_each_epoch() -> None:
+def test_a_script_that_makes_its_loader_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "most_workers", 1)  # which a job knows, and these threads do not
     with in_ray_train():
         outcome = run_job(lambda: plain_script(True, anew=True), (Change(2 * STEPS + 1, (1, 2)),), first=(1,))
     for result in outcome.results.values():
