@@ -39,7 +39,7 @@ TARGET_ACCURACY = 0.95
 SMOKE_ACCURACY = 0.5  # of so few epochs
 KILL_AFTER_S = 10.0  # a worker, after "cnn" has begun to train
 KILL_CONTROLLER_AFTER_S = 6.0  # after that
-TIME_LIMIT_S = 600.0  # a slow machine takes several times as long
+TIME_LIMIT_S = 900.0  # a slow machine takes several times as long
 
 # The cost of a step is that of a larger net on an accelerator, see digits_loop.stand_in_for_a_larger_net.
 COST = {"step_s": 0.03, "sample_s": 0.004}

@@ -36,7 +36,7 @@ SMOKE = "--smoke" in sys.argv[1:]
 FILES, FEATURES = 4, 16
 ROWS = 1600 if SMOKE else 8000
 EPOCHS = 2 if SMOKE else 4
-TIME_LIMIT_S = 240.0
+TIME_LIMIT_S = 900.0
 
 
 def write_files(folder: Path) -> str:

@@ -37,7 +37,7 @@ def cluster() -> Iterator[LocalCluster]:
         made.shutdown()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
 def test_the_blocks_of_a_page_run(
     page: str, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

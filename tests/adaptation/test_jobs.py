@@ -16,7 +16,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.job.test_controller_loss import kill_controller
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 
 class Sizes(Policy):

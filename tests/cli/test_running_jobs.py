@@ -17,7 +17,7 @@ import elastic_ray as er
 from elastic_ray.cli.app import cli
 from tests.job.jobs import start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 
 def run(cluster: Any, *arguments: str, code: int = 0) -> Result:

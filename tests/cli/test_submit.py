@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from elastic_ray.cli.app import cli
 from tests.local_cluster import LocalCluster, _free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

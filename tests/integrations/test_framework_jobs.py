@@ -16,7 +16,7 @@ from elastic_ray.events import EventKind
 from tests.integrations.frameworks import EPOCHS, SAMPLES, used, with_lightning, with_transformers
 from tests.job.jobs import kinds, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 FRAMEWORKS = {"lightning": with_lightning, "transformers": with_transformers}
 

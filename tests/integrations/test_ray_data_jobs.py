@@ -21,7 +21,7 @@ from placement.ray_cluster.named_actors import actors_named
 from tests.integrations.rows import order, train, used_rows, write_files
 from tests.job.jobs import kinds, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 
 def submit(

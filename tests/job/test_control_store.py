@@ -18,7 +18,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")

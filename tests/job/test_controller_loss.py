@@ -20,7 +20,7 @@ from elastic_ray.events import EventKind, JobPhase
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def controller_pid(handle: er.JobHandle) -> int:
@@ -72,7 +72,7 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
     assert EventKind.FAILURE not in kinds(handle)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1000)
 @pytest.mark.slow
 def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     """Rank 0 dies in the same moment. On a busy machine a process takes as long to start as 60 epochs take."""

@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.events import EventKind
 from tests.job.jobs import kinds, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 EPOCHS = 20
 BATCH = 48  # 30 steps an epoch, the last one smaller

@@ -12,7 +12,7 @@ from elastic_ray.faults import Faults
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(1000)]
 
 
 def test_kill_at_every_moment_of_a_step(ray_cluster: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from elastic_ray.events import EventKind
 from tests.job.jobs import kinds, wait_until
 from tests.loop import foreign
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 SLOW = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from elastic_ray.events import EventKind, JobPhase
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -> None:

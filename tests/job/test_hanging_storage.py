@@ -18,7 +18,7 @@ from tests.hanging_storage import HangingStorage
 from tests.job import traced
 from tests.job.jobs import run, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=6), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=6), pytest.mark.timeout(1000)]
 
 _START_S = 150.0
 

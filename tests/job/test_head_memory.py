@@ -16,7 +16,7 @@ from placement.ray_cluster.named_actors import NAMESPACE
 from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(1000)]
 
 MOST_MB = 90.0
 HEAVY = ("torch", "scipy", "pandas", "ray.train", "ray.tune", "ray.data")

@@ -23,7 +23,7 @@ from elastic_ray.faults import Faults
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.job.test_stragglers import SAMPLES, check_epochs
 from tests.local_cluster import LocalCluster
 
 # The head has none of the workers' resource.
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000), pytest.mark.slow]
 
 BATCH, SAMPLE_S, TIMES = 36, 0.004, 3.0
 

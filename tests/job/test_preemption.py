@@ -14,7 +14,7 @@ from placement.cluster.jobs import JobView
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 2}), pytest.mark.timeout(1000)]
 
 
 def last_come_first_served(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, int]:

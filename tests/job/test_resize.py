@@ -12,7 +12,7 @@ from elastic_ray.events import EventKind
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 @pytest.mark.slow

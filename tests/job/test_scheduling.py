@@ -12,7 +12,7 @@ import elastic_ray as er
 from placement.allocator.actor import get_or_create_allocator
 from tests.job.jobs import start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=0, labels={"zone": "a"}), pytest.mark.timeout(1000)]
 
 
 def nodes(handle: er.JobHandle) -> list[str]:

@@ -14,7 +14,7 @@ from elastic_ray.faults import Faults
 from tests.job import tabled
 from tests.job.jobs import kinds
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("copies", [1, 2])

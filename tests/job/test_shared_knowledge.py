@@ -18,7 +18,7 @@ from tests.job.jobs import start, wait_until
 
 pytestmark = [
     pytest.mark.ray_cluster(num_cpus=3, labels={GPU_TYPE_LABEL: "T4"}, _system_config={}),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 
 ADAPT = {"max_batch_size": 96, "local_bsz_bounds": (6, 96)}

@@ -19,7 +19,7 @@ from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
 from tests.metadata_server import MetadataServer
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 @pytest.fixture

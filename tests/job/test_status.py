@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.events import EventKind, JobPhase, JobStatus
 from tests.job.jobs import kinds, start, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def parts_of(status: JobStatus) -> list[float]:

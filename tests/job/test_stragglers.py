@@ -14,7 +14,7 @@ from elastic_ray.events import EventKind, JobEvent
 from tests.job import straggling, traced
 from tests.job.jobs import kinds, wait_until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 SAMPLES, WORKERS = 360, 3
 

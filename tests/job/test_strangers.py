@@ -21,7 +21,7 @@ from tests.job import traced
 from tests.job.jobs import start, wait_until
 from tests.job.stranger import is_a_store
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 NOBODY = 65534
 EVERYWHERE = ("0.0.0.0", "::")

@@ -14,7 +14,7 @@ from elastic_ray.errors import TrainFunctionError
 from tests.job.jobs import wait_until
 from tests.job.test_controller_loss import controller_pid
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 
 class Opened:

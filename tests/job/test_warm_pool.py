@@ -25,7 +25,7 @@ from elastic_ray.worker.ownership import calling_owner
 from tests.job.specs import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1000)
 
 SCRIPT = """
 import sys

@@ -19,7 +19,7 @@ from tests.job.jobs import kinds, wait_until
 from tests.job.test_controller_loss import kill_controller
 from tests.observe.listeners import Hangs, Listener, Logger, Raises, lines
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def start(folder: Path, callbacks: Sequence[Any], *, elastic: Any = None, **config: Any) -> er.JobHandle:

@@ -17,7 +17,7 @@ from tests.job.jobs import kinds, run, start, wait_until
 from tests.job.test_controller_loss import kill_controller
 from tests.observe.tb_files import Points, scalars, texts
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
 def board(folder: Path, handle: er.JobHandle) -> Path:

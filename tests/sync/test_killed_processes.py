@@ -16,7 +16,7 @@ from elastic_ray.faults import Faults
 from elastic_ray.sync import PS, SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
 from tests.sync.killed import STEPS, Account, account, by_torch, train
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(1000)]
 
 EXACT: dict[str, Any] = {"ps": PS(), "parallax": Parallax()}
 COMPRESSED: dict[str, Any] = {"powersgd": PowerSGD(rank=1)}

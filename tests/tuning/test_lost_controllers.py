@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 
 

@@ -18,7 +18,7 @@ from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}), pytest.mark.timeout(1000)]
 
 
 class Given(Searcher):

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(missing()), reason=missing()),
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 PROMISE = Promise(metric="score", mode="max", max_t=27, grace_period=1, reduction_factor=3)
 

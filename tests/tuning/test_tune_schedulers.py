@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}),
     pytest.mark.usefixtures("sweep_cluster"),
     pytest.mark.slow,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 ROOT = Path(__file__).parents[2]
 

@@ -30,7 +30,7 @@ pytestmark = [
         num_cpus=8,
         include_dashboard=True,  # it tells Prometheus whom to scrape
     ),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.observe.metrics.panels import Scraped, reports_every_second, scraped
 
 pytestmark = [
     pytest.mark.ray_cluster(num_cpus=8),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
 ]
 
 

@@ -31,7 +31,7 @@ from tests.placement.simulator.worlds import profiles, trace
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing()),
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(1000),
     pytest.mark.xdist_group("processes"),  # one browser, beside nothing that is measured
 ]
 

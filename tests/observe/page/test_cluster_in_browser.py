@@ -15,7 +15,7 @@ from placement.allocator.config import AllocatorConfig
 from tests.job.jobs import start
 from tests.observe.page.pages import chromium, dashboard, missing, read, tab, until
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 
 
 def wait_for(condition: Any, timeout_s: float = 180) -> None:
