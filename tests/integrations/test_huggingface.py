@@ -1,11 +1,10 @@
-"""transformers' Trainer and accelerate's Accelerator as elastic jobs: the same training as in one process."""
+"""transformers' Trainer as an elastic job: the same training as in one process."""
 
 from __future__ import annotations
 
 import collections
 import json
 import logging
-import math
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 import elastic_ray as er
 from tests.loop.changing import Change, Kill, run_job
@@ -21,7 +20,7 @@ from tests.loop.changing import Change, Kill, run_job
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from elastic_ray.integrations.huggingface import Accelerator, ElasticTrainerMixin, Trainer  # noqa: E402
+from elastic_ray.integrations.huggingface import ElasticTrainerMixin, Trainer  # noqa: E402
 
 TEXTS, BATCH, EPOCHS, VOCABULARY = 48, 8, 3, 32
 STEPS = TEXTS // BATCH
@@ -319,95 +318,3 @@ def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
     made = Own(model=gpt(), args=args, train_dataset=Texts(), data_collator=collate)
     assert type(pickle.loads(pickle.dumps(made.args))) is transformers.Seq2SeqTrainingArguments
     assert made.args.process_index == 0
-
-
-# --- Accelerate
-
-
-def numbers() -> TensorDataset:
-    x = torch.randn(TEXTS, 4, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(TEXTS))
-
-
-def loop(elastic: bool, folder: Path, used: Any = None, **options: Any) -> dict[str, Any]:
-    """A loop of Accelerate's documentation style."""
-    kind = Accelerator if elastic else accelerate.Accelerator
-    accelerator = kind(cpu=True, **options)
-    torch.manual_seed(1)
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler: Any = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS * EPOCHS)
-    loader: Any = DataLoader(numbers(), BATCH)
-    check: Any = DataLoader(numbers(), 16)
-    model, optimizer, loader, check, scheduler = accelerator.prepare(model, optimizer, loader, check, scheduler)
-    seen = []
-    for epoch in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
-        for x, y, index in loader:
-            with accelerator.accumulate(model):
-                loss = (model(x) - y).square().mean()
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if used is not None:
-                used.update((epoch, each) for each in index.tolist())
-        with torch.no_grad():
-            found = [accelerator.gather_for_metrics(index) for _, _, index in check]
-        seen.append(sorted(torch.cat(found).tolist()))
-        accelerator.wait_for_everyone()
-    accelerator.save(accelerator.get_state_dict(model), folder / "model.pt")
-    total = accelerator.reduce(torch.tensor(1.0))
-    plain = accelerator.unwrap_model(model)
-    return {
-        "weights": {name: p.detach().clone() for name, p in plain.named_parameters()},
-        "lr": scheduler.get_last_lr()[0],
-        "seen": seen,
-        "total": float(total),
-        "main": accelerator.is_main_process,
-    }
-
-
-@pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
-def test_a_loop_of_accelerate(script: Any, first: Any, tmp_path: Path) -> None:
-    alone = loop(False, tmp_path)
-    used: collections.Counter[tuple[int, int]] = collections.Counter()
-    outcome = run_job(lambda: loop(True, tmp_path, used), script, first=first)
-    for result in outcome.results.values():
-        for name, value in alone["weights"].items():
-            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
-        assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
-        assert result["total"] == len(outcome.groups[-1])
-    assert [sorted(set(each)) for each in outcome.results[1]["seen"]] == [list(range(TEXTS))] * EPOCHS
-    if script != LOSES:
-        assert outcome.results[1]["seen"] == [list(range(TEXTS))] * EPOCHS
-        assert set(used.values()) == {1} and len(used) == TEXTS * EPOCHS
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert set(saved) == set(alone["weights"])
-
-
-def test_accelerate_accumulates_by_our_micro_batches(tmp_path: Path) -> None:
-    alone = loop(False, tmp_path)
-    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
-    (result,) = run_job(lambda: loop(True, tmp_path, **wanted), ()).results.values()
-    for name, value in alone["weights"].items():
-        torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
-    assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
-
-
-def test_what_accelerate_cannot_keep_is_refused() -> None:
-    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        Accelerator(gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="max_batch_size"):
-        Accelerator(gradient_accumulation=True)
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    with pytest.raises(ValueError, match="together with its optimizer"):
-        accelerator.prepare(model)
-    with pytest.raises(ValueError, match="together with its model"):
-        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(NotImplementedError, match="shuffle=False"):
-        accelerator.split_between_processes([1, 2])
-    with pytest.raises(ValueError, match="reduction must be"):
-        accelerator.reduce(torch.ones(1), "max")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.huggingface.prepared import PreparedLoader, PreparedModel
 from elastic_ray.integrations.overridden import check_overridden
-from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.loop.api import current_session, get_context, session_of_new_model
+from elastic_ray.session.registry import HookPoint
 
 check_overridden(
     "accelerate",
@@ -35,8 +37,8 @@ _POSITION_FILE = "elastic_ray_position.json"
 class Accelerator(accelerate.Accelerator):
     """``accelerate.Accelerator`` within a train function; epochs come from ``elastic_ray.remaining_epochs_until(n)``.
 
-    ``prepare`` takes each model together with its optimizer and the schedulers of that. The ``batch_size`` of a loader
-    is that of all workers together, whose number changes. ``gather``, ``gather_for_metrics``, ``reduce`` and the others
+    ``prepare`` takes models, optimizers and schedulers in one call or in several. The ``batch_size`` of a loader is
+    that of all workers together, whose number changes. ``gather``, ``gather_for_metrics``, ``reduce`` and the others
     go through elastic-ray's collectives: tensors and plain values, never pickled.
 
     Args:
@@ -52,6 +54,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     flag_tensor: Any
+    _models: list[Any]
 
     def __init__(
         self,
@@ -116,33 +119,84 @@ class Accelerator(accelerate.Accelerator):
         return self.local_process_index == 0
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """The same objects for an elastic job, in the same order.
+        """The same objects for an elastic job, in the same order; models, optimizers and schedulers in one call or
+        several.
 
         Raises:
-            ValueError: a model without its optimizer, or an optimizer without its model.
+            ValueError: two optimizers of one model; when training begins, an optimizer whose model was not prepared.
         """
-        models = [each for each in args if isinstance(each, torch.nn.Module)]
-        optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
-        schedulers = [each for each in args if _is_scheduler(each)]
-        ready: dict[int, Any] = {}
-        for model in models:
-            optimizer = _optimizer_of(model, optimizers)
-            followers = [each for each in schedulers if getattr(each, "optimizer", None) is optimizer]
-            prepared = self.prepare_model(model)
-            ready[id(model)] = er.AdaptiveDataParallel(
-                prepared, optimizer, lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
-            )
-            ready[id(optimizer)] = self.prepare_optimizer(optimizer)
-        for optimizer in optimizers:
-            if id(optimizer) not in ready:
-                raise ValueError("prepare() takes an optimizer together with its model: prepare(model, optimizer, ...)")
-        for scheduler in schedulers:
-            ready[id(scheduler)] = self.prepare_scheduler(scheduler)
-        for each in args:
-            if isinstance(each, (DataLoader, er.AdaptiveDataLoader)):
-                ready[id(each)] = self.prepare_data_loader(each)
-        result = tuple(ready.get(id(each), each) for each in args)
+        places = device_placement if device_placement is not None else [None] * len(args)
+        if len(places) != len(args):
+            raise ValueError(f"device_placement must have one entry for each of {len(args)} objects, not {len(places)}")
+        result = tuple(self._prepare_one(*pair) for pair in zip(args, places, strict=True))
         return result if len(result) > 1 else result[0]
+
+    def _prepare_one(self, each: Any, device_placement: bool | None) -> Any:
+        if isinstance(each, torch.nn.Module):
+            return self.prepare_model(each, device_placement)
+        if isinstance(each, (DataLoader, er.AdaptiveDataLoader)):
+            return self.prepare_data_loader(each)
+        if isinstance(each, torch.optim.Optimizer):
+            prepared = self.prepare_optimizer(each, device_placement)
+        elif _is_scheduler(each):
+            prepared = self.prepare_scheduler(each)
+        else:
+            return each
+        prepared._is_accelerate_prepared = True  # what asks for it is accelerate
+        return prepared
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """A model that is wrapped with its optimizer when training begins; with ``evaluation_mode``, it never is."""
+        known = [each for each in self._models if each is model or _plain(each) is model]
+        if known:
+            return known[0]
+        prepared = super().prepare_model(model, device_placement, evaluation_mode)
+        if evaluation_mode:
+            return prepared
+        self._models[-1] = PreparedModel(prepared, self._wrap)
+        return self._models[-1]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """An optimizer whose model is prepared, too, before training begins."""
+        if not getattr(optimizer, "_is_accelerate_prepared", False):
+            own = weakref.ref(self)
+
+            def wrap() -> None:
+                accelerator = own()
+                if accelerator is not None:
+                    accelerator._wrap_models()
+
+            session_of_new_model().registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, wrap)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _wrap_models(self) -> None:
+        """Wrap the models whose optimizers were prepared; raises ValueError for an optimizer whose model was not."""
+        models = [each for each in self._models if isinstance(each, PreparedModel)]
+        for optimizer in self._optimizers:
+            own = [each for each in models if _steps(optimizer, each.module)]
+            if not own:
+                raise ValueError(
+                    f"a {type(optimizer.optimizer).__name__} was prepared, but the model whose parameters it steps was "
+                    "not, so that each worker would train one of its own: "
+                    "model, optimizer = accelerator.prepare(model, optimizer)"
+                )
+            own[0].wrap()
+
+    def _wrap(self, module: torch.nn.Module) -> er.AdaptiveDataParallel | None:
+        """A prepared model with its optimizer and the schedulers of that; None without an optimizer."""
+        optimizers = [each.optimizer for each in self._optimizers if _steps(each.optimizer, module)]
+        if not optimizers:
+            return None
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"{len(optimizers)} optimizers were prepared for one {type(module).__name__}, but elastic-ray wraps "
+                "each model with one: give it all parameters, in groups"
+            )
+        schedulers = [each.scheduler for each in self._schedulers]
+        followers = [each for each in schedulers if getattr(each, "optimizer", None) is optimizers[0]]
+        return er.AdaptiveDataParallel(
+            module, optimizers[0], lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
+        )
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> PreparedLoader:
         """A loader whose batches all workers share."""
@@ -150,7 +204,8 @@ class Accelerator(accelerate.Accelerator):
         if self._autoscale is not None:
             loader.autoscale_batch_size(**self._autoscale)
             self._autoscale = None
-        return PreparedLoader(loader, self.device, self._begin_micro_step)
+        self._dataloaders.append(PreparedLoader(loader, self, self._begin_micro_step))
+        return self._dataloaders[-1]
 
     def _begin_micro_step(self, *, goes_on: bool) -> None:
         """A micro-batch is handed out; ``goes_on``: of a step whose gradients so far are kept already."""
@@ -245,17 +300,42 @@ class Accelerator(accelerate.Accelerator):
         """On rank 0, with the place in the data."""
         if not self.is_main_process:
             return output_dir
-        folder = super().save_state(output_dir, *args, **kwargs)
+        with self._plain_models():
+            folder = super().save_state(output_dir, *args, **kwargs)
         place = current_session().resume_point().to_json()
         (Path(folder) / _POSITION_FILE).write_text(json.dumps(place))
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Before the first epoch, on every worker; the job begins where the state was saved."""
-        super().load_state(input_dir, *args, **kwargs)
-        place = Path(input_dir or "") / _POSITION_FILE
-        if place.exists():
+        """On every worker. Before the first epoch the job begins where the state was saved; later it goes on where it
+        is in the data, with the model and the optimizer of the state, as accelerate does."""
+        found: list[str] = []
+        hook = self.register_load_state_pre_hook(lambda models, folder: found.append(folder))
+        try:
+            with self._plain_models():
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        place = Path(found[0]) / _POSITION_FILE
+        if place.exists() and not current_session().synced:
             er.AdaptiveDataLoader.load_state_dict(_Anywhere(), json.loads(place.read_text()))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
+        raise NotImplementedError(
+            "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
+            "epoch goes on behind the last sample that was used, without it"
+        )
+
+    @contextlib.contextmanager
+    def _plain_models(self) -> Iterator[None]:
+        """States are those of the plain models, so that accelerate's own Accelerator takes them."""
+        prepared = self._models
+        self._models = [_plain(each) for each in prepared]
+        try:
+            yield
+        finally:
+            self._models = prepared
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: shares change with the group."""
@@ -263,35 +343,6 @@ class Accelerator(accelerate.Accelerator):
             "split_between_processes() is not there under elastic-ray, for the number of processes changes: prepare a "
             "DataLoader with shuffle=False, whose samples all workers share"
         )
-
-
-class PreparedLoader:
-    """An ``AdaptiveDataLoader`` whose batches come on the worker's device.
-
-    Args:
-        loader: gives the batches; whatever it has is to be had here.
-        device: the worker's.
-        begin: is called with each batch, ``goes_on=True`` within a step.
-    """
-
-    def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device, begin: Callable[..., None]) -> None:
-        self.loader = loader
-        self._device = device
-        self._begin = begin
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            step = current_session().passes.step
-            self._begin(goes_on=step is not None and step.micro > 0)
-            yield send_to_device(batch, self._device)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 class _Anywhere(er.AdaptiveDataLoader):
@@ -302,7 +353,7 @@ class _Anywhere(er.AdaptiveDataLoader):
 
 
 def _plain(model: Any) -> Any:
-    return model.module if isinstance(model, er.AdaptiveDataParallel) else model
+    return model.module if isinstance(model, (PreparedModel, er.AdaptiveDataParallel)) else model
 
 
 def _is_scheduler(each: Any) -> bool:
@@ -310,16 +361,10 @@ def _is_scheduler(each: Any) -> bool:
     return isinstance(each, (torch.optim.lr_scheduler.LRScheduler, plateau))
 
 
-def _optimizer_of(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """The one that steps the model; raises ValueError."""
-    own = {id(p) for p in model.parameters()}
-    for optimizer in optimizers:
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            return optimizer
-    raise ValueError(
-        f"prepare() takes a model together with its optimizer, but there is none for this {type(model).__name__}; a "
-        "model that is only evaluated needs no prepare(), model.to(accelerator.device) is enough"
-    )
+def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
+    """Whether it steps parameters of the model."""
+    own = {id(p) for p in module.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _all_tensors(tree: Any) -> bool:

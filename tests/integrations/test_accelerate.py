@@ -1,0 +1,257 @@
+"""accelerate's Accelerator as an elastic job: the same training as in one process."""
+
+from __future__ import annotations
+
+import collections
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Change, Kill, run_job
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.utils import ProjectConfiguration  # noqa: E402
+
+from elastic_ray.integrations.huggingface import Accelerator  # noqa: E402
+
+SAMPLES, BATCH, EPOCHS = 48, 8, 3
+STEPS = SAMPLES // BATCH
+GROWS = (Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2)))
+LOSES = (Kill(2, 2, "backward"), Kill(STEPS, 3, "edge"))
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are threads here, and what accelerate keeps for a process must outlive each of their trainers."""
+    for name in ("AcceleratorState", "PartialState"):
+        monkeypatch.setattr(
+            getattr(accelerate.state, name), "_reset_state", staticmethod(lambda *args, **options: None)
+        )
+
+
+def numbers() -> TensorDataset:
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
+
+
+def pair() -> tuple[Any, Any]:
+    """Model and optimizer."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer
+
+
+def parts() -> tuple[Any, Any, Any]:
+    """Model, optimizer, scheduler."""
+    model, optimizer = pair()
+    return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS * EPOCHS)
+
+
+def loop(elastic: bool, folder: Path, used: Any = None, order: str = "", **options: Any) -> dict[str, Any]:
+    """A loop of Accelerate's documentation style; with ``order``, what it names is prepared call by call."""
+    kind = Accelerator if elastic else accelerate.Accelerator
+    accelerator = kind(cpu=True, **options)
+    model, optimizer, scheduler = parts()
+    loader: Any = DataLoader(numbers(), BATCH)
+    check: Any = DataLoader(numbers(), 16)
+    if order:
+        named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "check": check}
+        for name in order.split():
+            named[name] = accelerator.prepare(named[name])
+        model, optimizer, scheduler, loader, check = named.values()
+    else:
+        model, optimizer, loader, check, scheduler = accelerator.prepare(model, optimizer, loader, check, scheduler)
+    seen = []
+    for epoch in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
+        for x, y, index in loader:
+            with accelerator.accumulate(model):
+                loss = (model(x) - y).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if used is not None:
+                used.update((epoch, each) for each in index.tolist())
+        with torch.no_grad():
+            found = [accelerator.gather_for_metrics(index) for _, _, index in check]
+        seen.append(sorted(torch.cat(found).tolist()))
+        accelerator.wait_for_everyone()
+    accelerator.save(accelerator.get_state_dict(model), folder / "model.pt")
+    total = accelerator.reduce(torch.tensor(1.0))
+    plain = accelerator.unwrap_model(model)
+    return {
+        "weights": {name: p.detach().clone() for name, p in plain.named_parameters()},
+        "lr": scheduler.get_last_lr()[0],
+        "seen": seen,
+        "total": float(total),
+        "main": accelerator.is_main_process,
+    }
+
+
+@pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
+def test_a_loop_of_accelerate(script: Any, first: Any, tmp_path: Path) -> None:
+    alone = loop(False, tmp_path)
+    used: collections.Counter[tuple[int, int]] = collections.Counter()
+    outcome = run_job(lambda: loop(True, tmp_path, used), script, first=first)
+    for result in outcome.results.values():
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+        assert result["total"] == len(outcome.groups[-1])
+    assert [sorted(set(each)) for each in outcome.results[1]["seen"]] == [list(range(SAMPLES))] * EPOCHS
+    if script != LOSES:
+        assert outcome.results[1]["seen"] == [list(range(SAMPLES))] * EPOCHS
+        assert set(used.values()) == {1} and len(used) == SAMPLES * EPOCHS
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert set(saved) == set(alone["weights"])
+
+
+def test_accelerate_accumulates_by_our_micro_batches(tmp_path: Path) -> None:
+    alone = loop(False, tmp_path)
+    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
+    (result,) = run_job(lambda: loop(True, tmp_path, **wanted), ()).results.values()
+    for name, value in alone["weights"].items():
+        torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+    assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+
+
+def test_what_accelerate_cannot_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
+        Accelerator(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="max_batch_size"):
+        Accelerator(gradient_accumulation=True)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(NotImplementedError, match="behind the last sample"):
+        accelerator.skip_first_batches(DataLoader(numbers(), BATCH), 2)
+    with pytest.raises(NotImplementedError, match="shuffle=False"):
+        accelerator.split_between_processes([1, 2])
+    with pytest.raises(ValueError, match="reduction must be"):
+        accelerator.reduce(torch.ones(1), "max")
+
+
+@pytest.mark.parametrize("order", ["loader model optimizer scheduler check", "scheduler check optimizer loader model"])
+def test_what_belongs_together_is_prepared_in_several_calls(order: str, tmp_path: Path) -> None:
+    alone = loop(False, tmp_path)
+    outcome = run_job(lambda: loop(True, tmp_path, order=order), GROWS, first=(1,))
+    for result in outcome.results.values():
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+
+
+def test_an_optimizer_without_its_model_is_refused_when_training_begins() -> None:
+    def train() -> None:
+        accelerator = Accelerator(cpu=True)
+        _model, optimizer = pair()
+        optimizer, _ = accelerator.prepare(optimizer, DataLoader(numbers(), BATCH))
+        next(iter(er.remaining_epochs_until(1)))
+
+    with pytest.raises(ValueError, match="SGD was prepared, but the model"):
+        run_job(train, ())
+
+
+def test_a_model_has_one_optimizer() -> None:
+    def train() -> None:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = pair()
+        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(model, optimizer, second)
+        next(iter(er.remaining_epochs_until(1)))
+
+    with pytest.raises(ValueError, match="2 optimizers were prepared for one Sequential"):
+        run_job(train, ())
+
+
+def test_a_prepared_model_has_the_attributes_of_the_model_and_those_of_its_wrapper() -> None:
+    def train() -> None:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = pair()
+        model.config = {"hidden": 6}
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        assert prepared.config is model.config and accelerator.unwrap_model(prepared) is model
+        assert accelerator.prepare(prepared) is accelerator.prepare(model) is prepared
+        with pytest.raises(AttributeError, match="nothing_such"):
+            prepared.nothing_such  # noqa: B018
+        for _ in er.remaining_epochs_until(1):
+            for x, y, _ in loader:
+                assert accelerator.gradient_state.active_dataloader is loader
+                accelerator.backward((prepared(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        assert accelerator.gradient_state.active_dataloader is None
+        assert prepared.gain(2.0) >= 1.0
+        evaluated = torch.nn.Linear(4, 1)
+        assert accelerator.prepare(evaluated)(torch.ones(2, 4)).shape == (2, 1)
+
+    run_job(train, ())
+
+
+def test_a_saved_state_goes_on_at_its_place_and_fits_accelerate_s_own(tmp_path: Path) -> None:
+    """Under automatic names ``load_state`` is given no folder."""
+    config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    seen: list[tuple[int, int]] = []
+
+    def train(*, resumed: bool) -> tuple[dict[str, torch.Tensor], list[int]]:
+        accelerator = Accelerator(cpu=True, project_config=config)
+        model, optimizer, scheduler = parts()
+        loader: Any = DataLoader(numbers(), BATCH)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        if resumed:
+            accelerator.load_state()
+        used = []
+        for epoch in er.remaining_epochs_until(2):
+            for batch, (x, y, index) in enumerate(loader):
+                used += [epoch * SAMPLES + each for each in index.tolist()]
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if (epoch, batch) == (1, 2) and not resumed:
+                    accelerator.save_state()
+        return {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}, used
+
+    ((whole, used),) = run_job(lambda: train(resumed=False), ()).results.values()
+    for weights, rest in run_job(lambda: train(resumed=True), (), first=(1, 2)).results.values():
+        for name, value in whole.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+        seen += rest
+    assert sorted(seen) == used[SAMPLES + 3 * BATCH :]
+
+    theirs = accelerate.Accelerator(cpu=True)
+    model, optimizer, scheduler = parts()
+    model, optimizer, scheduler = theirs.prepare(model, optimizer, scheduler)
+    theirs.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
+    assert scheduler.scheduler.last_epoch == STEPS + 3
+
+
+def test_a_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path) -> None:
+    def train() -> int:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = pair()
+        loader: Any = DataLoader(numbers(), BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        folder = accelerator.save_state(str(tmp_path / "state"))
+        first, steps = {name: p.detach().clone() for name, p in model.named_parameters()}, 0
+        for _ in er.remaining_epochs_until(2):
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+            accelerator.load_state(folder)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.detach(), first[name], rtol=0, atol=0)
+        return steps
+
+    assert list(run_job(train, ()).results.values()) == [2 * STEPS]
