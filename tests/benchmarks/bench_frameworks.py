@@ -1,4 +1,4 @@
-"""Step time of Lightning and transformers under elastic-ray, against their own DDP, two ranks on gloo.
+"""Step time of Lightning, transformers and a bare loop under elastic-ray, against their own DDP, two ranks on gloo.
 
 Each side runs under ``torchrun`` in turns, on the same model, data and global batch, one thread a rank; the medians of
 the turns' median steps are compared. Bar: at most 1.05 x the step of the framework's own DDP.
@@ -15,21 +15,21 @@ from typing import Any
 from common import HERE, arguments, bar, finish, median
 
 SIDES = ("theirs", "ours")
-FRAMEWORKS = ("lightning", "huggingface")
+FRAMEWORKS = ("bare", "lightning", "huggingface")
 
 
 def measure(framework: str, side: str, steps: int) -> dict[str, Any]:
     """One turn of one side."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     answer = subprocess.run(
         [*command, str(HERE / "framework_steps.py"), framework, side, str(steps)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=180,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    lines = [line for line in answer.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in answer.stdout.splitlines() if line.startswith('{"')]
     assert answer.returncode == 0 and lines, answer.stdout + answer.stderr
     row: dict[str, Any] = json.loads(lines[-1])
     return row

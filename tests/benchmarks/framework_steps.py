@@ -37,19 +37,58 @@ class Times:
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
+def layers() -> torch.nn.Sequential:
+    """The network of the loops that are not a language model's."""
+    sizes = [256, 1024, 1024, 1024, 10]
+    return torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(sizes))
+    )
+
+
+def samples(steps: int) -> Any:
+    """As many as two ranks take in so many steps."""
+    count = 2 * LOCAL_BATCH * steps
+    return torch.utils.data.TensorDataset(torch.randn(count, 256), torch.randint(0, 10, (count,)))
+
+
+def bare_steps(ours: bool, steps: int) -> float:
+    """Seconds a step of a plain loop: what is left to an integration is what it adds to this."""
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    import elastic_ray as er
+
+    times, data, model = Times(), samples(steps), layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped: torch.nn.Module
+    epochs: Any
+    loader: Any
+    if ours:
+        wrapped, epochs = er.AdaptiveDataParallel(model, optimizer), er.remaining_epochs_until(1)
+        loader = er.AdaptiveDataLoader(data, batch_size=2 * LOCAL_BATCH, shuffle=True)
+    else:
+        torch.distributed.init_process_group("gloo")
+        wrapped, epochs = torch.nn.parallel.DistributedDataParallel(model), range(1)
+        loader = DataLoader(data, batch_size=LOCAL_BATCH, sampler=DistributedSampler(data))
+    for _ in epochs:
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+            times.step()
+    return times.median_s
+
+
 def lightning_steps(ours: bool, steps: int) -> float:
     """Seconds a step of a LightningModule."""
     import lightning
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
 
     times = Times()
 
     class Net(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            sizes = [256, 1024, 1024, 1024, 10]
-            layers = [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU()) for a, b in itertools.pairwise(sizes)]
-            self.net = torch.nn.Sequential(*layers)
+            self.net = layers()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -63,7 +102,6 @@ def lightning_steps(ours: bool, steps: int) -> float:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     batch = 2 * LOCAL_BATCH if ours else LOCAL_BATCH
-    data = TensorDataset(torch.randn(2 * LOCAL_BATCH * steps, 256), torch.randint(0, 10, (2 * LOCAL_BATCH * steps,)))
     strategy: Any
     if ours:
         from elastic_ray.integrations.lightning import ElasticRayStrategy
@@ -84,18 +122,19 @@ def lightning_steps(ours: bool, steps: int) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Net(), DataLoader(data, batch_size=batch))
+    trainer.fit(Net(), DataLoader(samples(steps), batch_size=batch))
     return times.median_s
 
 
 def huggingface_steps(ours: bool, steps: int) -> float:
     """Seconds a step of a small GPT."""
+    hidden: dict[str, str] = {}
     if ours:  # elastic-ray takes its group from torchrun's variables, which transformers must not see
         import elastic_ray as er
 
-        er.get_context()
+        assert er.get_context().get_world_size() == 2
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
+            hidden[name] = os.environ.pop(name)
     import transformers
 
     from elastic_ray.integrations.huggingface import Trainer
@@ -124,7 +163,9 @@ def huggingface_steps(ours: bool, steps: int) -> float:
     rows = [{"input_ids": row, "labels": row} for row in ids]
     kind = Trainer if ours else transformers.Trainer
     model = transformers.GPT2LMHeadModel(config)
-    kind(model=model, args=arguments, train_dataset=rows, callbacks=[Watch()]).train()
+    trainer = kind(model=model, args=arguments, train_dataset=rows, callbacks=[Watch()])
+    os.environ.update(hidden)
+    trainer.train()
     return times.median_s
 
 
@@ -133,10 +174,13 @@ def main(framework: str, side: str, steps: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
-    measure = {"lightning": lightning_steps, "huggingface": huggingface_steps}[framework]
+    measure = {"bare": bare_steps, "lightning": lightning_steps, "huggingface": huggingface_steps}[framework]
     seconds = measure(side == "ours", steps)
     if rank == 0:
         print(json.dumps({"framework": framework, "side": side, "step_s": seconds}), flush=True)
+    if torch.distributed.is_initialized():  # else gloo may abort at exit
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
