@@ -273,7 +273,8 @@ class ElasticTrainerMixin(_Theirs):
         self.initial_steps += session.ledger.initial_steps
         theirs = self.state
         theirs.global_step += 1
-        theirs.epoch = epoch + (step.loader_pass.position + step.count) / max(step.total, 1)
+        of_epoch = step.total - (step.total % loader.current_batch_size if loader.drop_last else 0)
+        theirs.epoch = epoch + (step.loader_pass.position + step.count) / max(of_epoch, 1)
         if loader.on_last_batch:
             theirs.epoch = float(epoch + 1)
         if self.initial_steps >= theirs.max_steps:

@@ -173,7 +173,12 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             theirs.is_last_batch = True
             self._end_of_data()
             return
-        super().advance(data_fetcher)
+        try:
+            super().advance(data_fetcher)
+        except StopIteration:  # on_train_batch_start() has ended the epoch
+            data_fetcher.leave()
+            self._end_of_data()
+            raise
         while data_fetcher.done and not data_fetcher.at_limit:
             if data_fetcher.exhausted:
                 self._end_of_data()
