@@ -204,15 +204,8 @@ class Accelerator(accelerate.Accelerator):
         if self._autoscale is not None:
             loader.autoscale_batch_size(**self._autoscale)
             self._autoscale = None
-        self._dataloaders.append(PreparedLoader(loader, self, self._begin_micro_step))
+        self._dataloaders.append(PreparedLoader(loader, self, self._optimizers))
         return self._dataloaders[-1]
-
-    def _begin_micro_step(self, *, goes_on: bool) -> None:
-        """A micro-batch is handed out; ``goes_on``: of a step whose gradients so far are kept already."""
-        self.gradient_state._set_sync_gradients(not current_session().ledger.accumulating)
-        if goes_on:
-            for each in self._optimizers:
-                each.optimizer.zero_grad()
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all workers, one behind the other; their first sizes may differ."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import send_to_device
 
 import elastic_ray as er
@@ -68,32 +69,43 @@ class PreparedLoader:
 
     Args:
         loader: gives the batches; whatever it has is to be had here.
-        accelerator: is told which loader gives batches.
-        begin: is called with each batch, ``goes_on=True`` within a step.
+        accelerator: whose device and gradient state are used; it is not kept.
+        optimizers: the prepared ones.
     """
 
     _is_accelerate_prepared = True
     remainder = -1  # accelerate's word for: no sample is there twice
 
     def __init__(
-        self, loader: er.AdaptiveDataLoader, accelerator: accelerate.Accelerator, begin: Callable[..., None]
+        self,
+        loader: er.AdaptiveDataLoader,
+        accelerator: accelerate.Accelerator,
+        optimizers: list[AcceleratedOptimizer],
     ) -> None:
         self.loader = loader
         self.end_of_dataloader = False
-        self._device, self._gradient_state = accelerator.device, accelerator.gradient_state
-        self._begin = begin
+        self.device, self.gradient_state = accelerator.device, accelerator.gradient_state
+        self._optimizers = optimizers
 
     def __iter__(self) -> Iterator[Any]:
-        self._gradient_state._add_dataloader(self)
+        self.gradient_state._add_dataloader(self)
         try:
             for batch in self.loader:
-                step = current_session().passes.step
-                self.end_of_dataloader = self.loader.on_last_batch
-                self._begin(goes_on=step is not None and step.micro > 0)
-                yield send_to_device(batch, self._device)
+                self._begin_micro_step()
+                yield send_to_device(batch, self.device)
         finally:
-            self._gradient_state._remove_dataloader(self)
+            self.gradient_state._remove_dataloader(self)
             self.end_of_dataloader = False
+
+    def _begin_micro_step(self) -> None:
+        """A micro-batch is handed out; the gradients of those before it in the same step are kept already."""
+        session = current_session()
+        step = session.passes.step
+        self.end_of_dataloader = self.loader.on_last_batch
+        self.gradient_state._set_sync_gradients(not session.ledger.accumulating)
+        if step is not None and step.micro > 0:
+            for each in self._optimizers:
+                each.optimizer.zero_grad()
 
     def __len__(self) -> int:
         return len(self.loader)
