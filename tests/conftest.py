@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,14 @@ def ray_cluster(shared_cluster: LocalCluster) -> Iterator[LocalCluster]:
     shared_cluster.clear()
     shared_cluster.remove_added_nodes()
     assert not leaks, f"left {SETTLE_S:g} s after the test:\n" + "\n".join(leaks)
+
+
+@pytest.fixture(autouse=True)
+def own_run() -> Iterator[None]:
+    """No test goes on in the run of this process that another one has left."""
+    yield
+    if "elastic_ray.session.current" in sys.modules:
+        sys.modules["elastic_ray.session.current"].set_worker_session(None)
 
 
 @functools.lru_cache

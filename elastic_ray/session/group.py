@@ -32,10 +32,12 @@ class Group:
         worker: id of this worker.
         membership: knows the generation.
         expected: where this worker will stand in the first one, as far as that is known.
-        most_workers: that there may ever be, as far as that is known.
+        most_workers: that there may ever be; None in a group of fixed size.
     """
 
-    def __init__(self, worker: str, membership: CurrentGeneration, expected: RankInfo, most_workers: int = 1) -> None:
+    def __init__(
+        self, worker: str, membership: CurrentGeneration, expected: RankInfo, most_workers: int | None = None
+    ) -> None:
         self._worker = worker
         self._membership = membership
         self._expected = expected
@@ -65,8 +67,8 @@ class Group:
 
     @property
     def most_workers(self) -> int:
-        """Number of ranks that the group may ever have, as far as that is known."""
-        return max(self._most_workers, self.rank_info.world_size)
+        """Number of ranks that the group may ever have: the same on all of them, also before they join."""
+        return self.rank_info.world_size if self._most_workers is None else self._most_workers
 
     @property
     def rank_info(self) -> RankInfo:

@@ -108,7 +108,7 @@ class Session:
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
         self._parts = make_run_state(
-            Group(worker, membership, expected or RankInfo(), sizes[1] if sizes is not None else 1),
+            Group(worker, membership, expected or RankInfo(), sizes[1] if sizes is not None else None),
             membership,
             progress or RunProgress(),
             self._replicas,

@@ -27,7 +27,8 @@ class ExpectedRanks:
             target: size that the job is heading for.
         """
         self._told = {each: rank for each, rank in self._told.items() if each in nodes and each != worker}
-        first = spec.world_size if spec is not None else 0
+        # Members that have died are not members of the generation that the worker will join.
+        first = max(1, sum(_is_member(each, spec) for each in nodes)) if spec is not None else 0
         taken = set(self._told.values())
         rank = next(number for number in range(first, first + len(nodes) + len(taken) + 1) if number not in taken)
         self._told[worker] = rank

@@ -241,6 +241,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
     "asks for all": {},
     "warms up": {"warmup_steps": 5, "lr_scheduler_type": "cosine"},
     "clips": {"max_grad_norm": 0.1},
+    "a shorter last batch": {"per_device_train_batch_size": 6, "logging_steps": 3},
     "drops the last": {"dataloader_drop_last": True, "per_device_train_batch_size": 3},
     "stops when it gets no better": {
         "eval_strategy": "epoch",

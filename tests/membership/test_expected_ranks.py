@@ -40,6 +40,15 @@ def test_a_joiner_never_sees_rank_0() -> None:
     assert (joiner.rank, joiner.world_size, joiner.local_rank, joiner.local_world_size) == (1, 2, 1, 2)
 
 
+def test_the_worker_that_replaces_a_dead_member_is_told_the_size_that_the_group_will_have() -> None:
+    """A loader divides its batch by it: three where there are two gives other batches than the other worker's."""
+    spec = GenerationSpec(generation=4, members=(Member(worker="w1", node="a"), Member(worker="w2", node="a")))
+    place = ExpectedRanks().of("w3", {"w2": "a", "w3": "a"}, spec, 2)
+    assert (place.rank, place.world_size) == (1, 2)
+    nobody = ExpectedRanks().of("w3", {"w3": "a"}, spec, 1)
+    assert nobody.rank == 1  # both members are dead, and yet it joins what they began
+
+
 def test_a_worker_that_starts_over_keeps_what_it_was_told() -> None:
     ranks, living = ExpectedRanks(), {"w1": "a", "w2": "a"}
     assert started(ranks, "w1", "w2", "w1", living=living) == [0, 1, 0]

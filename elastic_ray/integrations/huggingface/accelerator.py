@@ -132,18 +132,19 @@ class Accelerator(accelerate.Accelerator):
         return result if len(result) > 1 else result[0]
 
     def _prepare_one(self, each: Any, device_placement: bool | None) -> Any:
+        """What ``prepare`` makes of one object: itself, if it is none of a training's parts."""
         if isinstance(each, torch.nn.Module):
             return self.prepare_model(each, device_placement)
         if isinstance(each, (DataLoader, er.AdaptiveDataLoader)):
             return self.prepare_data_loader(each)
         if isinstance(each, torch.optim.Optimizer):
-            prepared = self.prepare_optimizer(each, device_placement)
+            theirs = self.prepare_optimizer(each, device_placement)
         elif _is_scheduler(each):
-            prepared = self.prepare_scheduler(each)
+            theirs = self.prepare_scheduler(each)
         else:
             return each
-        prepared._is_accelerate_prepared = True  # what asks for it is accelerate
-        return prepared
+        theirs._is_accelerate_prepared = True  # what asks for it is accelerate
+        return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """A model that is wrapped with its optimizer when training begins; with ``evaluation_mode``, it never is."""

@@ -273,8 +273,9 @@ class ElasticTrainerMixin(_Theirs):
         self.initial_steps += session.ledger.initial_steps
         theirs = self.state
         theirs.global_step += 1
-        of_epoch = step.total - (step.total % loader.current_batch_size if loader.drop_last else 0)
-        theirs.epoch = epoch + (step.loader_pass.position + step.count) / max(of_epoch, 1)
+        size, used = loader.current_batch_size, step.loader_pass.position + step.count
+        batches = step.total // size if loader.drop_last else -(-step.total // size)
+        theirs.epoch = epoch + -(-used // size) / max(batches, 1)  # theirs counts batches, the last as much as any
         if loader.on_last_batch:
             theirs.epoch = float(epoch + 1)
         if self.initial_steps >= theirs.max_steps:
