@@ -177,7 +177,8 @@ class ElasticTrainer:
             from elastic_ray.integrations.ray_data_coordinator import start_coordinator
 
             most = {name: amount * spec.max_workers for name, amount in spec.bundle.items()}
-            start_coordinator(spec.datasets, pack_datasets(self._datasets, spec.job, most), controller)
+            packed = pack_datasets(self._datasets, spec.job, most)
+            start_coordinator(spec.datasets, packed, controller, spec.runtime_env)
         return JobHandle(controller, spec)
 
     def fit(self) -> Result:

@@ -17,7 +17,7 @@ from elastic_ray.data.sharding import can_switch
 from elastic_ray.integrations.ray_data_columns import cut, to_batch
 from elastic_ray.integrations.ray_data_coordinator import RowsFound, RowsWanted
 from elastic_ray.integrations.row_window import Reader, Span
-from elastic_ray.loop.api import get_context
+from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.worker.actor_controller_client import insist
 
 _STEPS_AHEAD = 3  # places of rows are known for so many steps
@@ -43,7 +43,7 @@ class RayDataBatches:
         self._dataset, self._coordinator, self._collate = dataset, coordinator, collate
         self._known_rows = known_rows
         self._client = secrets.token_hex(8)
-        self._epoch = -1
+        self._epoch, self._last_epoch = -1, True
         self._rank, self._world_size, self._generation = 0, 1, 0
         self._forget(0)
 
@@ -58,6 +58,7 @@ class RayDataBatches:
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """Go to ``position`` of the epoch, in a group that may be another one."""
         self._generation = get_context().get_generation()
+        self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
         if new_pass or epoch != self._epoch or position < self._position:
             self._forget(position)
@@ -123,6 +124,7 @@ class RayDataBatches:
                 first=self._end,
                 end=end,
                 ahead=ahead,
+                last_epoch=self._last_epoch,
                 reader=Reader(
                     client=self._client,
                     generation=self._generation,

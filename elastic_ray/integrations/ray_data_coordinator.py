@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -41,6 +42,7 @@ class RowsWanted:
         first: the first row that it does not know yet.
         end: rows up to this one are to be told of, the last not included, as far as there are so many.
         ahead: rows up to this one it will ask for soon.
+        last_epoch: whether no epoch is known to follow.
         reader: who asks, and where it stands.
     """
 
@@ -49,6 +51,7 @@ class RowsWanted:
     first: int
     end: int
     ahead: int
+    last_epoch: bool
     reader: Reader
 
 
@@ -60,9 +63,19 @@ class RowsFound:
     total: int | None
 
 
-def start_coordinator(name: str, packed: PackedDatasets, controller: Any) -> None:
-    """Make a job's coordinator; ``controller`` is the handle of the job's."""
-    create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1)
+def start_coordinator(
+    name: str, packed: PackedDatasets, controller: Any, runtime_env: Mapping[str, Any] | None
+) -> None:
+    """Make a job's coordinator.
+
+    Args:
+        name: of the actor.
+        packed: the datasets.
+        controller: handle of the job's controller.
+        runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
+    """
+    options = {"runtime_env": dict(runtime_env)} if runtime_env else {}
+    create_on_head(DatasetCoordinator, name, packed, controller, max_restarts=-1, **options)
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
@@ -90,7 +103,7 @@ class DatasetCoordinator:
         for name in _TALKATIVE:
             logging.getLogger(name).addFilter(_says_something)
         self._packed, self._controller = packed, controller
-        self._datasets = unpack(packed)
+        self._datasets, self._error = _unpacked(packed)
         self._streams: dict[str, list[RowStream]] = {name: [] for name in self._datasets}
         self._lengths: dict[str, int] = {}
         self._read: dict[str, RowStream] = {}
@@ -104,7 +117,10 @@ class DatasetCoordinator:
 
         Raises:
             KeyError: the job has no dataset of this name.
+            RuntimeError: the datasets could not be unpacked.
         """
+        if self._error:
+            raise RuntimeError(self._error)
         if dataset not in self._datasets:
             raise KeyError(f"no dataset named {dataset!r}; the job has {sorted(self._datasets)}")
         theirs = ray.cloudpickle.loads(self._datasets[dataset])
@@ -125,6 +141,8 @@ class DatasetCoordinator:
             _, silent = await asyncio.wait({news}, timeout=_SLOW_S)
             if silent:
                 logger.warning(await asyncio.to_thread(_slow, wanted.dataset))
+        if stream.total is not None and not wanted.last_epoch:
+            self._begin_next(wanted)
         spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
         return RowsFound(spans=spans, total=stream.total)
 
@@ -148,23 +166,34 @@ class DatasetCoordinator:
         if fitting:
             stream = max(fitting, key=lambda each: each.floor)
         else:
-            for each in [each for each in streams if each.generation < reader.generation]:
-                self._close(each)  # of a group that is gone: the job goes on from a checkpoint
+            for each in [each for each in streams if _is_stale(each, wanted)]:
+                self._close(each)
             slack = wanted.end - wanted.first  # another rank may stand a step behind
-            stream = RowStream(
-                self._datasets[wanted.dataset],
-                epoch=wanted.epoch,
-                seed=self._packed.seed,
-                left=self._packed.left,
-                floor=max(0, min(wanted.first, reader.position) - slack),
-                changed=lambda: self._loop.call_soon_threadsafe(self._tell),
-            )
-            streams.append(stream)
+            floor = max(0, min(wanted.first, reader.position) - slack)
+            stream = self._begin(wanted.dataset, wanted.epoch, floor)
         before = self._read.get(reader.client)
         self._read[reader.client] = stream
         if before is not None and before is not stream and before.leave(reader.client):
             self._close(before)
         return stream
+
+    def _begin(self, dataset: str, epoch: int, floor: int) -> RowStream:
+        """Start an execution."""
+        stream = RowStream(
+            self._datasets[dataset],
+            epoch=epoch,
+            seed=self._packed.seed,
+            left=self._packed.left,
+            floor=floor,
+            changed=lambda: self._loop.call_soon_threadsafe(self._tell),
+        )
+        self._streams[dataset].append(stream)
+        return stream
+
+    def _begin_next(self, wanted: RowsWanted) -> None:
+        """Start the next epoch's execution once this one's is through: its first rows are there when it begins."""
+        if all(each.epoch != wanted.epoch + 1 for each in self._streams[wanted.dataset]):
+            self._begin(wanted.dataset, wanted.epoch + 1, 0)
 
     def _close(self, stream: RowStream) -> None:
         stream.close()
@@ -196,6 +225,24 @@ class DatasetCoordinator:
             return True
         except (RayError, asyncio.TimeoutError):  # it may be on its way back
             return False
+
+
+def _is_stale(stream: RowStream, wanted: RowsWanted) -> bool:
+    """Whether nobody will read it: a group that is gone did, or it was begun for an epoch that had no use for it."""
+    if stream.generation < 0:
+        return stream.epoch < wanted.epoch
+    return stream.generation < wanted.reader.generation
+
+
+def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
+    """The datasets, and what is wrong with them, for those who ask: an actor that fails to start tells nobody why."""
+    try:
+        return unpack(packed), ""
+    except Exception as error:
+        return {}, (
+            f"the job's datasets could not be unpacked on the head node: {type(error).__name__}: {error}. Modules that "
+            "their functions come from must be there too: RunConfig(worker_runtime_env) takes them along"
+        )
 
 
 def _says_something(record: logging.LogRecord) -> bool:

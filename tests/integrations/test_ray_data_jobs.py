@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import ray.train
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from placement.ray_cluster.named_actors import actors_named
-from tests.integrations.rows import order, train, used_rows, write_files
+from tests.integrations.rows import NoteReads, order, train, used_rows, write_files
 from tests.job.jobs import kinds, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
@@ -69,18 +70,6 @@ def set_pause(folder: Path, pause_s: float) -> None:
     written = folder / "pause.new"
     written.write_text(str(pause_s))
     written.replace(folder / "trace" / "pause")
-
-
-class NoteReads:
-    """Writes down, in a file of each task, which rows Ray Data has read."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        with (Path(self.folder) / f"{os.getpid()}").open("a") as file:
-            file.write(" ".join(map(str, batch["id"])) + "\n")
-        return batch
 
 
 @pytest.mark.slow
@@ -173,3 +162,18 @@ def test_the_reader_ends_with_a_job_whose_driver_was_killed(ray_cluster: Any, tm
     while list(actors_named("data:")):
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def elsewhere(batch: dict[str, Any]) -> dict[str, Any]:
+    """Comes from a module that the head node does not have."""
+    return batch
+
+
+def test_functions_whose_module_is_not_there_are_named(ray_cluster: Any, tmp_path: Path) -> None:
+    made = types.ModuleType("module_of_the_driver_alone")
+    made.elsewhere, elsewhere.__module__ = elsewhere, made.__name__  # type: ignore[attr-defined]
+    sys.modules[made.__name__] = made
+    dataset = ray.data.read_parquet(write_files(tmp_path / "data")).map_batches(elsewhere)
+    words = r"No module named 'module_of_the_driver_alone'.*worker_runtime_env"
+    with pytest.raises(er.TrainFunctionError, match=words):
+        submit(tmp_path, dataset, workers=1).result(timeout=200)
