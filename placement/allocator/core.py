@@ -150,7 +150,7 @@ class AllocatorCore:
                 if self._knowledge is not None:
                     if event.view is not None:
                         self._knowledge.learn(event.view, now_s)
-                    self._knowledge.ended(event.job)
+                    self._knowledge.ended(event.job, now_s)
         elif isinstance(event, NodesChanged):
             self._obtainable = event.obtainable
             self._take_nodes(event.cluster)

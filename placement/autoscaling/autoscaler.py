@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from placement.autoscaling.fleet import Fleet, build
 from placement.autoscaling.launches import Launches, Lifetimes
-from placement.autoscaling.objectives.base import Demand, Objective, WantedSize, offers
+from placement.autoscaling.objectives.base import Account, Demand, Objective, WantedSize, offers
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
@@ -25,25 +25,30 @@ from placement.planning.plan import NO_CONSTRAINTS, make_plan
 from placement.planning.wishes import without_wish
 from placement.policies.shared.base import Policy
 
+_MOST_HOURS = 1.0
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerConfig:
-    """Times of the autoscaler [s].
+    """Times of the autoscaler [s, unless it says otherwise].
 
     Attributes:
         linger_s: a node that no job needs is kept for so long; a job may need it again.
         launch_timeout_s: time beyond a type's start-up time after which what was asked for is taken not to come, and
             another type (on-demand instead of spot) is asked for.
         retry_s: time after which such a type is asked again; doubled with each failure, eight times at most.
+        account_h: spending is averaged over so many hours, fading [h].
     """
 
     linger_s: float = 120.0
     launch_timeout_s: float = 120.0
     retry_s: float = 450.0
+    account_h: float = 24.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_number(field.name, getattr(self, field.name), least=0, unit="seconds")
+        for field in ("linger_s", "launch_timeout_s", "retry_s"):
+            check_number(field, getattr(self, field), least=0, unit="seconds")
+        check_number("account_h", self.account_h, above=0, finite=True, unit="hours")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +130,8 @@ class Autoscaler:
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
         self._bills: dict[str, _Bill] = {}
         self._forgotten: set[str] = set()
+        self._account = Account()
+        self._counted_s: float | None = None
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
@@ -158,6 +165,7 @@ class Autoscaler:
         self._lifetimes.watch(cluster, self._released, now_s)
         self._launches.watch(self._wanted, present, now_s)
         self._count_costs(views, cluster)
+        self._keep_account(len(views), cluster, now_s)
         lasts_h = {each.name: self._lifetimes.hours(each.name) for each in self._types}
         limited = self._limited(present, now_s)
         demand = self._demand(views, cluster, limited, lasts_h)
@@ -213,7 +221,16 @@ class Autoscaler:
             offers={view.job: offers(view, types, lasts_h, self._cache) for view in jobs},
             spent_usd=self.spent_usd,
             gpus={view.job: next((gpus[node] for node in view.allocation if node in gpus), None) for view in jobs},
+            account=self._account,
         )
+
+    def _keep_account(self, jobs: int, cluster: Cluster, now_s: float) -> None:
+        """Count what the nodes that are there have cost since the last look; a clock set ahead costs one hour."""
+        hours = 0.0 if self._counted_s is None else min(max(now_s - self._counted_s, 0.0) / 3600.0, _MOST_HOURS)
+        prices = {each.name: each.usd_per_h for each in self._types}
+        usd_per_h = sum(prices.get(type_of(node, self._types) or "", 0.0) for node in cluster.nodes)
+        self._account = self._account.after(hours, usd_per_h, jobs, self._config.account_h)
+        self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
         """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.

@@ -22,7 +22,9 @@ class Autoscaling:
     Attributes:
         node_types: on offer; :meth:`from_file` reads those of a cluster file.
         max_nodes: of all types together; None for no such limit.
-        objective: by name, or one: "cost_per_progress", "utility_band", "utility_cost", "throughput_efficiency".
+        objective: by name, or one: "budget", "cost_per_progress", "utility_band", "utility_cost",
+            "throughput_efficiency".
+        budget_usd_per_h: with "budget": what all nodes together may cost, on average over a day [USD/h].
         times: of the decision.
         interval_s: time between two looks [s].
     """
@@ -32,17 +34,23 @@ class Autoscaling:
     objective: str | Objective = "cost_per_progress"
     times: AutoscalerConfig = dataclasses.field(default_factory=AutoscalerConfig)
     interval_s: float = 2.0
+    budget_usd_per_h: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self.node_types)
-        make_objective(self.objective)
+        make_objective(self.objective, self.budget_usd_per_h)
         if self.max_nodes is not None and not self.max_nodes >= 1:
             raise ValueError(f"max_nodes must be None or 1 or more, but got {self.max_nodes}")
         check_number("interval_s", self.interval_s, above=0, unit="seconds")
 
     @classmethod
     def from_file(
-        cls, path: str | Path, *, prices: PriceTable | None = None, objective: str | Objective = "cost_per_progress"
+        cls,
+        path: str | Path,
+        *,
+        prices: PriceTable | None = None,
+        objective: str | Objective = "cost_per_progress",
+        budget_usd_per_h: float | None = None,
     ) -> Autoscaling:
         """For the cluster that a file of ``ray up`` or a KubeRay manifest describes.
 
@@ -50,12 +58,20 @@ class Autoscaling:
             path: the file.
             prices: by instance type; rounded defaults if None.
             objective: see above.
+            budget_usd_per_h: see above.
 
         Raises:
             InputError: the file has no worker type, or an instance type that the price table does not know.
         """
         file = read_cluster_file(path, prices)
-        return cls(node_types=file.types, max_nodes=file.max_nodes, objective=objective)
+        return cls(
+            node_types=file.types, max_nodes=file.max_nodes, objective=objective, budget_usd_per_h=budget_usd_per_h
+        )
+
+    @property
+    def chosen(self) -> Objective:
+        """The objective itself."""
+        return make_objective(self.objective, self.budget_usd_per_h)
 
     @property
     def obtainable(self) -> tuple[Node, ...]:

@@ -20,6 +20,8 @@ class Progress:
         epochs: how many epochs the user declared; None if training has no declared end.
         stride: how many epochs each of ``epoch_ends``, and each of ``epochs``, stands for; 1 before any has ended.
         usual_epoch: iterations that an epoch took other jobs of the same model, until the first one here has ended.
+        usual_ends: iterations after which earlier jobs of the same model ended.
+        usual_parts: parts of their declared length after which those of them that had one ended.
     """
 
     done: float
@@ -27,6 +29,8 @@ class Progress:
     epochs: float | None = None
     stride: int = 1
     usual_epoch: float | None = None
+    usual_ends: tuple[float, ...] = ()
+    usual_parts: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         check_number("done", self.done, least=0, unit="iterations")
@@ -37,3 +41,6 @@ class Progress:
         check_number("stride", self.stride, least=1, unit="epoch")
         if self.usual_epoch is not None:
             check_number("usual_epoch", self.usual_epoch, above=0, unit="iterations")
+        for field in ("usual_ends", "usual_parts"):
+            for each in getattr(self, field):
+                check_number(field, each, above=0, finite=True)

@@ -30,6 +30,55 @@ def remaining(progress: Progress | None) -> float | None:
     return max(progress.epochs * per_epoch - progress.done, 0.01 * per_epoch)
 
 
+def likely_left(progress: Progress | None) -> float | None:
+    """Scale-invariant iterations by which a job counts for shortest-first decisions; None where nothing tells.
+
+    The possible ends are
+
+    * of a job that declares its length: that end, and the parts of it after which earlier jobs of the model ended
+      (early stopping, a billion of epochs that nobody means): a declaration that keeps proving wrong counts less and
+      less;
+    * of one that declares nothing: where earlier jobs ended, and once twice the longest of these, for it may be another
+      kind of run.
+
+    They are weighed by :func:`gittins_left`, so that among jobs with the same mean the surer end counts as nearer.
+    """
+    if progress is None:
+        return None
+    declared = remaining(progress)
+    if declared is not None:
+        end = progress.done + declared
+        return gittins_left(progress.done, [*(part * end for part in progress.usual_parts), end])
+    if not progress.usual_ends:
+        return None
+    return gittins_left(progress.done, [*progress.usual_ends, 2 * max(progress.done, *progress.usual_ends)])
+
+
+def gittins_left(done: float, ends: Sequence[float]) -> float:
+    """The inverse of Gittins' index: work to be invested for each end that is reached, at the best place to stop.
+
+        min over t of  E[min(X, t) - done | X > done] / P(X <= t | X > done)
+
+    X is equally likely each of ``ends``. Serving the job with the smallest value first minimises the mean completion
+    time where only the distribution of lengths is known (Gittins, "Bandit processes and dynamic allocation indices",
+    1979; Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009). For a certain end it is what is
+    left.
+
+    Args:
+        done: work that the job has had, 0 or more.
+        ends: totals at which it may end; what is not above ``done`` cannot be any more.
+
+    Returns:
+        Work, in the unit of ``ends``; as much as was done where it should have ended.
+    """
+    left = sorted(end - done for end in ends if end > done)
+    best, below = done if not left else left[-1] * len(left), 0.0
+    for ended, each in enumerate(left, start=1):
+        below += each
+        best = min(best, (below + (len(left) - ended) * each) / ended)
+    return best
+
+
 def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """Remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
 
@@ -39,7 +88,7 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     """
     left = np.full(len(views), np.nan)
     for j, view in enumerate(views):
-        missing = remaining(view.progress)
+        missing = likely_left(view.progress)
         if missing is None:
             continue
         if rate[j] > 0 and view.init_batch_size:
@@ -78,7 +127,7 @@ def overdue(views: Sequence[JobView], left_s: Floats, fair_speed: Floats, now_s:
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
-        missing = remaining(view.progress)
+        missing = likely_left(view.progress)
         if view.progress is None or missing is None or not missing > 0:
             continue
         whole_s = left * (1.0 + view.progress.done / missing) / max(speed, 1e-9)

@@ -14,6 +14,7 @@ from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
+from placement.knowledge.lengths import EndedJobs
 from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, Shape, shape_of
 
 _CHANGED = 0.2
@@ -98,6 +99,7 @@ class Knowledge:
         self._families: dict[str, dict[str, _Family]] = {}
         self._read: dict[tuple[str, str], tuple[Observation, ...]] = {}
         self._epochs: dict[str, float] = {}
+        self._lengths = EndedJobs(self._config.forget_s)
         self._machines: dict[str, frozenset[str]] = {}
         self.version = 0
 
@@ -127,6 +129,7 @@ class Knowledge:
         """Take in what a job's heartbeat says; the newest observation of a shape counts."""
         if view.fingerprint is None:
             return
+        self._lengths.hear(view)
         if _epoch(view) and view.progress is not None and view.progress.epoch_ends[-1] > 0:
             self._epochs[view.fingerprint] = view.progress.epoch_ends[-1] / _epoch(view)
         for gpu, observations in view.observations.items():
@@ -149,8 +152,9 @@ class Knowledge:
                 self.version += epoch not in family.noise
                 family.noise[epoch] = model.noise, batches, now_s
 
-    def ended(self, job: str) -> None:
-        """A job is over: what it measured stays known."""
+    def ended(self, job: str, now_s: float) -> None:
+        """A job is over: what it measured stays known, and how long it was."""
+        self.version += self._lengths.ended(job, now_s)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]
 
@@ -182,6 +186,7 @@ class Knowledge:
             observations[gpu] = told
             models[gpu] = GoodputModel(model, noise, view.init_batch_size)
             most = max(most, family.most)
+        view = self._lengths.complete(view, now_s)
         usual_epoch = self._epochs.get(view.fingerprint or "")
         if view.progress is not None and usual_epoch is not None:
             view = dataclasses.replace(view, progress=dataclasses.replace(view.progress, usual_epoch=usual_epoch))
@@ -233,7 +238,8 @@ class Knowledge:
                 KnownNoise(fingerprint=name, gpu_type=gpu, epoch=epoch, noise=noise, batches=batches, seen_s=seen_s)
                 for epoch, (noise, batches, seen_s) in sorted(family.noise.items())
             ]
-        return Measurements(steps=tuple(steps), noises=tuple(noises))
+        lengths = self._lengths.of(fingerprints)
+        return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
         """Take in what was kept; what was measured on other machines than these, or too long ago, is left out."""
@@ -242,6 +248,7 @@ class Knowledge:
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
                 continue
             self._family(step.fingerprint, step.gpu_type).take(step.observation, step.seen_s)
+        self._lengths.recall(each for each in measurements.lengths if not self._is_old(each.seen_s, now_s))
         for noise in measurements.noises:
             if self._is_old(noise.seen_s, now_s):
                 continue

@@ -12,6 +12,9 @@ from placement.goodput.model import NoiseScale
 Shape = tuple[int, int, int, int]
 """Nodes, replicas, accumulation steps, and the power of two next to the atomic batch."""
 
+_MOST_LENGTHS = 32
+"""So many lengths are kept of each model: what users do with it now counts, not what they did last month."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
@@ -65,15 +68,34 @@ class KnownNoise:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KnownLength:
+    """How long one job was in the end, for keeping.
+
+    Attributes:
+        fingerprint: of the job's model.
+        samples: its progress in all: samples that it would have needed at the initial batch.
+        part: of the length that it had declared; None if it had declared none.
+        seen_s: when it ended [s since the epoch].
+    """
+
+    fingerprint: str
+    samples: float
+    part: float | None
+    seen_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
     """What is kept between two lives of an allocator."""
 
     steps: tuple[KnownStep, ...] = ()
     noises: tuple[KnownNoise, ...] = ()
+    lengths: tuple[KnownLength, ...] = ()
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
     """Measurements of several writers as one; of the same shape, or epoch, the newest."""
+    several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
     for measurements in several:
@@ -85,7 +107,16 @@ def merged(several: Iterable[Measurements]) -> Measurements:
             about = noise.fingerprint, noise.gpu_type, noise.epoch
             if about not in noises or noises[about].seen_s < noise.seen_s:
                 noises[about] = noise
-    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()))
+    lengths = newest(length for measurements in several for length in measurements.lengths)
+    return Measurements(steps=tuple(steps.values()), noises=tuple(noises.values()), lengths=lengths)
+
+
+def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
+    """Each length once, of each model the last ones, in the order of time."""
+    kept: dict[str, list[KnownLength]] = {}
+    for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
+        kept.setdefault(length.fingerprint, []).append(length)
+    return tuple(length for several in kept.values() for length in several[-_MOST_LENGTHS:])
 
 
 def covers(measurements: Measurements, other: Measurements, since_s: float) -> bool:
@@ -100,7 +131,8 @@ def covers(measurements: Measurements, other: Measurements, since_s: float) -> b
         own = noises.get((noise.fingerprint, noise.gpu_type, noise.epoch))
         if noise.seen_s > since_s and (own is None or own.seen_s < noise.seen_s):
             return False
-    return True
+    theirs = [each for each in other.lengths if each.seen_s > since_s]
+    return set(newest([*measurements.lengths, *theirs])) <= set(measurements.lengths)
 
 
 def shape_of(observation: Observation) -> Shape:

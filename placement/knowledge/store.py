@@ -13,10 +13,11 @@ Files of allocators that are gone are folded in: an allocator that has read one,
 written that itself deletes it, once it is an hour old. A living writer loses nothing by that: it writes all it knows
 with its next news.
 
-Columns, one row per measurement (kind ``step``) or per gradient noise (kind ``noise``); others' are null:
+Columns, one row per measurement (kind ``step``), gradient noise (``noise``) or length of a job (``length``); others'
+are null:
 
 ======================  ==========  ===================================================================================
-``kind``                string      ``step`` or ``noise``
+``kind``                string      ``step``, ``noise`` or ``length``
 ``fingerprint``         string      which model, see ``elastic_ray.record.fingerprint``
 ``gpu_type``            string      of the nodes, Ray's label ``ray.io/accelerator-type``; empty without
 ``seen_s``              float64     when it was measured [s since the epoch]
@@ -37,6 +38,8 @@ Columns, one row per measurement (kind ``step``) or per gradient noise (kind ``n
 ``atomic_bsz_least``    int64       noise: least samples per worker and micro-step that it allowed, null = no bound
 ``atomic_bsz_most``     int64       noise: most, likewise
 ``accumulation``        bool        noise: whether it allowed several micro-steps
+``samples``             float64     length: progress in all, in samples at the initial batch
+``part``                float64     length: of the length that the job had declared, null = it had declared none
 ======================  ==========  ===================================================================================
 """
 
@@ -46,6 +49,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import posixpath
 import time
 from typing import Any
@@ -58,7 +62,7 @@ import pyarrow.parquet as pq
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
 from placement.knowledge.knowledge import KnowledgeConfig
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, covers, merged
+from placement.knowledge.records import Batches, KnownLength, KnownNoise, KnownStep, Measurements, covers, merged
 from placement.storage.private_files import make_directory, open_output
 
 logger = logging.getLogger("placement.allocator")
@@ -88,6 +92,8 @@ _SCHEMA = pa.schema(
         ("atomic_bsz_least", pa.int64()),
         ("atomic_bsz_most", pa.int64()),
         ("accumulation", pa.bool_()),
+        ("samples", pa.float64()),
+        ("part", pa.float64()),
     ],
     metadata=_FORMAT,
 )
@@ -195,6 +201,7 @@ class KnowledgeStore:
 def _table(measurements: Measurements) -> pa.Table:
     """All measurements as rows of ``_SCHEMA``, steps before noises; no rows where there are none."""
     rows = [_step_row(step) for step in measurements.steps] + [_noise_row(noise) for noise in measurements.noises]
+    rows += [_length_row(length) for length in measurements.lengths]
     if not rows:
         return _SCHEMA.empty_table()
     # Table.from_pylist() would import pandas, 40 MB, only to see that this is none of its own.
@@ -245,11 +252,20 @@ def _noise_row(known: KnownNoise) -> dict[str, Any]:
     }
 
 
+def _length_row(length: KnownLength) -> dict[str, Any]:
+    return {"kind": "length", "gpu_type": "", **dataclasses.asdict(length)}
+
+
 def _measurements(table: pa.Table) -> Measurements:
+    """What the rows say; columns that a file of an earlier version lacks are null in it."""
+    for name in ("samples", "part"):
+        if name not in table.column_names:
+            table = table.append_column(name, pa.nulls(len(table), pa.float64()))
     rows = table.select(_SCHEMA.names).to_pylist()
     return Measurements(
         steps=tuple(_step(row) for row in rows if row["kind"] == "step"),
         noises=tuple(_noise(row) for row in rows if row["kind"] == "noise"),
+        lengths=tuple(_length(row) for row in rows if row["kind"] == "length"),
     )
 
 
@@ -288,3 +304,11 @@ def _noise(row: dict[str, Any]) -> KnownNoise:
         ),
         seen_s=row["seen_s"],
     )
+
+
+def _length(row: dict[str, Any]) -> KnownLength:
+    """The length in a row of kind ``length``; raises TypeError or ValueError where a value is out of range."""
+    samples, part = row["samples"], row["part"]
+    if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
+        raise ValueError(f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared")
+    return KnownLength(fingerprint=row["fingerprint"], samples=samples, part=part, seen_s=row["seen_s"])

@@ -32,7 +32,7 @@ class ClusterScaler:
     def __init__(self, config: Autoscaling, policy: Policy, constraints: Constraints) -> None:
         self._config = config
         self._autoscaler = Autoscaler(
-            config.node_types, policy, config.objective, config.times, constraints, most_nodes=config.max_nodes
+            config.node_types, policy, config.chosen, config.times, constraints, most_nodes=config.max_nodes
         )
         self._requests = NodeRequests()
         self._looked_s = float("-inf")

@@ -78,6 +78,9 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
         metavar="USD",
         help=f"with cost_per_progress: what an hour less is worth, for each job; {cost.value_usd_per_h:g} by default",
     )
+    group.add_argument(
+        "--budget", type=float, metavar="USD", help="with budget: what all nodes together may cost an hour, on average"
+    )
     for field, meaning in (
         ("startup_s", "until a node that was asked for can be used"),
         ("notice_s", "between a spot node's notice and its end"),
@@ -95,8 +98,13 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
             raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
+        if options.budget is not None:
+            raise InputError("budget goes with --autoscale budget, but no --autoscale was given")
         return None
-    objective = make_objective(options.autoscale)
+    try:
+        objective = make_objective(options.autoscale, options.budget)
+    except ValueError as error:
+        raise InputError(str(error)) from error
     if options.autoscale == "cost_per_progress":
         objective = CostPerProgress(value_usd_per_h=options.value)
     return AutoscaledCluster(objective=objective, startup_s=options.startup_s, notice_s=options.notice_s)

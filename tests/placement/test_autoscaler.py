@@ -54,7 +54,8 @@ def job(name: str = "a", **fields: Any) -> JobView:
 def autoscaler(
     types: Sequence[NodeType] = (FIRM, SPOT), objective: Any = "utility_band", policy: str = "goodput"
 ) -> Autoscaler:
-    return Autoscaler(types, make_policy(policy), objective, CONFIG)
+    made = OBJECTIVES[objective]() if isinstance(objective, str) else objective
+    return Autoscaler(types, make_policy(policy), made, CONFIG)
 
 
 # What every objective promises
@@ -108,7 +109,7 @@ def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
 ) -> None:
     policy, there = make_policy("goodput"), here(firm, spot)
     running = placed(views, make_plan(policy, views, there, NOW).allocation)
-    scaler = Autoscaler((FIRM, SPOT), policy, name, dataclasses.replace(CONFIG, linger_s=0.0))
+    scaler = Autoscaler((FIRM, SPOT), policy, OBJECTIVES[name](), dataclasses.replace(CONFIG, linger_s=0.0))
     scaler.decide(running, there, NOW - 1.0)  # the first look gives nothing up
     decision = scaler.decide(running, there, NOW)
     assert all(0 <= decision.nodes[each.name] <= each.max_nodes for each in (FIRM, SPOT))
@@ -354,7 +355,7 @@ def test_bad_input_is_refused() -> None:
         autoscaler([])
     with pytest.raises(InputError, match="firm occurs more than once"):
         autoscaler([FIRM, FIRM])
-    with pytest.raises(ValueError, match=r"objective must be one of cost_per_progress, .* but got 'cheap'"):
+    with pytest.raises(ValueError, match=r"objective must be one of budget, cost_per_progress, .* but got 'cheap'"):
         make_objective("cheap")
     with pytest.raises(InputError, match="0 <= min <= max, but got 5 and 4"):
         candidate("x", min_nodes=5)

@@ -57,7 +57,7 @@ def test_other_models_and_jobs_without_fingerprint_learn_nothing() -> None:
 def test_it_outlives_the_job_but_not_its_time() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     knowledge.learn(measured("old", (1, 2)), 0.0)
-    knowledge.ended("old")
+    knowledge.ended("old", 0.0)
     assert knowledge.complete(fresh(), 99.0).goodput is not None
     assert knowledge.complete(fresh(), 101.0).goodput is None
 

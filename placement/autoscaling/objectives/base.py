@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -63,6 +64,31 @@ class WantedSize:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What all nodes have cost, and for how many jobs, fading with time.
+
+    Attributes:
+        hours: that are counted [h].
+        spent_usd: for nodes in that time [USD].
+        job_hours: number of jobs x hours.
+    """
+
+    hours: float = 0.0
+    spent_usd: float = 0.0
+    job_hours: float = 0.0
+
+    def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
+        """So much later, at such a price: what lies ``memory_h`` hours back counts 1/e."""
+        kept = math.exp(-hours / memory_h)
+        fresh = memory_h * (1.0 - kept)
+        return Account(
+            hours=self.hours * kept + fresh,
+            spent_usd=self.spent_usd * kept + usd_per_h * fresh,
+            job_hours=self.job_hours * kept + jobs * fresh,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """The jobs, and what each could do on what is to be had.
 
@@ -71,12 +97,14 @@ class Demand:
         offers: by job: every node type that its workers fit onto, cheapest per worker first.
         spent_usd: by job [USD].
         gpus: by job: the GPU type that it runs on, None while it waits.
+        account: what the cluster has cost lately.
     """
 
     jobs: tuple[JobView, ...]
     offers: Mapping[str, tuple[NodeTypeOption, ...]]
     spent_usd: Mapping[str, float]
     gpus: Mapping[str, str | None]
+    account: Account = dataclasses.field(default_factory=Account)
 
     @property
     def alone(self) -> bool:

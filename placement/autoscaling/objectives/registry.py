@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from placement.autoscaling.objectives.base import Objective
+from placement.autoscaling.objectives.budget import Budget
 from placement.autoscaling.objectives.by_size import throughput_efficiency, utility_cost
 from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
 
 OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
     {
+        "budget": lambda: Budget(usd_per_h=10.0),
         "cost_per_progress": CostPerProgress,
         "throughput_efficiency": throughput_efficiency,
         "utility_band": UtilityBand,
@@ -21,14 +23,23 @@ OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
 """Registered objectives; the contract tests run over all of them."""
 
 
-def make_objective(objective: str | Objective) -> Objective:
+def make_objective(objective: str | Objective, budget_usd_per_h: float | None = None) -> Objective:
     """The objective of that name, or the objective itself.
 
+    Args:
+        objective: name of one, or one.
+        budget_usd_per_h: with "budget": what all nodes together may cost, on average [USD/h].
+
     Raises:
-        ValueError: no objective has that name.
+        ValueError: no objective has that name, or there is a budget without that objective, or the other way around.
     """
-    if not isinstance(objective, str):
-        return objective
-    if objective not in OBJECTIVES:
+    if isinstance(objective, str) and objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {', '.join(sorted(OBJECTIVES))}, but got {objective!r}")
-    return OBJECTIVES[objective]()
+    if (objective == "budget") != (budget_usd_per_h is not None):
+        raise ValueError(
+            f"objective 'budget' and budget_usd_per_h, what the cluster may cost on average, go together, but got "
+            f"{objective!r} and {budget_usd_per_h}"
+        )
+    if budget_usd_per_h is not None:
+        return Budget(usd_per_h=budget_usd_per_h)
+    return OBJECTIVES[objective]() if isinstance(objective, str) else objective

@@ -72,7 +72,8 @@ class World:
         if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
             job.leave()
-        self.send(JobEnded(job=job.name), now_s)
+        view = None if job.requested else job.view()  # an oracle has nothing to say of what is over
+        self.send(JobEnded(job=job.name, view=view), now_s)
 
     def tick(self, now_s: float) -> None:
         """Time has passed."""

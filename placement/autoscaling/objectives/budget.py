@@ -1,0 +1,78 @@
+"""``budget``: the shortest completion times that so much money an hour, on average over time, pays for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from placement.autoscaling.objectives.base import Account, Demand, WantedSize
+from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
+from placement.checks import check_number
+
+_MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been saved or overspent
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Each job has the size that it would have at one value of an hour; that value follows the money.
+
+    Minimising the mean completion time under a bound on the mean spending is, by Lagrange, minimising
+
+        sum over jobs of (value + price(k)) x T(k)
+
+    with one ``value`` for all jobs and all times, so that a job's size depends on its own speed-up curve only and the
+    cluster follows the number of jobs (the boundary of optimal allocations in "BOA Constrictor", 2026). The value is
+    not known in advance. It is
+
+        B / n x exp(saved / (B x patience))
+
+    with B the budget, n the mean number of jobs and saved = B x hours - spent: an integral controller, whose steady
+    state is spending B. Near it jobs with speed-up k^p spend value x p / (1 - p) each, B / n for p = 1/2. Money is
+    counted fading (``AutoscalerConfig.account_h``): what was saved long ago is not spent at once.
+
+    Deadlines and budgets of jobs are kept as under ``cost_per_progress``.
+
+    Attributes:
+        usd_per_h: B, for all nodes together, on average [USD/h]; above 0.
+        patience_h: hours of budget that may be saved, or overspent, before the value changes e-fold.
+        hysteresis: relative gain that is worth a change.
+    """
+
+    usd_per_h: float
+    patience_h: float = 2.0
+    hysteresis: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in ("usd_per_h", "patience_h"):
+            check_number(field, getattr(self, field), above=0, finite=True)
+        check_number("hysteresis", self.hysteresis, least=0)
+
+    @property
+    def name(self) -> str:
+        """See ``Objective``."""
+        return "budget"
+
+    def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
+        """See ``Objective``."""
+        value = self.value_usd_per_h(demand.account, len(demand.jobs))
+        wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
+        spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0
+        said = f"budget of {self.usd_per_h:g} USD/h, {spent:.3g} spent so far, an hour is worth {value:.3g} USD"
+        return {
+            job: dataclasses.replace(want, reason=f"{want.reason.replace(CostPerProgress().name, self.name)} ({said})")
+            for job, want in wants.items()
+        }
+
+    def value_usd_per_h(self, account: Account, jobs: int) -> float:
+        """What an hour less is worth now, for each job [USD/h].
+
+        Args:
+            account: what was spent, and for how many jobs.
+            jobs: present number of jobs, which counts while there is no account.
+        """
+        # The present jobs count like an hour's: a mean over the first minutes says nothing.
+        mean = (account.job_hours + jobs) / (account.hours + 1.0)
+        saved_h = account.hours - account.spent_usd / self.usd_per_h
+        factor = math.exp(min(max(saved_h / self.patience_h, -math.log(_MOST_FACTOR)), math.log(_MOST_FACTOR)))
+        return self.usd_per_h / max(mean, 1.0) * factor

@@ -1,0 +1,138 @@
+"""Lengths of jobs that declare none, or wrongly: from where earlier jobs of the same model have ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
+from placement.cluster.progress import Progress
+from placement.goodput.remaining import gittins_left, likely_left, remaining
+from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
+from placement.knowledge.records import KnownLength, Measurements, covers, merged, newest
+from placement.knowledge.store import KnowledgeStore, StorageRoot
+from placement.policies import GoodputPolicy
+from tests.placement.views import model, node, view
+
+lengths = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=12)
+
+
+@given(lengths, st.floats(0.0, 1e6))
+def test_the_index_is_between_the_nearest_end_and_all_that_may_be_left(ends: list[float], done: float) -> None:
+    left = [end - done for end in ends if end > done]
+    index = gittins_left(done, ends)
+    if not left:
+        assert index == done
+    else:
+        assert min(left) * (1 - 1e-9) <= index <= sum(left) / len(left) * (1 + 1e-9)
+
+
+@given(lengths, st.floats(0.0, 1e6), st.floats(0.1, 10.0))
+def test_the_index_has_the_unit_of_lengths(ends: list[float], done: float, factor: float) -> None:
+    index = gittins_left(done * factor, [end * factor for end in ends])
+    assert index == pytest.approx(gittins_left(done, ends) * factor, rel=1e-6, abs=1e-6)
+
+
+@given(lengths, st.floats(0.0, 1e6))
+def test_the_index_is_the_best_place_to_stop(ends: list[float], done: float) -> None:
+    left = [end - done for end in ends if end > done]
+    by_hand = min((sum(min(x, t) for x in left) / sum(x <= t for x in left) for t in left), default=done)
+    assert gittins_left(done, ends) == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_known_values() -> None:
+    assert gittins_left(10.0, [30.0]) == 20.0
+    # One of two ends soon: 1 for the one, 1 for the other that goes on, for one end; then 99 more for the second.
+    assert gittins_left(0.0, [1.0, 100.0]) == 2.0
+    assert gittins_left(1.0, [1.0, 100.0]) == 99.0
+    assert gittins_left(200.0, [1.0, 100.0]) == 200.0
+
+
+def test_an_end_that_is_sure_counts_as_nearer_than_one_of_the_same_mean() -> None:
+    sure = likely_left(Progress(done=0.0, usual_ends=(100.0,) * 8))
+    unsure = likely_left(Progress(done=0.0, usual_ends=(100.0,)))
+    assert sure is not None and unsure is not None and 100.0 < sure < unsure <= 200.0
+
+
+def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
+    told = Progress(done=10.0, epoch_ends=(10.0,), epochs=1000.0)
+    assert likely_left(told) == remaining(told) == 9990.0
+    wrong = dataclasses.replace(told, usual_parts=(0.01,) * 9)
+    assert (likely_left(wrong) or 0) == pytest.approx((9 * 90.0 + 90.0) / 9)
+    right = dataclasses.replace(told, usual_parts=(1.0,) * 9)
+    assert likely_left(right) == pytest.approx(9990.0)
+    beyond = dataclasses.replace(wrong, done=500.0, epoch_ends=(500.0,), epochs=20.0)  # and this one does go on
+    assert likely_left(beyond) == remaining(beyond)
+
+
+def test_nothing_is_known_of_a_job_without_length_or_earlier_ones() -> None:
+    assert likely_left(None) is None and likely_left(Progress(done=3.0)) is None
+
+
+def running(job: str, done: float, *, epochs: float | None = None, batch: int = 32) -> JobView:
+    progress = Progress(done=done, epoch_ends=(done,) if epochs else (), epochs=epochs)
+    return view(
+        job, goodput=model(), fingerprint="resnet", init_batch_size=batch, max_batch_size=None, progress=progress
+    )
+
+
+def test_jobs_learn_from_those_that_ended_in_their_own_iterations() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    knowledge.learn(running("first", 500.0), 0.0)
+    knowledge.ended("first", 5.0)
+    knowledge.learn(running("second", 100.0, epochs=4.0), 6.0)
+    knowledge.ended("second", 7.0)
+    told = knowledge.complete(running("third", 50.0, batch=64), 10.0).progress
+    assert told is not None and told.usual_ends == (250.0, 50.0) and told.usual_parts == (0.25,)
+    late = knowledge.complete(running("third", 50.0), 106.0).progress
+    assert late is not None and late.usual_ends == (100.0,)
+
+
+def test_shorter_jobs_come_first_though_none_has_said_how_long_it_is() -> None:
+    core = AllocatorCore(GoodputPolicy(), knowledge=Knowledge())
+    core.handle(NodesChanged(cluster=Cluster(nodes=(node("n0", 8),))), 0.0)
+    for fingerprint, total in (("short", 1e3), ("long", 1e6)):
+        for i in range(4):
+            old = dataclasses.replace(running(f"{fingerprint}{i}", total), fingerprint=fingerprint)
+            core.handle(JobHeartbeat(view=old), 1.0)
+            core.handle(JobEnded(job=old.job), 2.0)
+    for job in ("long", "short"):
+        core.handle(JobHeartbeat(view=dataclasses.replace(running(job, 10.0), fingerprint=job, max_workers=8)), 3.0)
+    reasons = {name: job.reason for name, job in core.snapshot().jobs.items()}
+    assert "weight is 1.00" in reasons["short"] and "weight is 0.50" in reasons["long"], reasons
+
+
+def test_only_the_last_lengths_of_a_model_are_kept() -> None:
+    many = [KnownLength(fingerprint="a", samples=1.0 + i, part=None, seen_s=float(i)) for i in range(40)]
+    kept = newest([*many, *many])
+    assert [each.seen_s for each in kept] == [float(i) for i in range(8, 40)]
+    mine, theirs = Measurements(lengths=kept), Measurements(lengths=tuple(many[:9]))
+    assert covers(mine, theirs, 0.0) and not covers(theirs, mine, 0.0)
+    assert merged([theirs, mine]).lengths == kept
+
+
+def test_lengths_are_kept_in_files_and_older_files_are_still_read(tmp_path: Path) -> None:
+    root = StorageRoot(path=str(tmp_path), filesystem=pyarrow.fs.LocalFileSystem())
+    known = Measurements(
+        lengths=(
+            KnownLength(fingerprint="a", samples=12.5, part=None, seen_s=1.0),
+            KnownLength(fingerprint="a", samples=3.0, part=0.1, seen_s=2.0),
+        )
+    )
+    KnowledgeStore(root, "me").save(known)
+    assert KnowledgeStore(root, "other").load() == known
+    (file,) = tmp_path.rglob("*.parquet")
+    table = pq.ParquetFile(file).read()
+    pq.write_table(table.drop_columns(["samples", "part"]).slice(0, 0), file)
+    assert KnowledgeStore(root, "other").load() == Measurements()
+    pq.write_table(table.set_column(table.column_names.index("samples"), "samples", [[-1.0, 3.0]]), file)
+    assert KnowledgeStore(root, "other").load() == Measurements()  # none of ours: reported and left out
