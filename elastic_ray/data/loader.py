@@ -261,7 +261,7 @@ class AdaptiveDataLoader(ResumableLoader):
         if samples is None:
             raise TypeError("an AdaptiveDataLoader over an iterable dataset has no length")
         steps, rest = divmod(samples, self.current_batch_size)
-        steps += int(rest > 0 and not self._drop_last)
+        steps += rest > 0 and not self._drop_last
         return self._own_batches(steps) if self._given.whole_batches else steps
 
     def _own_batches(self, count: int) -> int:
@@ -305,6 +305,8 @@ class AdaptiveDataLoader(ResumableLoader):
                 check_present(session)
                 if session.passes.edge(loader_pass, ends_pass=joined_later and self.on_last_batch):
                     self._source.commit()
+                    if session.passes.ended_early(loader_pass):
+                        break
             total = self._pass_total(loader_pass)
         except GeneratorExit:
             self._session.passes.abandon(loader_pass)
@@ -324,8 +326,7 @@ class AdaptiveDataLoader(ResumableLoader):
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
-        step = self._session.passes.step
-        assert step is not None, "a step was begun"
+        step: Any = self._session.passes.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.begin_micro(micro)
             yield self._session.passes.fetched(fetch)
@@ -396,5 +397,4 @@ class AdaptiveDataLoader(ResumableLoader):
         return Shares(weights=weights, least=least, most=self._limits.upper)
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
-        samples = self._samples
-        return samples if samples is not None else loader_pass.position
+        return loader_pass.position if self._samples is None else self._samples

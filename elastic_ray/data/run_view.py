@@ -25,6 +25,9 @@ class PassesView(Protocol):
     def next_ordinal(self) -> int:
         """Ordinal that the next pass of this epoch would get."""
 
+    def ended_early(self, loader_pass: PassProgress) -> bool:
+        """Whether a pass was to end with a step, which is committed."""
+
     def stopped(self, loader_pass: PassProgress) -> bool:
         """Whether a policy has ended the training in this pass."""
 

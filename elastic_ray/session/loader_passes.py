@@ -12,6 +12,15 @@ from elastic_ray.session.pass_view import PassChanges, PassRun
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
+_LOST = (
+    "a worker was lost in the step in which break left the loop over the loader. Code that has gone on cannot draw it "
+    "again, so its {count} samples are not used. A loop that is to lose none ends with its data"
+)
+_LOST_SUMS = (
+    "a worker was lost at the end of the step in which break left the loop over the loader. The step counts, but not "
+    "what accumulators were given for its {count} samples"
+)
+
 
 class LoaderPasses:
     """See the module's text.
@@ -20,13 +29,23 @@ class LoaderPasses:
         parts: of the run.
         changes: of group and batch.
         moment: a named moment of the run, for scripted faults.
+        tell: tells the job's user something (kind, text).
     """
 
-    def __init__(self, parts: PassRun, changes: PassChanges, moment: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        parts: PassRun,
+        changes: PassChanges,
+        moment: Callable[[str], None],
+        tell: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
         self._parts = parts
         self._changes = changes
         self._moment = moment
+        self._tell = tell
         self._deferred_change: Callable[[int], bool] | None = None
+        self._asked_to_end: PassProgress | None = None
+        self._ended_early: PassProgress | None = None
 
     @property
     def _progress(self) -> RunProgress:
@@ -48,6 +67,19 @@ class LoaderPasses:
         if self._parts.ledger.depth == 1:
             self._parts.meter.begin_step()
             self._parts.adaptation.before_step(step)
+
+    def end_after_step(self) -> None:
+        """Let the innermost pass end with its step in progress, once that is committed.
+
+        A step that is lost is drawn again, and then this is to be said again: what ``break`` cannot have.
+        """
+        step = self.step
+        assert step is not None, "a pass ends after a step"
+        self._asked_to_end = step.loader_pass
+
+    def ended_early(self, loader_pass: PassProgress) -> bool:
+        """Whether a pass was to end with a step, which is committed."""
+        return self._ended_early is loader_pass
 
     def stopped(self, loader_pass: PassProgress) -> bool:
         """Whether a policy has ended the training in this pass."""
@@ -92,12 +124,15 @@ class LoaderPasses:
         self._progress.end_epoch()
         self._catch_up()
 
-    def edge(self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False) -> bool:
+    def edge(
+        self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
+    ) -> bool:
         """The step's body has run: commit it, or find a group to go on with and have it drawn again.
 
         Args:
             loader_pass: the pass whose step it is; None for the innermost.
-            ends_pass: the loop was left in this step, and what happens between two steps is put off.
+            ends_pass: the pass ends with this step, and what happens between two steps is put off.
+            abandoned: its loop was left, so that nobody can draw it again.
 
         Returns:
             Whether the step was committed (by this rank, or by a survivor whose state it took over).
@@ -109,6 +144,8 @@ class LoaderPasses:
         self.settle()
         parts, ledger = self._parts, self._parts.ledger
         step = ledger.end(loader_pass)
+        asked, self._asked_to_end = self._asked_to_end, None
+        ends_early = asked is step.loader_pass
         before = ledger.loader_steps
         self._moment("edge")
         nested = ledger.step is not None
@@ -119,8 +156,13 @@ class LoaderPasses:
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), some_are_idle=step.leaves_ranks_idle)
         except CommunicationFailedError as error:
-            self._recover(step, str(error))
+            if abandoned and not nested:
+                self._give_up(step, str(error))
+            else:
+                self._recover(step, str(error))
             return ledger.loader_steps > before
+        if ends_early:
+            self._ended_early = step.loader_pass
         trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
         if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
@@ -136,7 +178,7 @@ class LoaderPasses:
                 parts.stragglers.after_step(parts.gpu_types.comparable(step.work))
                 parts.gpu_types.after_step(step.sizes)
                 parts.adaptation.after_step(step)
-            if not ends_pass:
+            if not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
         return True
 
@@ -150,7 +192,9 @@ class LoaderPasses:
             return False
         return True
 
-    def end_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool = False) -> None:
+    def end_pass(
+        self, loader_pass: PassProgress, total: int, *, put_off: bool = False, abandoned: bool = False
+    ) -> None:
         """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
 
         Args:
@@ -158,11 +202,16 @@ class LoaderPasses:
             total: its samples.
             put_off: the user's code behind the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it goes on later, does not run that code again.
+            abandoned: its loop was left before its end.
 
         Raises:
             WorkerDismissed: as in :meth:`edge`.
         """
+        if loader_pass.done:  # another rank has ended it, and this one has taken over its state
+            self._leave_pass(loader_pass, total, put_off=put_off)
+            return
         parts, ended = self._parts, self._progress.ended_passes
+        early, self._ended_early = abandoned or self._ended_early is loader_pass, None
         while self._progress.ended_passes == ended:
             try:
                 self._vote(Announced(Intent.END_OF_PASS, self._parts.ledger.depth, parts.registry.buffer_layout))
@@ -171,9 +220,20 @@ class LoaderPasses:
                 if self._parts.ledger.depth == 0:
                     parts.registry.collapse()
             except CommunicationFailedError as error:
+                if early and parts.ledger.depth == 0:
+                    self._end_alone(loader_pass)
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
                 self._progress.follow_passes(furthest)
+        self._leave_pass(loader_pass, total, put_off=put_off)
+
+    def _end_alone(self, loader_pass: PassProgress) -> None:
+        """A pass ends before its last sample, and the group is lost: who joins the next one must not take it up."""
+        loader_pass.end()
+        self._progress.end_pass()
+
+    def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
+        """All ranks know that the pass is over."""
         self._parts.ledger.end_pass(loader_pass)
         if self._parts.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
@@ -183,9 +243,12 @@ class LoaderPasses:
     def settle(self) -> None:
         """Commit steps that were left by ``break``, and end their passes."""
         while (step := self._parts.ledger.take_abandoned()) is not None:
-            loader_pass, total = step.loader_pass, step.total
-            self.edge(ends_pass=True)
-            self.end_pass(loader_pass, total, put_off=True)
+            loader_pass, total, ended = step.loader_pass, step.total, self._progress.ended_passes
+            self.edge(ends_pass=True, abandoned=True)
+            if self._progress.ended_passes == ended:
+                self.end_pass(loader_pass, total, put_off=True, abandoned=True)
+            else:
+                self._leave_pass(loader_pass, total, put_off=True)
 
     def _catch_up(self) -> None:
         """Do what was put off at the end of a pass."""
@@ -204,3 +267,17 @@ class LoaderPasses:
         lost = parts.ledger.undo(step)
         self._changes.regroup(cause)
         parts.ledger.resume(lost, cause)
+
+    def _give_up(self, step: LoaderStep, cause: str) -> None:
+        """A step was lost whose loop has been left: count it where its update is in the model, and end its pass."""
+        parts = self._parts
+        parts.sums.undo_beyond(parts.ledger.depth)
+        before = parts.ledger.loader_steps
+        if self._progress.optimizers_stepped:
+            parts.ledger.commit(step, parts.group.generation, parts.registry.models.gain)
+        else:
+            parts.ledger.undo(step)
+        self._end_alone(step.loader_pass)
+        self._changes.regroup(cause)
+        lost = _LOST if parts.ledger.loader_steps == before else _LOST_SUMS
+        self._tell("warning", lost.format(count=step.count))

@@ -130,7 +130,7 @@ class Session:
             regroup_timeout_s=regroup_timeout_s,
         )
         self._parts.adaptation.bind(self._parts, self._changes.set_shape)
-        self.passes = LoaderPasses(self._parts, self._changes, self.moment)
+        self.passes = LoaderPasses(self._parts, self._changes, self.moment, self.tell)
         self.collectives = UserCollectives(self._parts, self.passes.settle, self._changes.regroup, self.moment)
 
     @property

@@ -389,7 +389,7 @@ class StepLedger:
             gain: statistical progress of a step at a scale.
         """
         step = self.outermost
-        if step is None or self.failed or self._progress.optimizers_stepped == 0:
+        if step is None or self._progress.optimizers_stepped == 0:
             return self._progress.resume_point(step.samples_left if step is not None else self._samples_left)
         done = self._progress.after(step.ordinal, step.count, gain(step.scale))
         return done.resume_point(step.total - done.passes[-1].position)

@@ -205,9 +205,7 @@ class ElasticTrainerMixin(_Theirs):
                     learning_rate=last["learning_rate"],
                 )
             if self.control.should_epoch_stop or self.control.should_training_stop:
-                batches.close()
-                current_session().passes.settle()
-                break
+                current_session().passes.end_after_step()
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self._maybe_log_save_evaluate(
             self._tr_loss, last["grad_norm"], model, trial, epoch, ignored, begin_s, learning_rate=last["learning_rate"]
@@ -313,6 +311,8 @@ class ElasticTrainerMixin(_Theirs):
         """As theirs, with the loss of all workers, and buffers that are the same everywself."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
+        if current_session().ledger.failed:  # drawn again, and all that follows with it
+            return
         if self.control.should_evaluate and current_session().ledger.step is not None:
             share_buffers(self.model)
         super()._maybe_log_save_evaluate(self._tr_loss, *args, **kwargs)
@@ -340,6 +340,8 @@ class ElasticTrainerMixin(_Theirs):
         """As theirs, on rank 0, with the place in the data."""
         if trial is None:
             self.store_flos()
+        if current_session().ledger.failed:  # the step is drawn again, and saved then
+            return
         if self.is_world_process_zero():
             with self._alone():
                 super()._save_checkpoint(model, trial)

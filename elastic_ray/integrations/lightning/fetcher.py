@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.loops.fetchers import _DataFetcher
 
 import elastic_ray as er
@@ -95,12 +96,25 @@ class ElasticFetcher(_DataFetcher):
         """Whether the epoch is to have no more batches than it has had; a step is never cut in two."""
         return self.most is not None and self.fetched >= self.most and not current_session().ledger.accumulating
 
-    def leave(self) -> None:
-        """End the pass before its end: the step in progress is committed."""
-        if self._batches is not None:
-            self._batches.close()  # type: ignore[attr-defined]
-            self._batches = None
-            current_session().passes.settle()
+    @property
+    def left_early(self) -> bool:
+        """Whether the others have ended the pass though it had more batches, and more were allowed."""
+        passes, size = current_session().progress.passes, self.loader.current_batch_size
+        steps = sized_len(self.loader)
+        if not passes or not passes[-1].done or self.at_limit or steps is None:
+            return False
+        return steps * size - passes[-1].position >= size
+
+    def leave(self) -> bool:
+        """End the pass with the step in progress; whether it has ended. Else the step was lost, and is drawn again."""
+        if current_session().ledger.step is not None:
+            current_session().passes.end_after_step()
+        self.done = self.exhausted
+        return self.done
+
+    def finish(self) -> None:
+        """There was no other batch."""
+        self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
         """Micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""

@@ -35,10 +35,15 @@ check_overridden(
 )
 
 
+class _BatchLostError(Exception):
+    """A worker was lost in the step: it is drawn again."""
+
+
 class ElasticFitLoop(_FitLoop):
     """Counts the job's epochs in place of its own. A trainer's loop becomes one by its class."""
 
     _epochs: er.Epochs | None = None
+    _came_later = False  # within an epoch, whose end it takes part in though training may be done then
     _data_fetcher: Any
     _combined_loader_states_to_load: Any
 
@@ -81,6 +86,7 @@ class ElasticFitLoop(_FitLoop):
         try:
             epochs.join()
             self._epochs = epochs
+            self._came_later = bool(session.progress.passes)
             set_rank()
             _start_anew(self)
             return super().run()
@@ -127,12 +133,13 @@ class ElasticFitLoop(_FitLoop):
     @property
     def done(self) -> bool:
         """As Lightning's; or all the job's epochs are done, or a policy has ended the training."""
-        return super().done or (self._epochs is not None and self._epochs.done)
+        return not self._came_later and (super().done or (self._epochs is not None and self._epochs.done))
 
     def on_advance_start(self) -> None:
         """Begin the epoch that the job is in."""
         assert self._epochs is not None
         epoch = self._epochs.begin_epoch()
+        self._came_later = False
         progress: Any = self.epoch_progress
         for theirs in (progress.total, progress.current):
             theirs.ready = theirs.started = theirs.processed = theirs.completed = epoch
@@ -171,36 +178,60 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         if data_fetcher.exhausted:  # this worker has come after the last batch, or its end was not known before
             theirs = self.batch_progress
             theirs.is_last_batch = True
-            self._end_of_data()
+            if not data_fetcher.left_early:
+                self._end_of_data()
             return
-        try:
-            super().advance(data_fetcher)
-        except StopIteration:  # on_train_batch_start() has ended the epoch
-            data_fetcher.leave()
-            self._end_of_data()
-            raise
+        self._train_batch(data_fetcher)
         while data_fetcher.done and not data_fetcher.at_limit:
             if data_fetcher.exhausted:
                 self._end_of_data()
                 return
-            super().advance(data_fetcher)
-        if data_fetcher.at_limit or self._is_training_done or self.trainer.should_stop:
-            data_fetcher.leave()
-            if data_fetcher.at_limit:
-                self._end_of_data()
+            self._train_batch(data_fetcher)
+        while data_fetcher.at_limit or self._is_training_done or self.trainer.should_stop:
+            if data_fetcher.leave():
+                if data_fetcher.at_limit:
+                    self._end_of_data()
+                return
+            self._train_batch(data_fetcher)
+
+    def _train_batch(self, data_fetcher: Any) -> None:
+        """As Lightning's ``advance``, until the micro-batch counts: of one that is lost no hook is told.
+
+        Raises:
+            StopIteration: ``on_train_batch_start()`` has ended the epoch.
+        """
+        while True:
+            try:
+                return super().advance(data_fetcher)
+            except _BatchLostError:
+                if data_fetcher.exhausted:  # others had finished its step, which was the last
+                    data_fetcher.finish()
+                    return None
+            except StopIteration:
+                if data_fetcher.leave():
+                    self._end_of_data()
+                    raise
 
     def _end_of_data(self) -> None:
         """Schedulers that count epochs move behind the last step, not within it."""
         super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """As Lightning's, but for those of :meth:`_end_of_data`."""
+        """As Lightning's, but for those of :meth:`_end_of_data`.
+
+        Raises:
+            _BatchLostError: the micro-batch that has just been trained on is of a lost step.
+        """
+        if interval == "step" and not update_plateau_schedulers and current_session().ledger.failed:
+            raise _BatchLostError
         if interval == "step" or update_plateau_schedulers:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if it is time, with buffers that are the same everywhere."""
         session = current_session()
+        if session.ledger.failed:
+            return
         if session.ledger.step is not None and self._should_check_val_fx(data_fetcher):
             share_buffers(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)

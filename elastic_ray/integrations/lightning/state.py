@@ -12,6 +12,7 @@ from lightning.pytorch.loops.progress import _BaseProgress
 from lightning.pytorch.trainer.call import _call_callbacks_load_state_dict, _call_callbacks_state_dict
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
+_LAST_SAVED = "_last_global_step_saved"
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
@@ -34,6 +35,7 @@ class TrainerState:
             "folders": {callback.state_key: str(path) for callback, path in _folders(trainer)},
             "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor],
             "should_stop": bool(trainer.should_stop),
+            "saved": _last_saved(trainer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -41,6 +43,7 @@ class TrainerState:
         theirs: Any = self._trainer
         set_counters(theirs, state["loops"])
         theirs.should_stop = state["should_stop"]
+        _set_last_saved(theirs, state["saved"])
         for theirs, path in _folders(self._trainer):
             theirs.dirpath = state["folders"].get(theirs.state_key, path)
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": state["callbacks"]})
@@ -65,6 +68,8 @@ class StepState:
         return {
             "loops": counters(trainer),
             "callbacks": _call_callbacks_state_dict(trainer),
+            "should_stop": bool(trainer.should_stop),
+            "saved": _last_saved(trainer),
             "logged": {key: each._copy_state_dict() for key, each in results.items() if each.is_tensor},
             "metrics": [(each._copy_state_dict(), each._update_count) for each in metrics_of(trainer)],
         }
@@ -73,6 +78,9 @@ class StepState:
         """Return to values that were remembered."""
         set_counters(self._trainer, remembered["loops"])
         _call_callbacks_load_state_dict(self._trainer, {"callbacks": remembered["callbacks"]})
+        theirs: Any = self._trainer
+        theirs.should_stop = remembered["should_stop"]
+        _set_last_saved(theirs, remembered["saved"])
         results = self._trainer.fit_loop.epoch_loop._results
         for key in results.keys() - remembered["logged"].keys():
             if results[key].is_tensor:
@@ -131,6 +139,18 @@ def _fill(theirs: Any, values: dict[str, Any]) -> None:
             _fill(getattr(theirs, name), value)
         else:
             setattr(theirs, name, value)
+
+
+def _last_saved(trainer: Any) -> dict[str, int]:
+    """The step after which each callback has saved a checkpoint, which it keeps out of its own state."""
+    callbacks = (each for each in trainer.callbacks if hasattr(each, _LAST_SAVED))
+    return {each.state_key: int(getattr(each, _LAST_SAVED)) for each in callbacks}
+
+
+def _set_last_saved(trainer: Any, steps: dict[str, int]) -> None:
+    for each in trainer.callbacks:
+        if each.state_key in steps:
+            setattr(each, _LAST_SAVED, steps[each.state_key])
 
 
 def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:

@@ -1,0 +1,94 @@
+"""Steps of Lightning and transformers in which a worker is lost where a loop ends, saves or validates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from tests.integrations import test_huggingface as texts
+from tests.integrations import test_lightning as regression
+from tests.integrations.test_huggingface import one_state_for_all  # noqa: F401
+from tests.loop.changing import Kill
+
+STEPS = regression.STEPS
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class StopsAfter(Callback):  # type: ignore[misc]
+    """Ends the training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize("joins", [(), (3,)])
+@pytest.mark.parametrize("moment", ["backward", "edge"])
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"limit_train_batches": 3}, 2),
+        ({"max_steps": STEPS + 2, "max_epochs": -1}, STEPS + 1),
+        ({"callbacks": lambda: [StopsAfter(STEPS + 2)]}, STEPS + 1),
+    ],
+    ids=["limit_train_batches", "max_steps", "should_stop"],
+)
+def test_lightning_draws_the_last_step_of_a_pass_again(
+    options: dict[str, Any], step: int, moment: str, joins: tuple[int, ...]
+) -> None:
+    alone = regression.fit(False, **options)
+    results, _ = regression.job([Kill(step, 2, moment, joins=joins)], (1, 2), **options)
+    regression.check_alike(results, alone)
+
+
+@pytest.mark.parametrize("joins", [(), (3,)])
+@pytest.mark.parametrize("moment", ["backward", "collective"])
+def test_lightning_saves_no_step_that_is_lost(moment: str, joins: tuple[int, ...], tmp_path: Path) -> None:
+    def saving(folder: str) -> dict[str, Any]:
+        def keeper() -> list[Any]:
+            return [ModelCheckpoint(tmp_path / folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")]
+
+        return {"callbacks": keeper, "enable_checkpointing": True}
+
+    regression.fit(False, **saving("alone"))
+    regression.job([Kill(3, 2, moment, joins=joins)], (1, 2), **saving("job"))
+    files = sorted(each.name for each in (tmp_path / "alone").iterdir())
+    assert sorted(each.name for each in (tmp_path / "job").iterdir()) == files
+    for name in files:
+        alone, saved = (torch.load(tmp_path / which / name, weights_only=False) for which in ("alone", "job"))
+        for key, value in alone["state_dict"].items():
+            torch.testing.assert_close(saved["state_dict"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("moment", ["collective", "after_collective"])
+@pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
+def test_transformers_tells_of_an_evaluation_again_in_the_last_step(
+    moment: str, first: tuple[int, ...], tmp_path: Path
+) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": texts.STEPS, "logging_steps": 8}
+    alone = texts.Result(texts.fit(tmp_path / "alone", elastic=False, **options))
+    script = [Kill(texts.STEPS * texts.EPOCHS - 1, 2, moment)]
+    results, _ = texts.job(tmp_path / "job", script, first, **options)
+    texts.check_alike(results, alone)
+
+
+def test_transformers_saves_no_step_that_is_lost(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 8, "logging_steps": 8}
+    alone = texts.Result(texts.fit(tmp_path / "alone", elastic=False, **options))
+    results, _ = texts.job(tmp_path / "job", [Kill(7, 2, "collective", joins=(3,))], (1, 2), **options)
+    texts.check_alike(results, alone)
+    saved, theirs = (
+        next((tmp_path / which).glob("checkpoint-8/model.safetensors")).read_bytes() for which in ("job", "alone")
+    )
+    assert len(saved) == len(theirs)

@@ -1,0 +1,89 @@
+"""A loop that is left by ``break`` in a step that is lost: all workers, joiners too, know where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Kill, run_job
+
+SAMPLES, BATCH, STEPS, EPOCHS = 24, 6, 2, 3
+
+
+def loop() -> tuple[float, int, float]:
+    """Two of an epoch's four steps: a parameter, the number of steps, the samples that were counted."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(SAMPLES).float()), batch_size=BATCH, seed=3)
+    counted = 0.0
+    for _ in er.remaining_epochs_until(EPOCHS):
+        sums = er.Accumulator()
+        for (x,) in loader:
+            optimizer.zero_grad()
+            (model(x[:, None] / 10) - 1).square().mean().backward()
+            optimizer.step()
+            sums["samples"] += len(x)
+            if _nth(loader) == STEPS:
+                break
+        counted += sums["samples"]
+    return model.module.bias.item(), er.get_context().get_global_step(), counted
+
+
+def _nth(loader: er.AdaptiveDataLoader) -> int:
+    """Which of its pass's steps the loop is in, from 1."""
+    step = loader._session.passes.step
+    assert step is not None
+    return (step.loader_pass.position + step.count) // BATCH
+
+
+@pytest.mark.parametrize("joins", [(), (4,)])
+def test_a_step_that_break_left_and_that_was_lost_is_told_and_nothing_else_is_wrong(joins: tuple[int, ...]) -> None:
+    outcome = run_job(loop, [Kill(1, 2, "backward", joins=joins)], first=(1, 2, 3))
+    results = set(outcome.results.values())
+    assert len(results) == 1 and {(steps, samples) for _, steps, samples in results} == {(5, 30.0)}
+    (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
+    assert "cannot draw it again, so its 6 samples are not used" in told
+
+
+@pytest.mark.parametrize("joins", [(), (4,)])
+def test_an_update_that_was_made_before_the_loss_counts(joins: tuple[int, ...]) -> None:
+    (undisturbed,) = set(run_job(loop, [], first=(1, 2, 3)).results.values())
+    outcome = run_job(loop, [Kill(1, 2, "edge", joins=joins)], first=(1, 2, 3))
+    (result,) = set(outcome.results.values())
+    assert result[1:] == (6, 30.0) and undisturbed[1:] == (6, 36.0)
+    assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)
+    (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
+    assert "counts, but not what accumulators were given for its 6 samples" in told
+
+
+def ended_loop() -> tuple[float, int]:
+    """The same, for loops that let the pass end with a step."""
+    torch.manual_seed(1)
+    model: Any = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(SAMPLES).float()), batch_size=BATCH, seed=3)
+    for _ in er.remaining_epochs_until(EPOCHS):
+        for (x,) in loader.batches(joined_later=True):
+            optimizer.zero_grad()
+            (model(x[:, None] / 10) - 1).square().mean().backward()
+            optimizer.step()
+            if _nth(loader) == STEPS:
+                loader._session.passes.end_after_step()
+    return model.module.bias.item(), er.get_context().get_global_step()
+
+
+@pytest.mark.parametrize("moment", ["backward", "optimizer_step", "after_step", "edge"])
+@pytest.mark.parametrize("joins", [(), (4,)])
+def test_a_pass_that_was_to_end_with_a_lost_step_draws_it_again(moment: str, joins: tuple[int, ...]) -> None:
+    (undisturbed,) = set(run_job(ended_loop, [], first=(1, 2, 3)).results.values())
+    outcome = run_job(ended_loop, [Kill(1, 2, moment, joins=joins)], first=(1, 2, 3))
+    (result,) = set(outcome.results.values())
+    assert result[1] == undisturbed[1] == STEPS * EPOCHS
+    assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)
